@@ -1,0 +1,78 @@
+"""The command `splitserve`. Checks the config before anything slow (Ray, torch) is imported."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.config_summary import summarize
+from cluster.user_error import UserError
+from cluster.version import VERSION
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Errors of ours are printed without a traceback."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, _overrides(arguments))
+    if arguments.command == "check":
+        print(summarize(config))
+        print("ok")
+        return 0
+    _check_package_roots()
+    return _serve(config)
+
+
+def _serve(config: Config) -> int:
+    from cluster.serve_command import run_server  # here, not above: it imports Ray
+
+    return run_server(config)
+
+
+def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
+    given = {"server.host": arguments.host, "server.port": arguments.port}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _check_package_roots() -> None:
+    """PyPI has packages of our three names: refuse to run with one of them in the place of ours."""
+    specs = {name: find_spec(name) for name in ("cluster", "replicas", "scheduler")}
+    roots = {name: str(Path(spec.origin).parent.parent) for name, spec in specs.items() if spec and spec.origin}
+    if len(roots) < len(specs) or len(set(roots.values())) != 1:
+        found = ", ".join(f"{name} in {roots.get(name, 'no folder')}" for name in specs)
+        raise UserError(f"the packages of SplitServe must lie in one folder, but Python finds {found}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitserve", description="LLM inference with prefill and decode on separate pools of replicas."
+    )
+    parser.add_argument("--version", action="version", version=f"splitserve {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="start the server and run until interrupted")
+    check = commands.add_parser("check", help="check a config file and say what it would run, without starting it")
+    for command in (serve, check):
+        command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
+        command.add_argument("--host", help="address to listen on, instead of the file's server.host")
+        command.add_argument("--port", type=int, help="TCP port, instead of the file's server.port")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The pools of engine replicas."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config_section import Cpus, Gpus, Section
+
+
+class PoolConfig(Section):
+    """One pool of equal replicas. Exactly one of the three kv_ sizes is given."""
+
+    replicas: int = Field(default=1, ge=1, le=1_024, description="How many replicas the pool has")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the replicas compute on")
+    num_threads: int = Field(
+        default=1,
+        ge=1,
+        le=1_024,
+        description="CPU threads torch uses in each replica, fixed. More threads than cores make all replicas slow",
+    )
+    kv_capacity_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the KV cache in tokens: a multiple of kv.block_size and at least model.max_model_len",
+    )
+    kv_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the KV cache in bytes; the start-up log says how many tokens that is",
+    )
+    kv_memory_fraction: float | None = Field(
+        default=None,
+        ge=0.05,
+        le=0.98,
+        description="Size of the KV cache as a share of the GPU memory that is free after loading; cuda only",
+    )
+    max_running_sequences: int = Field(
+        default=32,
+        ge=1,
+        le=4_096,
+        description="Most sequences in work at once in each replica; each choice of a request is one. Others wait",
+    )
+    max_batch_tokens: int = Field(
+        default=512,
+        ge=8,
+        le=1_048_576,
+        description="Most tokens one engine step computes: prompt tokens plus one for each running sequence. Larger: "
+        "faster prompts, but each step takes longer",
+    )
+    num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each replica; limits nothing")
+    num_gpus: Gpus = Field(
+        default=0.0,
+        description="GPUs Ray reserves for each replica; device cuda needs more than 0, usually 1",
+    )
+    lag: int = Field(
+        default=1,
+        ge=0,
+        le=1,
+        description="Steps planned ahead of known tokens. 1: the next step is prepared while one runs; 0: one by one",
+    )
+
+
+class PoolsConfig(Section):
+    """The two pools."""
+
+    prefill: PoolConfig | None = Field(
+        default=None,
+        description="Replicas that compute prompts and hand their KV cache over. Layout split needs it, colocated "
+        "has none",
+    )
+    decode: PoolConfig = Field(description="Replicas that generate; with layout colocated they compute prompts too")
+
+    def deployed(self) -> dict[str, PoolConfig]:
+        """Pools by name, in the order of a request's path."""
+        pools = {"prefill": self.prefill, "decode": self.decode}
+        return {name: pool for name, pool in pools.items() if pool is not None}

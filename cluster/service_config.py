@@ -1,0 +1,160 @@
+"""Everything around the engines: HTTP, ingress, KV handoff, routing, limits on requests, logging, Ray."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from cluster.config_section import Cpus, Host, LocalPath, Port, Seconds, Section, base_dir_of
+
+
+class ServerConfig(Section):
+    """Where HTTP is served."""
+
+    host: Host = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all of this machine's")
+    port: Port = Field(default=8_000, description="TCP port; below 1024 usually needs root")
+
+
+class IngressConfig(Section):
+    """The replicas that take HTTP requests and route them."""
+
+    replicas: int = Field(default=1, ge=1, le=256, description="How many ingress replicas; they share nothing")
+    max_queued_requests: int = Field(
+        default=256,
+        ge=0,
+        le=1_000_000,
+        description="Most requests in each ingress that no decode replica has admitted yet. Beyond: status 429",
+    )
+    queue_timeout_s: Seconds = Field(default=30.0, description="Longest wait for admission. Beyond: status 429")
+    request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
+    max_retries: int = Field(
+        default=2, ge=0, le=10, description="How often a request is tried again on other replicas after a failure"
+    )
+    channel_host: Host = Field(
+        default="127.0.0.1",
+        description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
+        "is one they can reach",
+    )
+    num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+
+    @field_validator("channel_host")
+    @classmethod
+    def _check_connectable(cls, host: str) -> str:
+        if host in {str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))}:
+            raise ValueError("is nothing that a decode replica can connect to; expected the address of this machine")
+        return host
+
+
+class KVConfig(Section):
+    """The paged KV cache, the same in all pools."""
+
+    block_size: Literal[8, 16, 32, 64, 128] = Field(
+        default=16, description="Tokens in a block, the unit in which KV memory is given out and moved"
+    )
+
+
+class TransferConfig(Section):
+    """How a prompt's KV cache gets from a prefill replica to a decode replica."""
+
+    backend: Literal["UCX"] = Field(default="UCX", description="NIXL backend that moves the bytes")
+    lease_s: Seconds = Field(
+        default=30.0,
+        description="How long a prefill replica keeps blocks whose reader is silent; living readers renew it",
+    )
+    verify_digest: bool = Field(
+        default=True, description="Compare a digest of the bytes read with the source's before they are used"
+    )
+    net_devices: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: UCX chooses',
+    )
+    handoff_timeout_s: Seconds = Field(
+        default=30.0,
+        description="Longest wait of a decode replica for the KV cache of a request it admitted, the prefill "
+        "replica's queue and work included. Beyond: the request is tried on another pair",
+    )
+
+
+class RoutingConfig(Section):
+    """Which replicas a request goes to."""
+
+    local_prefill_max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts of up to this many tokens are computed by the decode replica itself; 0: none",
+    )
+    fallback_to_decode: bool = Field(
+        default=False,
+        description="Let decode replicas compute prompts while no prefill replica lives. false: status 503",
+    )
+
+
+class LimitsConfig(Section):
+    """What one HTTP request may ask for. Beyond: status 400, or 413 for the body."""
+
+    max_body_bytes: int = Field(default=4 * 1024**2, ge=1_024, le=1024**3, description="Largest request body")
+    max_prompts: int = Field(default=32, ge=1, le=4_096, description="Most prompts in one completion request")
+    max_choices: int = Field(
+        default=8,
+        ge=1,
+        le=128,
+        description="Largest n, choices of one prompt; at most pools.decode.max_running_sequences",
+    )
+    max_tokens_default_chat: int | None = Field(
+        default=None,
+        ge=1,
+        description="max_tokens of a chat request that gives none; null: the rest of model.max_model_len, as OpenAI",
+    )
+    max_tokens_default_completions: int = Field(
+        default=16, ge=1, description="max_tokens of a completion request that gives none; OpenAI's is 16"
+    )
+    max_stop_strings: int = Field(default=4, ge=0, le=64, description="Most stop strings in a request; OpenAI's is 4")
+    max_stop_string_chars: int = Field(default=256, ge=1, le=4_096, description="Longest stop string, in characters")
+    max_generated_tokens: int = Field(
+        default=262_144,
+        ge=1,
+        description="Most tokens one request may cause: prompts times n times max_tokens",
+    )
+
+
+class LoggingConfig(Section):
+    """What is logged."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="Least level logged")
+    format: Literal["text", "json"] = Field(default="text", description="text for people, json for log collectors")
+
+
+class RayConfig(Section):
+    """The Ray instance that `splitserve serve` starts."""
+
+    object_store_memory_bytes: int = Field(
+        default=100_000_000,
+        ge=75 * 1024**2,
+        description="Shared memory of Ray's object store. Nothing large goes through it: keep it small",
+    )
+    num_cpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Logical CPUs Ray gives out, may exceed the cores; null: what all replicas reserve, and one more",
+    )
+    include_dashboard: bool = Field(default=False, description="Serve Ray's dashboard on 127.0.0.1:8265")
+
+
+class FaultsConfig(Section):
+    """For SplitServe's own tests. Leave it out."""
+
+    fault_dir: LocalPath | None = Field(
+        default=None,
+        description="Folder whose files hold replicas at chosen points; tests only, never in production",
+    )
+
+    @field_validator("fault_dir")
+    @classmethod
+    def _check_folder(cls, fault_dir: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
+        if fault_dir is not None and base_dir_of(info) is not None and not fault_dir.is_dir():
+            raise ValueError("is no existing folder")
+        return fault_dir

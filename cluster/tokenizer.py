@@ -1,0 +1,166 @@
+"""Text to token ids and back, as the model expects it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from cluster.api_error import ApiError
+from cluster.chat_template import ChatTemplate
+from cluster.control_tokens import ControlTokens
+from cluster.detokenizer import token_bytes
+
+# Normalizers that keep every byte or replace it one for one; others (NFC, NFKC) shorten text, up to this factor.
+_EXACT_NORMALIZERS = {"Prepend", "Replace"}
+_NORMALIZER_SHRINK = 4
+
+
+class Tokenizer:
+    """One model's tokenizer. Immutable after construction, so thread-safe.
+
+    Encoding takes about 10 ms per 1,000 tokens, and lets other threads run: long texts belong in a thread, never on
+    the event loop. `too_long` costs nothing and refuses most of what could take seconds.
+
+    vocab_size: ids below it are known to the tokenizer and (as far as config.json says) to the model.
+    eos_token_ids: the ids that end an answer, from the tokenizer and from generation_config.json.
+    bos_token_id: None if the model has none. special_ids: ids that leave no text.
+    visible_bytes: the bytes of each other token.
+    """
+
+    def __init__(
+        self, folder_or_hub_id: str, trust_remote_code: bool = False, gguf_file: str | None = None
+    ) -> None:
+        """Reads files, perhaps from the Hub; takes seconds. gguf_file: read the tokenizer out of that file instead.
+
+        Raises OSError when it finds no tokenizer, ValueError when it can't handle it faithfully.
+        """
+        # Imported here because it takes seconds, and because it loads torch where torch is installed.
+        from tokenizers import Tokenizer as Backend
+        from transformers import AutoTokenizer
+
+        options = {"gguf_file": gguf_file} if gguf_file else {}
+        loaded: Any = AutoTokenizer.from_pretrained(folder_or_hub_id, trust_remote_code=trust_remote_code, **options)
+        if not loaded.is_fast:
+            raise ValueError(f"{type(loaded).__name__} is not supported: it has no Rust implementation")
+        spec = orjson.loads(loaded.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+        template = loaded.get_chat_template() if loaded.chat_template else None
+        control_tokens = ControlTokens(spec, template or "")
+        # Both are our own: transformers changes settings of its own one at every call.
+        self._plain = Backend.from_buffer(orjson.dumps(spec))
+        self._guarded = Backend.from_buffer(orjson.dumps(control_tokens.guarded_spec(spec)))
+        control_tokens.check(self._guarded)
+        self._chat_template = ChatTemplate(loaded, template, control_tokens)
+
+        bytes_of_token = token_bytes(self._plain.get_vocab(with_added_tokens=True), spec["decoder"])
+        self.special_ids = control_tokens.special_ids
+        self.visible_bytes: Mapping[int, bytes] = {
+            token_id: text for token_id, text in bytes_of_token.items() if token_id not in self.special_ids
+        }
+        model_config = _read_json(folder_or_hub_id, "config.json")
+        generation_config = _read_json(folder_or_hub_id, "generation_config.json")
+        self.vocab_size = min(max(bytes_of_token) + 1, _vocab_size(model_config) or len(bytes_of_token))
+        self.eos_token_ids = frozenset(_ids(loaded.eos_token_id) + _ids(generation_config.get("eos_token_id")))
+        self.bos_token_id: int | None = loaded.bos_token_id
+        self._max_bytes_per_token = max(map(len, bytes_of_token.values())) * _shrink_factor(spec["normalizer"])
+
+    def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        add_special_tokens: put what the model wants around a text (for many a BOS in front).
+        parse_special_tokens: whether "<|im_end|>" in the text is that control token, or those ten characters.
+        """
+        backend = self._plain if parse_special_tokens else self._guarded
+        # The batch call lets other threads run meanwhile; encode() does not (tokenizers 0.23).
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def encode_prompt(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> list[int]:
+        """Ids of one prompt of /v1/completions: text, or ids that are only checked.
+
+        Control tokens in the text count as such, as raw prompts are how a client uses a template of its own.
+        Raises ApiError 400 if it is empty, has unknown ids or has more than max_tokens tokens.
+        """
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+        elif max_tokens is not None and self.too_long(prompt, max_tokens):
+            raise _too_many_tokens(None, max_tokens, "prompt")
+        else:
+            ids = self.encode(prompt, add_special_tokens=True, parse_special_tokens=True)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt", code="empty_prompt")
+        return self._accept(ids, max_tokens, "prompt")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
+        """Ids of a chat prompt, up to where the assistant's answer begins. See ChatTemplate.render for messages.
+
+        The same ids as transformers' apply_chat_template, except that text of a message never becomes a control token.
+        Raises ApiError 400 if the template refuses the messages or they have more than max_tokens tokens.
+        """
+        rendered = self._chat_template.render(messages)
+        if max_tokens is not None and self.too_long(rendered, max_tokens):
+            raise _too_many_tokens(None, max_tokens, "messages")
+        # The template has put in all the special tokens that it wants, BOS included.
+        return self._accept(self.encode(rendered, add_special_tokens=False), max_tokens, "messages")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids. Bytes that are no UTF-8 become U+FFFD; ids without a token are left out."""
+        text: str = self._plain.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raises ApiError 400 for an id outside of the vocabulary. Ids of any size are safe to ask about."""
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            message = f"{param} has a token id outside of the vocabulary: ids go from 0 to {self.vocab_size - 1}"
+            raise ApiError(400, message, param=param, code="invalid_token_id")
+
+    def too_long(self, text: str, max_tokens: int) -> bool:
+        """True if the text certainly has more than max_tokens tokens, without encoding it; False says nothing.
+
+        No token stands for more bytes than the longest one of the vocabulary. (Bytes that a vocabulary lacks have no
+        tokens at all: a text of mostly those is called too long as well.)
+        """
+        max_bytes = max_tokens * self._max_bytes_per_token
+        return len(text) > max_bytes or len(text.encode()) > max_bytes
+
+    def _accept(self, ids: list[int], max_tokens: int | None, param: str) -> list[int]:
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise _too_many_tokens(len(ids), max_tokens, param)
+        # Text can have unknown ids too: some tokenizers have special tokens that the model has no weights for.
+        self.check_ids(ids, param)
+        return ids
+
+
+def _too_many_tokens(num_tokens: int | None, max_tokens: int, param: str) -> ApiError:
+    length = f"the prompt has {num_tokens} tokens" if num_tokens is not None else "the prompt is far too long"
+    message = f"{length}: at most {max_tokens} prompt tokens are possible here"
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
+    if normalizer is None:
+        return 1
+    steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    return 1 if {step["type"] for step in steps} <= _EXACT_NORMALIZERS else _NORMALIZER_SHRINK
+
+
+def _read_json(folder_or_hub_id: str, name: str) -> dict[str, Any]:
+    """A JSON file of the model; empty if it has none."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(folder_or_hub_id, name, _raise_exceptions_for_missing_entries=False)
+    content: dict[str, Any] = orjson.loads(Path(path).read_bytes()) if path else {}
+    return content
+
+
+def _vocab_size(model_config: Mapping[str, Any]) -> int | None:
+    """How many tokens the model has weights for. Multimodal models say it in a part of their own."""
+    size: int | None = model_config.get("vocab_size") or model_config.get("text_config", {}).get("vocab_size")
+    return size
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    """An id, a list of ids or nothing, as a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,189 @@
+"""The only types that cross processes. No torch.
+
+Three carriers:
+- Serve calls (router <-> replicas): the dataclasses themselves, inside the trusted Ray cluster.
+- ZeroMQ frames (decode -> router): `Frame`, msgpack.
+- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack.
+
+Bytes from a socket are decoded by `replicas.wire`, field by field; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scheduler.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # EOS or a stop token id; the token itself is the last one sent
+    LENGTH = "length"  # max_tokens reached
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One attempt at generating the tokens of 1..n choices that share a prompt.
+
+    request_id is unique per attempt (never the client's id) and names the KV transfer too.
+    choices are the choice indices to generate; they share the prompt's KV and differ in their noise.
+    max_tokens counts every generated token of a choice, the first included; at least 1.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    choices: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    sampling: SamplingParams
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPeer:
+    """One end of KV transfers: how to reach an engine's pool by NIXL. Published in replica metadata."""
+
+    replica_id: str
+    epoch: str  # new at every engine start
+    agent_name: str
+    agent_metadata: bytes
+    fingerprint: str  # of model, weights source and pool layout: two ends must agree
+    base_address: int
+    device_id: int
+    mem_type: str  # "DRAM" | "VRAM"
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The token prefill sampled for one choice, and whether it already ended that choice."""
+
+    choice: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Source -> reader: this prompt's KV lies ready in these blocks, under a lease."""
+
+    transfer_id: str
+    source_epoch: str
+    reader_epoch: str
+    fingerprint: str
+    block_ids: tuple[int, ...]  # source block ids, in prompt order
+    prompt_len: int
+    digest: bytes | None  # of those blocks' bytes in that order; None when verification is off
+    first_tokens: tuple[FirstToken, ...]
+    lease_s: float  # relative: clocks of two hosts are never compared
+
+
+class NoteKind(StrEnum):
+    DONE = "done"  # reader -> source: the read ended; also carried by the READ itself
+    CONFIRM = "confirm"  # source -> reader: the lease was alive throughout; the blocks are freed now
+    REFUSE = "refuse"  # source -> reader: unknown, expired or ended otherwise: do not use what you read
+    DROP = "drop"  # either way: this transfer will not happen; free at once
+    RENEW = "renew"  # reader -> source: keep the lease
+
+
+@dataclass(frozen=True, slots=True)
+class TransferNote:
+    kind: NoteKind
+    transfer_id: str
+    source_epoch: str
+    reader_epoch: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenItem:
+    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token)."""
+
+    request_id: str
+    choice: int
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """State of an engine as the router's policies see it."""
+
+    num_running: int
+    num_queued: int
+    queued_prompt_tokens: int
+    free_blocks: int  # not reserved by any admitted request
+    total_blocks: int
+    step_s: float  # moving average of the step time; 0.0 before the first
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Decode -> one router: everything one step produced for it; with no items, a sign of life."""
+
+    replica_id: str
+    epoch: str
+    seq: int  # per (decode engine, router), from 0 without gaps
+    load: EngineLoad
+    admitted: tuple[str, ...]  # request ids whose memory was reserved
+    tokens: tuple[TokenItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelAddress:
+    """Where a router's ZeroMQ PULL socket listens, and its CURVE public key (Z85 text)."""
+
+    router_id: str
+    endpoint: str
+    public_key: str
+
+
+class CallStatus(StrEnum):
+    OK = "ok"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"  # can never fit, or the engine is stopping; detail says which
+    KV_LOST = "kv_lost"  # the prompt's KV did not arrive intact: retry on another pair
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """Router -> decode. source None: decode prefills this prompt itself."""
+
+    request: GenerationRequest
+    channel: ChannelAddress
+    source: TransferPeer | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateReply:
+    """Decode -> router, when the attempt is over. Tokens never travel here, only how many were sent in frames."""
+
+    status: CallStatus
+    detail: str
+    num_tokens_sent: tuple[tuple[int, int], ...]  # (choice, tokens)
+    last_seq: int  # last frame that carried anything of this request; -1: none
+    queue_s: float
+    transfer_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCall:
+    """Router -> prefill, after decode admitted the request."""
+
+    request: GenerationRequest
+    reader: TransferPeer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReply:
+    status: CallStatus
+    detail: str
+    first_tokens: tuple[FirstToken, ...]
+    queue_s: float
+    prefill_s: float
+    load: EngineLoad

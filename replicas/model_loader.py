@@ -1,0 +1,98 @@
+"""Loads a transformers causal language model with our attention, and says what it is.
+
+The model must already be a transformers folder or a Hub id; `replicas.gguf_conversion` makes a folder of
+a GGUF once. Nothing of the model's own code runs unless the config trusts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from replicas.attention import ATTENTION_NAME, register_attention
+from replicas.kv_pool import KvLayout
+from replicas.model_support import UnsupportedModel, refuse_unsupported
+from replicas.settings import ModelSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """model is in eval mode on its device. fingerprint names architecture, weights and dtype."""
+
+    model: nn.Module
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    dtype: torch.dtype
+    fingerprint: str
+
+    def kv_layout(self, block_size: int) -> KvLayout:
+        return KvLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
+
+
+def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
+    """Load weights onto the device. Blocks for seconds to minutes; logs progress.
+
+    Raises UnsupportedModel for an architecture that our attention does not compute, OSError when the
+    files are not there.
+    """
+    register_attention()
+    config = AutoConfig.from_pretrained(settings.folder, trust_remote_code=settings.trust_remote_code)
+    refuse_unsupported(config)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    logger.info("loading weights", extra={"event": "weights_loading", "source": settings.folder})
+    model = _load_weights(settings, config, dtype)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
+    model = model.to(device).eval().requires_grad_(False)
+    num_heads = config.num_attention_heads
+    return LoadedModel(
+        model=model,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        dtype=dtype,
+        fingerprint=_fingerprint(settings, config),
+    )
+
+
+def _load_weights(settings: ModelSettings, config: Any, dtype: torch.dtype) -> nn.Module:
+    if settings.load_format == "dummy":
+        torch.manual_seed(0)  # every replica must hold the same random weights
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=settings.trust_remote_code
+        )
+        return model
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
+        settings.folder,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    return loaded
+
+
+def _fingerprint(settings: ModelSettings, config: Any) -> str:
+    """Two replicas with equal fingerprints hold the same weights, as far as names and sizes of files tell."""
+    described = {k: v for k, v in config.to_dict().items() if k != "_name_or_path" and not k.startswith("_attn")}
+    parts: list[object] = [json.dumps(described, sort_keys=True, default=str), settings.dtype, settings.load_format]
+    folder = Path(settings.folder)
+    if folder.is_dir():
+        parts += [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
+    else:
+        parts.append(settings.folder)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Applies a plan: tensors, one forward pass over the pool, sampling. Knows nothing of requests' lives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from replicas.attention import PagedStep
+from replicas.kv_pool import KvPool
+from replicas.model_loader import LoadedModel
+from replicas.model_support import UnsupportedModel
+from replicas.sampling import sample
+from replicas.slot_state import SlotState
+from replicas.step_inputs import build_step_inputs
+from scheduler.plan import DecodeRow, SampledToken, SampleTarget, SlotInit, StepOutput, StepPlan, TableWrite
+from scheduler.plan import PrefillChunk
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class StepHandle:
+    """A launched step. On the CPU its tokens are there already; on a GPU `result` waits for an event."""
+
+    def __init__(self, plan: StepPlan, read_tokens: Callable[[], list[int]]) -> None:
+        self.plan = plan
+        self._read_tokens = read_tokens
+
+    def result(self) -> StepOutput:
+        """The step's tokens in plan order: its rows', then its chunks' targets. Blocks until they are there."""
+        names = [(row.request_id, row.choice) for row in self.plan.rows]
+        names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
+        tokens = zip(names, self._read_tokens(), strict=True)
+        return StepOutput(self.plan.step_id, tuple(SampledToken(rid, choice, t) for (rid, choice), t in tokens))
+
+
+class ModelRunner:
+    """Owns the model, the pool's contents and the slots. Engine thread only."""
+
+    def __init__(self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int) -> None:
+        self._model = loaded.model
+        self._loaded = loaded
+        self.pool = pool
+        self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
+        self._slots.apply(plan)
+        for copy in plan.copies:
+            self.pool.copy_block(copy.source, copy.destination)
+        logits = self._forward(plan)
+        tokens = sample(logits, self._slots.sampling_batch(plan))
+        outputs: list[DecodeRow | SampleTarget] = list(plan.rows)
+        outputs += [target for chunk in plan.chunks for target in chunk.targets]
+        self._slots.store_tokens(outputs, tokens)
+        return StepHandle(plan, tokens.tolist)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Logits, float32 [num_samples, vocab_size], of each row and target."""
+        inputs = build_step_inputs(plan, self._slots, self.pool.layout.block_size)
+        step = PagedStep(self.pool, inputs)
+        output = self._model(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            logits_to_keep=inputs.logit_rows,
+            paged=step,
+        )
+        if step.num_calls != self._loaded.num_layers:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: {step.num_calls} of {self._loaded.num_layers} layers used our attention"
+            )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def self_check(self) -> float:
+        """Compare a short prompt's logits, computed in two chunks over the pool, with transformers' own attention.
+
+        Returns the largest absolute difference; raises UnsupportedModel when it is beyond rounding. Mutates
+        pool blocks and slot 0, so it runs before serving. This is the net under `model_support`: a model
+        that slips through there answers wrongly here.
+        """
+        block_size, vocab_size = self.pool.layout.block_size, self._loaded.vocab_size
+        length = min(2 * block_size + 3, self.pool.num_blocks * block_size)
+        ids = [(7919 * (i + 1)) % vocab_size for i in range(length)]
+        blocks = tuple(reversed(range(-(-length // block_size))))
+        cut = length // 2
+        init = SlotInit(0, 0, SamplingParams(temperature=0.0), None)
+        first = PrefillChunk("self-check", 0, 0, tuple(ids[:cut]), ())
+        last = PrefillChunk("self-check", 0, cut, tuple(ids[cut:]), (SampleTarget(0, 0),))
+        for plan in (
+            StepPlan(-2, (init,), (TableWrite(0, 0, blocks),), (), (first,), ()),
+            StepPlan(-1, (), (), (), (last,), ()),
+        ):
+            self._slots.apply(plan)
+            ours = self._forward(plan)
+        reference = self._reference_logits(ids)
+        difference = float((ours[0] - reference).abs().max())
+        scale = float(reference.abs().max())
+        tolerance = scale * (1e-4 if self._loaded.dtype is torch.float32 else 0.1)
+        if not difference <= tolerance:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: logits over the paged pool differ from transformers' own by "
+                f"{difference:.3g} (largest logit {scale:.3g}); serving it would give wrong text"
+            )
+        logger.info("self-check passed", extra={"event": "self_check", "max_difference": difference})
+        return difference
+
+    def _reference_logits(self, ids: list[int]) -> torch.Tensor:
+        """Logits of the last position by transformers' SDPA attention, float32 [vocab_size]."""
+        config = self._model.config
+        ours = config._attn_implementation
+        self._model.set_attn_implementation("sdpa")
+        try:
+            output = self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+        finally:
+            self._model.set_attn_implementation(ours)
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits

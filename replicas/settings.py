@@ -1,0 +1,46 @@
+"""What a replica is told at its start. Plain data: `cluster.app` makes it from the config, nothing here reads files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """folder: a transformers folder (a GGUF was converted before), or a Hub id."""
+
+    folder: str
+    dtype: str
+    max_model_len: int
+    load_format: str  # "auto" | "dummy"
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    backend: str
+    lease_s: float
+    verify_digest: bool
+    net_devices: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """pool: "prefill" | "decode". kv_memory_bytes is used when kv_capacity_tokens is None."""
+
+    pool: str
+    served_model_name: str
+    model: ModelSettings
+    transfer: TransferSettings
+    device: str  # "cpu" | "cuda"
+    num_threads: int
+    block_size: int
+    kv_capacity_tokens: int | None
+    kv_memory_bytes: int | None
+    kv_memory_fraction: float | None
+    max_sequences: int
+    max_step_tokens: int
+    lag: int
+    idle_frame_s: float = 0.5
+    channel_stall_s: float = 10.0
+    fault_dir: str | None = None

@@ -1,0 +1,1 @@
+"""Pure scheduling: events in, frozen plans out. Standard library only; time is always an argument."""

@@ -1,0 +1,147 @@
+"""Who owns which KV block.
+
+A block belongs to requests (counted: forked sequences share) and possibly to transfers in flight
+(counted too: design law 1, two owners). It is free only when both let go:
+
+    free --allocate--> request=1 --share--> request=2 ...
+                          |  hold
+                          v
+             request=1, transfer=1 --release--> request=0, transfer=1 --unhold--> free
+
+A block that a one-sided read may still write, though its handle never ended, is quarantined: never
+free again until the engine restarts (design law 2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from scheduler.free_runs import FreeRuns
+
+
+class OutOfBlocks(Exception):
+    """Fewer blocks are free than were asked for. Nothing was taken."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(wanted, free)
+        self.wanted = wanted
+        self.free = free
+
+    def __str__(self) -> str:
+        return f"{self.wanted} KV blocks wanted, {self.free} free"
+
+
+class BlockAccountingError(AssertionError):
+    """A block was released or held by someone who does not own it: a bug of ours, never of a client."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The ledger of a pool; the five numbers add up: free + request + transfer_only + quarantined == total."""
+
+    total: int
+    free: int
+    request: int  # owned by at least one request
+    transfer_only: int  # let go by its requests, still held by a transfer (leased or being read)
+    quarantined: int
+
+
+class BlockAllocator:
+    """Blocks 0 .. num_blocks - 1. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._free = FreeRuns(num_blocks)
+        self._request_refs: Counter[int] = Counter()
+        self._transfer_refs: Counter[int] = Counter()
+        self._quarantined: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int, after: int | None = None) -> tuple[int, ...]:
+        """Give `count` blocks to a request, adjacent ones where possible; mutates.
+
+        after: the block that the new ones will follow in their sequence. Raises OutOfBlocks.
+        """
+        if count > len(self._free):
+            raise OutOfBlocks(count, len(self._free))
+        block_ids = self._free.take(count, after)
+        for block_id in block_ids:
+            self._request_refs[block_id] = 1
+        return tuple(block_ids)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more sequence uses these blocks (fork). Mutates."""
+        for block_id in block_ids:
+            self._require(self._request_refs, block_id, "share")
+            self._request_refs[block_id] += 1
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether a write to the block would be seen by someone else, so that it must be copied first."""
+        return self._request_refs[block_id] > 1 or self._transfer_refs[block_id] > 0
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """A sequence lets go of blocks. Mutates; frees those with no other owner."""
+        self._let_go(self._request_refs, block_ids, "release")
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """A transfer takes its share of blocks that a request owns. Mutates."""
+        for block_id in block_ids:
+            self._require(self._request_refs, block_id, "hold")
+            self._transfer_refs[block_id] += 1
+
+    def unhold(self, block_ids: Iterable[int]) -> None:
+        """A transfer lets go. Mutates; frees blocks with no other owner."""
+        self._let_go(self._transfer_refs, block_ids, "unhold")
+
+    def quarantine(self, block_ids: Sequence[int]) -> None:
+        """A transfer will never tell whether it ended: its blocks are lost until the engine restarts."""
+        for block_id in block_ids:
+            self._require(self._transfer_refs, block_id, "quarantine")
+        self._quarantined.update(block_ids)
+
+    def counts(self) -> BlockCounts:
+        return BlockCounts(
+            total=self.num_blocks,
+            free=len(self._free),
+            request=sum(1 for b in self._request_refs if b not in self._quarantined),
+            transfer_only=sum(
+                1 for b in self._transfer_refs if b not in self._request_refs and b not in self._quarantined
+            ),
+            quarantined=len(self._quarantined),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise BlockAccountingError unless every block is in exactly one of free and owned. O(num_blocks)."""
+        free = set(self._free)
+        owned = set(self._request_refs) | set(self._transfer_refs)
+        if len(free) != len(self._free):
+            raise BlockAccountingError(f"free runs overlap: {len(self._free)} counted, {len(free)} distinct")
+        if free & owned:
+            raise BlockAccountingError(f"blocks both free and owned: {sorted(free & owned)[:10]}")
+        if len(free) + len(owned) != self.num_blocks:
+            raise BlockAccountingError(f"{len(free)} free + {len(owned)} owned of {self.num_blocks}")
+        if any(count < 1 for refs in (self._request_refs, self._transfer_refs) for count in refs.values()):
+            raise BlockAccountingError("a reference count below one was kept")
+
+    def _let_go(self, refs: Counter[int], block_ids: Iterable[int], verb: str) -> None:
+        freed = []
+        for block_id in block_ids:
+            self._require(refs, block_id, verb)
+            refs[block_id] -= 1
+            if not refs[block_id]:
+                del refs[block_id]
+                if block_id not in self._request_refs and block_id not in self._transfer_refs:
+                    freed.append(block_id)
+        self._free.give(freed)
+
+    @staticmethod
+    def _require(refs: Counter[int], block_id: int, verb: str) -> None:
+        if block_id not in refs:
+            raise BlockAccountingError(f"cannot {verb} block {block_id}: not owned that way")

@@ -1,0 +1,209 @@
+"""What the schedulers of both pools share: queue, admission by memory, ends, and safe release.
+
+Subclasses say how much a request needs and what running it means. All methods run on the engine thread;
+none blocks; `now_s` is monotonic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from scheduler.block_allocator import BlockAllocator
+from scheduler.memory_budget import MemoryBudget
+from scheduler.outcome import Ledger, NeverFits
+from scheduler.plan import StepPlan
+from scheduler.plan_builder import PlanBuilder
+from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.request import Request, RequestState, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Size of one engine. max_step_tokens bounds prompt tokens plus rows of one step."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_step_tokens: int
+
+
+class EngineScheduler(ABC):
+    """Requests of one engine from submission until their last block is free."""
+
+    def __init__(self, limits: PoolLimits) -> None:
+        self.limits = limits
+        self.allocator = BlockAllocator(limits.num_blocks)
+        self.budget = MemoryBudget(limits.num_blocks)
+        self.builder = PlanBuilder()
+        self.prompts = PrefillBatcher()
+        self._queue: dict[str, Request] = {}  # insertion-ordered
+        self._requests: dict[str, Request] = {}  # everything that holds anything
+        self._free_slots = list(range(limits.max_sequences))
+        self._ending: list[Request] = []  # over, but a step in flight still computes on their blocks
+        self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
+        self._deadlines: list[tuple[float, str]] = []
+        self._committed_step_id = -1
+
+    # -- what differs between the pools ------------------------------------------------------------
+
+    @abstractmethod
+    def blocks_needed(self, request: Request) -> int:
+        """Blocks to promise at admission."""
+
+    @abstractmethod
+    def _slots_needed(self, request: Request) -> int:
+        """Runner slots taken at admission."""
+
+    @abstractmethod
+    def _on_admitted(self, request: Request) -> None:
+        """Memory is promised; start what can start."""
+
+    @abstractmethod
+    def plan(self, now_s: float) -> StepPlan | None:
+        """What the next step does, or None when there is nothing to compute. Mutates."""
+
+    # -- arrival and admission ---------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> None:
+        """Queue a request. Raises NeverFits when no amount of waiting could admit it."""
+        needed = self.blocks_needed(request)
+        if not self.budget.fits_ever(needed):
+            block_size = self.limits.block_size
+            raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
+        if self._slots_needed(request) > self.limits.max_sequences:
+            raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
+        assert request.request_id not in self._requests, f"{request.request_id} submitted twice"
+        request.entered_s[RequestState.QUEUED] = now_s
+        self._queue[request.request_id] = request
+        self._requests[request.request_id] = request
+        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+
+    def admit(self, now_s: float) -> tuple[Request, ...]:
+        """Promise memory and slots to queued requests, first come first served; the first misfit ends it."""
+        admitted = []
+        for request in list(self._queue.values()):
+            if self._slots_needed(request) > len(self._free_slots):
+                break
+            if not self.budget.promise(request.request_id, self.blocks_needed(request)):
+                break
+            del self._queue[request.request_id]
+            request.enter(RequestState.ADMITTED, now_s)
+            choices = request.choices[: self._slots_needed(request)]
+            request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
+            self._on_admitted(request)
+            admitted.append(request)
+        return tuple(admitted)
+
+    def get(self, request_id: str) -> Request | None:
+        """The request, while it holds anything and is not over."""
+        request = self._requests.get(request_id)
+        return None if request is None or request.is_over else request
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def end(self, request_id: str, state: RequestState, now_s: float) -> bool:
+        """Cancel or fail a request in any state; False when it is already over. Mutates.
+
+        Blocks go back as soon as no step in flight computes on them and no transfer holds them.
+        """
+        request = self.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, state, now_s)
+        return True
+
+    def expired(self, now_s: float) -> tuple[str, ...]:
+        """Requests whose deadline has passed, each named once. The caller ends them."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            if self.get(request_id) is not None:
+                late.append(request_id)
+        return tuple(late)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        while self._deadlines and self.get(self._deadlines[0][1]) is None:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
+        request.enter(state, now_s)
+        self._queue.pop(request.request_id, None)
+        self.prompts.discard(request.request_id)
+        if request.last_step_id <= self._committed_step_id:
+            self._release(request)
+        else:
+            self._ending.append(request)
+
+    def _step_committed(self, step_id: int) -> None:
+        """Everything up to `step_id` has run: blocks of ended requests that waited for it go back."""
+        self._committed_step_id = step_id
+        due = [request for request in self._ending if request.last_step_id <= step_id]
+        if due:
+            self._ending = [request for request in self._ending if request.last_step_id > step_id]
+        for request in due:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """The request lets go of its blocks and slots; the promise ends unless a transfer still holds some."""
+        for sequence in request.sequences:
+            self.allocator.release(sequence.block_ids)
+            sequence.block_ids = []
+            heapq.heappush(self._free_slots, sequence.slot)
+        request.sequences = []
+        if request.request_id not in self._transfers and request.is_over:
+            self._forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        request = self._requests.pop(request_id)
+        if RequestState.ADMITTED in request.entered_s:
+            self.budget.end(request_id)
+
+    # -- transfers: the second owner ---------------------------------------------------------------
+
+    def _hold(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        self.allocator.hold(block_ids)
+        self._transfers[request_id] = block_ids
+
+    def transfer_ended(self, request_id: str) -> None:
+        """The transfer lets go of its blocks (read finished or failed, lease over). Idempotent."""
+        block_ids = self._transfers.pop(request_id, None)
+        if block_ids is None:
+            return
+        self.allocator.unhold(block_ids)
+        request = self._requests[request_id]
+        if request.is_over and not request.sequences:
+            self._forget(request_id)
+
+    def transfer_quarantined(self, request_id: str) -> None:
+        """A read never told whether it ended: its blocks are lost until the engine restarts."""
+        block_ids = self._transfers.pop(request_id, None)
+        if block_ids is None:
+            return
+        self.allocator.quarantine(block_ids)
+        self.budget.lose(len(block_ids))
+        request = self._requests[request_id]
+        if request.is_over and not request.sequences:
+            self._forget(request_id)
+
+    # -- what is held ------------------------------------------------------------------------------
+
+    def ledger(self) -> Ledger:
+        states = [request.state for request in self._requests.values()]
+        num_leased = states.count(RequestState.LEASED)
+        num_over = sum(1 for request in self._requests.values() if request.is_over)
+        return Ledger(
+            blocks=self.allocator.counts(),
+            promised_blocks=self.budget.promised,
+            budget_blocks=self.budget.num_blocks,
+            num_queued=len(self._queue),
+            queued_prompt_tokens=sum(request.prompt_len for request in self._queue.values())
+            + self.prompts.num_pending_tokens,
+            num_active=len(states) - len(self._queue) - num_leased - num_over,
+            num_leased=num_leased,
+            num_ending=num_over,
+            used_slots=self.limits.max_sequences - len(self._free_slots),
+        )

@@ -1,0 +1,65 @@
+"""How many blocks may be promised, and to whom.
+
+A promise is made once, at admission, for all that a request can ever need, so a running request never
+waits for memory. It ends when the last block of the request is free.
+"""
+
+from __future__ import annotations
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold the KV of `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def blocks_for_generation(prompt_len: int, max_tokens: int, num_choices: int, block_size: int) -> int:
+    """Worst case of one request: full prompt blocks once, the rest once per choice (copy-on-write).
+
+    The last sampled token is never fed, so it needs no KV: prompt_len + max_tokens - 1 positions a choice.
+    """
+    shared = prompt_len // block_size
+    per_choice = num_blocks_for(prompt_len + max_tokens - 1, block_size)
+    return shared + num_choices * (per_choice - shared)
+
+
+class MemoryBudget:
+    """Promises of blocks by request id. Not thread-safe: the engine thread owns it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._lost = 0
+        self._promised: dict[str, int] = {}
+        self._total_promised = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be promised at all: the pool without what is quarantined."""
+        return self._num_blocks - self._lost
+
+    @property
+    def available(self) -> int:
+        return self.num_blocks - self._total_promised
+
+    @property
+    def promised(self) -> int:
+        return self._total_promised
+
+    def fits_ever(self, num_blocks: int) -> bool:
+        return num_blocks <= self.num_blocks
+
+    def promise(self, request_id: str, num_blocks: int) -> bool:
+        """Promise blocks to a request if they are available; mutates only then. One promise per request."""
+        assert request_id not in self._promised, f"{request_id} already has a promise"
+        if num_blocks > self.available:
+            return False
+        self._promised[request_id] = num_blocks
+        self._total_promised += num_blocks
+        return True
+
+    def end(self, request_id: str) -> None:
+        """The request's blocks are all free again. Mutates."""
+        self._total_promised -= self._promised.pop(request_id)
+
+    def lose(self, num_blocks: int) -> None:
+        """Blocks were quarantined: they can't be promised again. Mutates."""
+        self._lost += num_blocks

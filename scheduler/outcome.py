@@ -1,0 +1,56 @@
+"""What a scheduler tells its engine after an event or a step: frozen facts, applied elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.block_allocator import BlockCounts
+
+
+class NeverFits(Exception):
+    """The request needs more memory or slots than the engine has in all; waiting would not help."""
+
+    def __init__(self, what: str, needed: int, available: int) -> None:
+        super().__init__(what, needed, available)
+        self.what, self.needed, self.available = what, needed, available
+
+    def __str__(self) -> str:
+        return f"needs {self.needed} {self.what}, the pool has {self.available}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A generated token became known. index counts from 0 within its choice; the reason is set on the last one."""
+
+    request_id: str
+    choice: int
+    index: int
+    token_id: int
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDone:
+    """A prefill engine finished a prompt: its first token per choice, and the blocks that hold its KV.
+
+    block_ids is empty when every choice already ended: nothing will be handed over and all is released.
+    """
+
+    request_id: str
+    first_tokens: tuple[TokenEvent, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Everything an engine holds, for metrics and for "is it back at its baseline"."""
+
+    blocks: BlockCounts
+    promised_blocks: int
+    budget_blocks: int
+    num_queued: int
+    queued_prompt_tokens: int
+    num_active: int  # admitted, prefilling, loading or running
+    num_leased: int
+    num_ending: int  # over, but some block waits for a step or a transfer to let go
+    used_slots: int

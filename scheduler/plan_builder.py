@@ -1,0 +1,40 @@
+"""Collects what the next step must do before it computes, and numbers the steps."""
+
+from __future__ import annotations
+
+from scheduler.plan import BlockCopy, DecodeRow, PrefillChunk, SlotInit, StepPlan, TableWrite
+
+
+class PlanBuilder:
+    """Mutable scratch of the plan being made. What is noted while there is nothing to compute waits for the next plan."""
+
+    def __init__(self) -> None:
+        self.next_step_id = 0
+        self._slot_inits: list[SlotInit] = []
+        self._table_writes: list[TableWrite] = []
+        self._copies: list[BlockCopy] = []
+
+    def init_slot(self, slot_init: SlotInit) -> None:
+        self._slot_inits.append(slot_init)
+
+    def write_table(self, slot: int, start: int, block_ids: tuple[int, ...]) -> None:
+        self._table_writes.append(TableWrite(slot, start, block_ids))
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self._copies.append(BlockCopy(source, destination))
+
+    def build(self, chunks: list[PrefillChunk], rows: list[DecodeRow]) -> StepPlan | None:
+        """The plan of the next step, or None when there is nothing to compute. Mutates: starts a new scratch."""
+        if not chunks and not rows:
+            return None
+        plan = StepPlan(
+            step_id=self.next_step_id,
+            slot_inits=tuple(self._slot_inits),
+            table_writes=tuple(self._table_writes),
+            copies=tuple(self._copies),
+            chunks=tuple(chunks),
+            rows=tuple(rows),
+        )
+        self.next_step_id += 1
+        self._slot_inits, self._table_writes, self._copies = [], [], []
+        return plan

@@ -1,0 +1,63 @@
+"""Packs prompts into steps: first come first served, long prompts in chunks, never over the token budget."""
+
+from __future__ import annotations
+
+from scheduler.plan import PrefillChunk, SampleTarget
+from scheduler.request import Request, RequestState
+
+
+class PrefillBatcher:
+    """Admitted prompts whose blocks are allocated, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Request] = {}  # insertion-ordered
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        return sum(request.prompt_len - request.num_prefilled for request in self._prompts.values())
+
+    def add(self, request: Request) -> None:
+        self._prompts[request.request_id] = request
+
+    def discard(self, request_id: str) -> None:
+        self._prompts.pop(request_id, None)
+
+    def plan_chunks(self, token_budget: int, step_id: int, now_s: float) -> tuple[list[PrefillChunk], list[Request]]:
+        """Chunks of at most `token_budget` tokens in all, and the requests whose prompt they complete.
+
+        Mutates: progress, states, and completed requests leave the batcher. Earlier prompts are served
+        first; a later one only takes what they leave.
+        """
+        chunks: list[PrefillChunk] = []
+        completed: list[Request] = []
+        for request in list(self._prompts.values()):
+            if token_budget <= 0:
+                break
+            chunk = self._next_chunk(request, token_budget)
+            token_budget -= len(chunk.token_ids)
+            chunks.append(chunk)
+            if request.state is RequestState.ADMITTED:
+                request.enter(RequestState.PREFILLING, now_s)
+            request.num_prefilled += len(chunk.token_ids)
+            request.last_step_id = step_id
+            if chunk.targets:
+                completed.append(request)
+                del self._prompts[request.request_id]
+        return chunks, completed
+
+    @staticmethod
+    def _next_chunk(request: Request, token_budget: int) -> PrefillChunk:
+        start = request.num_prefilled
+        end = min(request.prompt_len, start + token_budget)
+        targets: tuple[SampleTarget, ...] = ()
+        if end == request.prompt_len:
+            # A prefill engine has one sequence for all choices: they only part at decode.
+            slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
+            first_slot = request.sequences[0].slot
+            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.choices)
+        return PrefillChunk(
+            request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets
+        )
