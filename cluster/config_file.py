@@ -110,9 +110,7 @@ def _without(values: dict[Any, Any], paths: Iterable[KeyPath]) -> dict[Any, Any]
     return rest
 
 
-def _report(
-    file: Path, document: YamlDocument, problems: list[Problem], overrides: Mapping[str, object]
-) -> list[str]:
+def _report(file: Path, document: YamlDocument, problems: list[Problem], overrides: Mapping[str, object]) -> list[str]:
     """The problems as lines, in the order of the file."""
     numbered: list[tuple[int, str]] = []
     for repeated in document.repeated:

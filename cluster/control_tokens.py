@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ class ControlTokens:
         self._find_hidden = re.compile(_any_of(list(self._of_hidden_name)))
 
     def hide(self, value: Any, special_only: bool) -> Any:
-        """A copy of a string, or of lists and dicts of strings, in which control tokens are hidden from the template."""
+        """A copy of a string, or of lists and dicts of strings, with control tokens hidden."""
         if isinstance(value, str):
             find = self._find_special if special_only else self._find_any
             return find.sub(lambda match: self._hidden_names[match[0]], value)

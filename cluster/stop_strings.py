@@ -70,7 +70,7 @@ class StopMatcher:
 
 
 class _Pattern:
-    """One stop string as a Knuth-Morris-Pratt automaton: num_matched is the longest prefix that ends the text so far."""
+    """One stop string (Knuth-Morris-Pratt). num_matched: length of its longest prefix that ends the text so far."""
 
     __slots__ = ("_borders", "num_matched", "stop")
 

@@ -30,9 +30,7 @@ class Tokenizer:
     visible_bytes: the bytes of each other token.
     """
 
-    def __init__(
-        self, folder_or_hub_id: str, trust_remote_code: bool = False, gguf_file: str | None = None
-    ) -> None:
+    def __init__(self, folder_or_hub_id: str, trust_remote_code: bool = False, gguf_file: str | None = None) -> None:
         """Reads files, perhaps from the Hub; takes seconds. gguf_file: read the tokenizer out of that file instead.
 
         Raises OSError when it finds no tokenizer, ValueError when it can't handle it faithfully.
@@ -61,10 +59,12 @@ class Tokenizer:
         }
         model_config = _read_json(folder_or_hub_id, "config.json")
         generation_config = _read_json(folder_or_hub_id, "generation_config.json")
-        self.vocab_size = min(max(bytes_of_token) + 1, _vocab_size(model_config) or len(bytes_of_token))
+        num_ids = max(bytes_of_token) + 1
+        self.vocab_size = min(num_ids, _vocab_size(model_config) or num_ids)
         self.eos_token_ids = frozenset(_ids(loaded.eos_token_id) + _ids(generation_config.get("eos_token_id")))
         self.bos_token_id: int | None = loaded.bos_token_id
-        self._max_bytes_per_token = max(map(len, bytes_of_token.values())) * _shrink_factor(spec["normalizer"])
+        longest = max(map(len, [*bytes_of_token.values(), *map(str.encode, control_tokens.secret_names.values())]))
+        self._max_bytes_per_token = longest * _shrink_factor(spec["normalizer"])
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         """Token ids of a text.

@@ -59,9 +59,7 @@ class _Read:
 class FakeNetwork:
     """Connects the FakeTransports that are given it. Safe to share between threads."""
 
-    def __init__(
-        self, now_s: Callable[[], float] = time.monotonic, faults: NetworkFaults | None = None
-    ) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, faults: NetworkFaults | None = None) -> None:
         self.now_s = now_s
         self.faults = faults if faults is not None else NetworkFaults()
         self.lock = threading.RLock()

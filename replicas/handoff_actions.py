@@ -145,7 +145,7 @@ Action = Order | Event
 class Backoff:
     """When to send an unanswered message again: after first_s, then doubling up to max_s. Mutable."""
 
-    __slots__ = ("due_s", "_interval_s", "_max_s")
+    __slots__ = ("_interval_s", "_max_s", "due_s")
 
     def __init__(self, now_s: float, first_s: float, max_s: float) -> None:
         self._interval_s = first_s

@@ -81,8 +81,8 @@ class HandoffReader:
         return len(self._transfers)
 
     def num_quarantined(self, now_s: float) -> int:
-        """Reads in flight quarantine_s after their transfer ended. Their blocks stay held."""
-        return sum(now_s >= since_s for since_s in self._orphans.values())
+        """Reads in flight quarantine_s after their transfer ended. Their blocks stay held. Any thread may ask."""
+        return sum(now_s >= since_s for since_s in list(self._orphans.values()))
 
     # -- the engine's commands -----------------------------------------------------------------------------------
 
@@ -150,8 +150,8 @@ class HandoffReader:
         """A handoff, perhaps not the first copy. One that nobody waits for is answered by a drop."""
         transfer = self._match(handoff, agent_name)
         if transfer is None:
-            drop = TransferNote(NoteKind.DROP, handoff.transfer_id, handoff.source_epoch, handoff.reader_epoch, "unknown")
-            return [SendNote(agent_name, drop)]
+            epochs = (handoff.source_epoch, handoff.reader_epoch)
+            return [SendNote(agent_name, TransferNote(NoteKind.DROP, handoff.transfer_id, *epochs, "unknown"))]
         if transfer.phase is _Phase.CONFIRMING:
             return [SendNote(agent_name, self._note(NoteKind.DONE, transfer))]
         if transfer.phase is not _Phase.WAITING:

@@ -94,7 +94,7 @@ class HandoffSource:
             return self._refuse(note, agent_name, "another epoch")
         actions: list[Action] = []
         lease = self._leases.get(note.transfer_id)
-        if lease is not None and lease.key == (note.transfer_id, note.reader_epoch) and lease.reader_agent == agent_name:
+        if lease is not None and (note.reader_epoch, agent_name) == (lease.handoff.reader_epoch, lease.reader_agent):
             if now_s < lease.expires_s:
                 return self._answer_open(lease, note, now_s)
             # The clock decides, not the moment at which somebody looked at it.
@@ -181,9 +181,7 @@ class HandoffSource:
     def _note(self, kind: NoteKind, transfer_id: str, reader_epoch: str, reason: str = "") -> TransferNote:
         return TransferNote(kind, transfer_id, self._epoch, reader_epoch, reason)
 
-    def _remember(
-        self, key: _Key, outcome: SourceOutcome, *, was_offered: bool, lease_s: float, now_s: float
-    ) -> None:
+    def _remember(self, key: _Key, outcome: SourceOutcome, *, was_offered: bool, lease_s: float, now_s: float) -> None:
         self._ended.pop(key, None)
         forget_s = now_s + max(self._timing.remember_s, 2 * lease_s)
         self._ended[key] = _Ended(outcome, forget_s, was_offered)

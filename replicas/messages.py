@@ -10,8 +10,11 @@ Bytes from a socket are decoded by `replicas.wire`, field by field; nothing is u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from scheduler.sampling_params import SamplingParams
 
@@ -53,6 +56,14 @@ class TransferPeer:
     mem_type: str  # "DRAM" | "VRAM"
     num_blocks: int
     block_bytes: int
+
+    def to_metadata(self) -> dict[str, Any]:
+        """As plain JSON, for replica metadata, which passes through Ray's controller."""
+        return {**asdict(self), "agent_metadata": b64encode(self.agent_metadata).decode("ascii")}
+
+    @staticmethod
+    def from_metadata(metadata: Mapping[str, Any]) -> TransferPeer:
+        return TransferPeer(**{**metadata, "agent_metadata": b64decode(metadata["agent_metadata"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,6 @@ class GenerateReply:
     status: CallStatus
     detail: str
     num_tokens_sent: tuple[tuple[int, int], ...]  # (choice, tokens)
-    last_seq: int  # last frame that carried anything of this request; -1: none
     queue_s: float
     transfer_s: float
     decode_s: float

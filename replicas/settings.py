@@ -44,3 +44,5 @@ class EngineSettings:
     idle_frame_s: float = 0.5
     channel_stall_s: float = 10.0
     fault_dir: str | None = None
+    log_level: str = "INFO"
+    log_format: str = "json"

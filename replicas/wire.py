@@ -8,7 +8,7 @@ exact type and range, and the length of every array: whatever is not precisely w
 from __future__ import annotations
 
 import math
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import msgpack
 
@@ -31,6 +31,7 @@ _FRAME, _HANDOFF, _NOTE = 1, 2, 3  # tags
 _MAX_BYTES = 8 << 20  # of one message; a 128k-token prompt's handoff is about 50 KB
 _MAX_TEXT = 4096  # characters of one string
 _MAX_DIGEST = 64
+_MAX_COUNT = (1 << 63) - 1
 _FINISH: dict[object, FinishReason | None] = {None: None, **{reason.value: reason for reason in FinishReason}}
 _NOTE_KINDS: dict[object, NoteKind] = {kind.value: kind for kind in NoteKind}
 
@@ -128,7 +129,7 @@ def _handoff(fields: list[object]) -> Handoff:
         fingerprint=_text(fields[5], "fingerprint"),
         block_ids=tuple(_count(item, "block_ids") for item in _array(fields[6], "block_ids")),
         prompt_len=_count(fields[7], "prompt_len"),
-        digest=cast("bytes | None", digest),
+        digest=digest,
         first_tokens=tuple(_first_token(item) for item in _array(fields[9], "first_tokens")),
         lease_s=lease_s,
     )
@@ -144,14 +145,16 @@ def _first_token(value: object) -> FirstToken:
 
 
 def _token_item(value: object) -> TokenItem:
-    item = _array(value, "tokens", length=5)
-    return TokenItem(
-        request_id=_text(item[0], "request_id"),
-        choice=_count(item[1], "choice"),
-        index=_count(item[2], "index"),
-        token_id=_count(item[3], "token_id"),
-        finish_reason=_choice(_FINISH, item[4], "finish_reason"),
-    )
+    """Written flat: it runs once per generated token in every router."""
+    request_id, choice, index, token_id, finish = _array(value, "tokens", length=5)
+    if type(request_id) is not str or len(request_id) > _MAX_TEXT:
+        _refuse("request_id is not a text of sensible length")
+    if not (type(choice) is type(index) is type(token_id) is int):
+        _refuse("choice, index and token_id are not integers")
+    if min(choice, index, token_id) < 0 or max(choice, index, token_id) > _MAX_COUNT:
+        _refuse("choice, index or token_id is out of range")
+    reason = None if finish is None else _choice(_FINISH, finish, "finish_reason")
+    return TokenItem(request_id, choice, index, token_id, reason)
 
 
 def _load(value: object) -> EngineLoad:
@@ -210,7 +213,7 @@ def _text(value: object, field: str) -> str:
 
 def _count(value: object, field: str) -> int:
     # type(), not isinstance(): True is an int too.
-    if type(value) is not int or not 0 <= value < 1 << 63:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         _refuse(f"{field} is not an integer from 0 to 2^63 - 1")
     return value
 

@@ -8,14 +8,14 @@ A block belongs to requests (counted: forked sequences share) and possibly to tr
                           v
              request=1, transfer=1 --release--> request=0, transfer=1 --unhold--> free
 
-A block that a one-sided read may still write, though its handle never ended, is quarantined: never
-free again until the engine restarts (design law 2).
+A block that a one-sided read may still write, because its handle never ended, keeps that owner until the
+engine restarts (design law 2).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.free_runs import FreeRuns
@@ -39,13 +39,12 @@ class BlockAccountingError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """The ledger of a pool; the five numbers add up: free + request + transfer_only + quarantined == total."""
+    """The ledger of a pool: free + request + transfer_only == total."""
 
     total: int
     free: int
     request: int  # owned by at least one request
     transfer_only: int  # let go by its requests, still held by a transfer (leased or being read)
-    quarantined: int
 
 
 class BlockAllocator:
@@ -58,7 +57,6 @@ class BlockAllocator:
         self._free = FreeRuns(num_blocks)
         self._request_refs: Counter[int] = Counter()
         self._transfer_refs: Counter[int] = Counter()
-        self._quarantined: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -100,21 +98,12 @@ class BlockAllocator:
         """A transfer lets go. Mutates; frees blocks with no other owner."""
         self._let_go(self._transfer_refs, block_ids, "unhold")
 
-    def quarantine(self, block_ids: Sequence[int]) -> None:
-        """A transfer will never tell whether it ended: its blocks are lost until the engine restarts."""
-        for block_id in block_ids:
-            self._require(self._transfer_refs, block_id, "quarantine")
-        self._quarantined.update(block_ids)
-
     def counts(self) -> BlockCounts:
         return BlockCounts(
             total=self.num_blocks,
             free=len(self._free),
-            request=sum(1 for b in self._request_refs if b not in self._quarantined),
-            transfer_only=sum(
-                1 for b in self._transfer_refs if b not in self._request_refs and b not in self._quarantined
-            ),
-            quarantined=len(self._quarantined),
+            request=len(self._request_refs),
+            transfer_only=len(self._transfer_refs.keys() - self._request_refs.keys()),
         )
 
     def check_integrity(self) -> None:

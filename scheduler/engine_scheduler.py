@@ -147,6 +147,10 @@ class EngineScheduler(ABC):
         for request in due:
             self._release(request)
 
+    def steps_abandoned(self) -> None:
+        """No launched step will be committed any more (the engine failed): nothing waits for one. Mutates."""
+        self._step_committed(self.builder.next_step_id - 1)
+
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots; the promise ends unless a transfer still holds some."""
         for sequence in request.sequences:
@@ -169,7 +173,11 @@ class EngineScheduler(ABC):
         self._transfers[request_id] = block_ids
 
     def transfer_ended(self, request_id: str) -> None:
-        """The transfer lets go of its blocks (read finished or failed, lease over). Idempotent."""
+        """The transfer lets go of its blocks (read finished or failed, lease over). Idempotent.
+
+        For a read whose end is never known this is never called: its blocks stay held, and promised, until
+        the engine restarts (design law 2).
+        """
         block_ids = self._transfers.pop(request_id, None)
         if block_ids is None:
             return
@@ -178,16 +186,21 @@ class EngineScheduler(ABC):
         if request.is_over and not request.sequences:
             self._forget(request_id)
 
-    def transfer_quarantined(self, request_id: str) -> None:
-        """A read never told whether it ended: its blocks are lost until the engine restarts."""
-        block_ids = self._transfers.pop(request_id, None)
-        if block_ids is None:
-            return
-        self.allocator.quarantine(block_ids)
-        self.budget.lose(len(block_ids))
-        request = self._requests[request_id]
-        if request.is_over and not request.sequences:
-            self._forget(request_id)
+    # -- load, as policies see it ------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Admitted and not over."""
+        return self.limits.max_sequences - len(self._free_slots)
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Prompt tokens yet to be computed, queued ones included."""
+        return sum(request.prompt_len for request in self._queue.values()) + self.prompts.num_pending_tokens
 
     # -- what is held ------------------------------------------------------------------------------
 
@@ -200,8 +213,7 @@ class EngineScheduler(ABC):
             promised_blocks=self.budget.promised,
             budget_blocks=self.budget.num_blocks,
             num_queued=len(self._queue),
-            queued_prompt_tokens=sum(request.prompt_len for request in self._queue.values())
-            + self.prompts.num_pending_tokens,
+            queued_prompt_tokens=self.queued_prompt_tokens,
             num_active=len(states) - len(self._queue) - num_leased - num_over,
             num_leased=num_leased,
             num_ending=num_over,

@@ -26,15 +26,9 @@ class MemoryBudget:
     """Promises of blocks by request id. Not thread-safe: the engine thread owns it."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._lost = 0
+        self.num_blocks = num_blocks
         self._promised: dict[str, int] = {}
         self._total_promised = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that can be promised at all: the pool without what is quarantined."""
-        return self._num_blocks - self._lost
 
     @property
     def available(self) -> int:
@@ -59,7 +53,3 @@ class MemoryBudget:
     def end(self, request_id: str) -> None:
         """The request's blocks are all free again. Mutates."""
         self._total_promised -= self._promised.pop(request_id)
-
-    def lose(self, num_blocks: int) -> None:
-        """Blocks were quarantined: they can't be promised again. Mutates."""
-        self._lost += num_blocks

@@ -54,7 +54,7 @@ TEXTS = {
     "newlines": "\n\n\nChapter One\n\n\n",
     "upper": "WARNING: DO NOT OPEN THIS DOOR WHILE THE TRAIN IS",
     "facts": "Water boils at 100 degrees Celsius at sea level. At the top of a high mountain it boils at",
-    "dialogue": '"You are late," said the gardener.\n"The train was late," said the train driver, "and I was on it."\n"',
+    "dialogue": '"You are late," said the gardener.\n"The train was late," said the driver, "and I was on it."\n"',
     "poem": "The harbour sleeps, the lanterns sway,\nThe tide has taken the light away,\n",
     "chinese": "春天来了，院子里的桃花都开了。孩子们在树下",
     "japanese": "昨日、友達と一緒に図書館へ行きました。そこで",
@@ -136,7 +136,7 @@ class GoldenPrompt:
 
 
 def ship_log(num_days: int) -> str:
-    """A long text by rule: the log of a ship, one entry a day, about 27 tokens each."""
+    """A long text by rule: the log of a ship, one entry a day, about 25 tokens each."""
     winds = ("north", "north-west", "south", "east", "south-west", "west", "north-east")
     seas = ("calm", "rough", "moderate", "slight")
     events = (
@@ -146,9 +146,10 @@ def ship_log(num_days: int) -> str:
         "caught rain in the barrels",
         "lost an anchor",
     )
+    days = range(1, num_days + 1)
     lines = [
-        f"Day {day}. Wind {winds[day % 7]}, sea {seas[day % 4]}. Sailed {60 + day * 37 % 90} miles and {events[day % 5]}."
-        for day in range(1, num_days + 1)
+        f"Day {i}. Wind {winds[i % 7]}, sea {seas[i % 4]}. Sailed {60 + i * 37 % 90} miles and {events[i % 5]}."
+        for i in days
     ]
     return "\n".join(lines) + f"\nDay {num_days + 1}."
 
@@ -162,7 +163,8 @@ def all_prompts(vocab_size: int, cut_to_tokens: Callable[[str, int], str]) -> li
     prompts = [GoldenPrompt(f"text/{name}", "text", text=text) for name, text in TEXTS.items()]
     for name, length in EXACT_LENGTHS.items():
         prompts.append(GoldenPrompt(f"text/{name}", "text", text=cut_to_tokens(PASSAGE, length)))
-    prompts.append(GoldenPrompt("text/long_log", "text", text=ship_log(42)))
+    prompts.append(GoldenPrompt("text/exact_600", "text", text=cut_to_tokens(ship_log(63), 600)))
+    prompts.append(GoldenPrompt("text/long_log", "text", text=ship_log(63)))
     prompts += [GoldenPrompt(f"chat/{name}", "chat", messages=tuple(turns)) for name, turns in CHATS.items()]
     question = "\n\nSummarise this story in two sentences."
     prompts.append(GoldenPrompt("chat/summary", "chat", messages=(("user", PASSAGE + question),)))

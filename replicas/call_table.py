@@ -1,0 +1,46 @@
+"""A router's call, from submission until its reply: the call, what the scheduler keeps of it, and the future."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from replicas.messages import GenerationRequest
+from scheduler.request import Request, RequestState
+
+CallT = TypeVar("CallT")
+ReplyT = TypeVar("ReplyT")
+
+
+@dataclass(slots=True)
+class OpenCall(Generic[CallT, ReplyT]):
+    """Engine thread only, but for the future."""
+
+    call: CallT
+    request: Request
+    future: Future[ReplyT] = field(default_factory=Future)
+
+    def reply(self, reply: ReplyT) -> None:
+        """Answer. The other side may have gone (a cancelled future); that is not an error."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(reply)
+
+    def time_between(self, start: RequestState, end: RequestState) -> float:
+        """Seconds from entering one state to entering another; 0.0 when either was never entered."""
+        entered_s = self.request.entered_s
+        return entered_s[end] - entered_s[start] if start in entered_s and end in entered_s else 0.0
+
+
+def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool) -> Request:
+    """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline."""
+    return Request(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        choices=request.choices,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        sampling=request.sampling,
+        deadline_s=now_s + request.timeout_s,
+        local_prefill=local_prefill,
+    )

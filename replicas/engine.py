@@ -1,0 +1,225 @@
+"""The loop that both engines share: events in, admission, one step, tokens out. Its own thread, no Ray.
+
+    inbox -> expire -> admit -> plan -> launch -> commit (lag steps later) -> flush
+
+Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
+`_post` actions to it and wait on futures.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+
+from replicas.engine_metrics import EngineMetrics
+from replicas.engine_status import EngineStatus, StepClock
+from replicas.fault_points import FaultPoints
+from replicas.messages import CallStatus, EngineLoad
+from replicas.model_runner import ModelRunner, StepHandle
+from replicas.step_isolation import run_isolated
+from scheduler.engine_scheduler import EngineScheduler
+from scheduler.plan import StepOutput, StepPlan
+from scheduler.request import Request, RequestState
+
+logger = logging.getLogger(__name__)
+
+_HELD_POLL_S = 0.01
+_MAX_IDLE_S = 0.5
+_MAX_LOOP_FAILURES = 3
+
+
+SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
+OpenCallT = TypeVar("OpenCallT")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts(Generic[SchedulerT]):
+    """What every engine is made of. lag: steps planned ahead of known tokens. num_threads: torch's, fixed."""
+
+    scheduler: SchedulerT
+    runner: ModelRunner
+    faults: FaultPoints
+    metrics: EngineMetrics
+    lag: int
+    num_threads: int
+
+
+class Engine(ABC, Generic[SchedulerT, OpenCallT]):
+    """One engine thread around a scheduler and a runner."""
+
+    def __init__(self, name: str, parts: EngineParts[SchedulerT]) -> None:
+        self.name = name
+        self.scheduler = parts.scheduler
+        self.runner = parts.runner
+        self.faults = parts.faults
+        self.metrics = parts.metrics
+        self._lag = parts.lag
+        self._num_threads = parts.num_threads
+        self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
+        self.steps = StepClock()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._in_flight: deque[StepHandle | StepOutput] = deque()
+        self._stopping = False
+        self._num_loop_failures = 0
+        self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
+        self.last_beat_s = time.monotonic()
+        self.status = EngineStatus(self.scheduler.ledger(), self._load())
+
+    # -- any thread --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End every request, then the thread. Blocks until it has ended or the time is up."""
+
+        def begin() -> None:
+            self._stopping = True
+
+        self._post(begin)
+        self._thread.join(timeout_s)
+
+    def cancel(self, request_id: str) -> None:
+        """The caller has gone. Does not wait; unknown and ended requests are ignored."""
+        self._post(lambda: self._end(request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "cancelled"))
+
+    def is_healthy(self, max_silence_s: float) -> bool:
+        """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
+        fresh = time.monotonic() - self.last_beat_s < max_silence_s
+        return self._thread.is_alive() and fresh and self._num_loop_failures < _MAX_LOOP_FAILURES
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while not self._stopping:
+            try:
+                self._iterate()
+                self._num_loop_failures = 0
+            except Exception:  # a bug of ours; requests fail, the engine tries to go on, health tells
+                self._num_loop_failures += 1
+                logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
+                self._end_all(CallStatus.ERROR, "the engine failed; see its log")
+        self._drain_inbox()
+        self._end_all(CallStatus.REJECTED, "the engine is stopping")
+        self._close()
+
+    def _iterate(self) -> None:
+        now_s = time.monotonic()
+        self.last_beat_s = now_s
+        self._drain_inbox()
+        for request_id in self.scheduler.expired(now_s):
+            self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
+        if not self.faults.hold(f"{self.name}.admit"):
+            self._on_admitted(self.scheduler.admit(now_s))
+        held = self.faults.hold(f"{self.name}.step")
+        plan = None if held else self.scheduler.plan(now_s)
+        if plan is not None:
+            self._in_flight.append(self._launch(plan))
+        while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
+            self._commit(self._in_flight.popleft())
+        self._flush(now_s)
+        if plan is None:
+            self.status = EngineStatus(self.scheduler.ledger(), self._load())
+            self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
+        elif self.steps.due_for_status(now_s):
+            self.status = EngineStatus(self.scheduler.ledger(), self._load())
+
+    def _launch(self, plan: StepPlan) -> StepHandle | StepOutput:
+        started_s = time.monotonic()
+        try:
+            handle: StepHandle | StepOutput = self.runner.launch(plan)
+        except Exception as error:
+            logger.warning(
+                "step failed, running it in pieces", exc_info=error, extra={"event": "step_failed", "step": plan.step_id}
+            )
+            handle = self._launch_in_pieces(plan)
+        self.steps.count(plan, time.monotonic() - started_s)
+        return handle
+
+    def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
+        isolated = run_isolated(self.runner, plan)
+        for request_id, error in isolated.errors.items():
+            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+        return isolated.output
+
+    def _commit(self, handle: StepHandle | StepOutput) -> None:
+        output = handle.result() if isinstance(handle, StepHandle) else handle
+        broken = {token.request_id for token in output.tokens if token.token_id < 0}
+        for request_id in broken:
+            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, "the model's output was not a number")
+        good = tuple(token for token in output.tokens if token.request_id not in broken)
+        self._on_tokens(replace(output, tokens=good), time.monotonic())
+
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            action()
+
+    def _wait(self, longest_s: float) -> None:
+        """Sleep until something arrives, the next deadline, or `longest_s`."""
+        deadline_s = self.scheduler.next_deadline_s
+        if deadline_s is not None:
+            longest_s = max(0.0, min(longest_s, deadline_s - time.monotonic()))
+        try:
+            action = self._inbox.get(timeout=min(longest_s, self._idle_s()))
+        except queue.Empty:
+            return
+        action()
+
+    def _end_all(self, status: CallStatus, detail: str) -> None:
+        self._in_flight.clear()
+        self.scheduler.steps_abandoned()
+        for request_id in list(self._calls):
+            self._end(request_id, RequestState.FAILED, status, detail)
+        self._flush(time.monotonic())
+
+    def _load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=self.scheduler.num_running,
+            num_queued=self.scheduler.num_queued,
+            queued_prompt_tokens=self.scheduler.queued_prompt_tokens,
+            free_blocks=self.scheduler.budget.available,
+            total_blocks=self.scheduler.budget.num_blocks,
+            step_s=self.steps.mean_s,
+        )
+
+    # -- what differs between the engines ----------------------------------------------------------
+
+    @abstractmethod
+    def _on_admitted(self, requests: tuple[Request, ...]) -> None:
+        """Memory was promised to these requests."""
+
+    @abstractmethod
+    def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        """A step's tokens are known: commit them to the scheduler and pass on what follows."""
+
+    @abstractmethod
+    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+        """End a request early, whatever its phase, and answer its call. Ignores unknown ones."""
+
+    @abstractmethod
+    def _flush(self, now_s: float) -> None:
+        """Send what this iteration produced."""
+
+    def _idle_s(self) -> float:
+        """Longest time the loop may sleep."""
+        return _MAX_IDLE_S
+
+    def _close(self) -> None:
+        """The thread ends: release what it owns."""

@@ -1,0 +1,168 @@
+"""Puts an engine together from its settings: weights, pool, self-check, warm-up, transfer thread, channel."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from replicas.decode_engine import DecodeEngine
+from replicas.engine import Engine, EngineParts, SchedulerT
+from replicas.engine_metrics import EngineMetrics
+from replicas.fault_points import FaultPoints
+from replicas.handoff_actions import Event, HandoffTiming
+from replicas.kv_digest import BlockDigester
+from replicas.kv_pool import KvLayout, KvPool
+from replicas.messages import TransferPeer
+from replicas.model_loader import LoadedModel, load_model
+from replicas.model_runner import ModelRunner
+from replicas.nixl_transport import NixlTransport
+from replicas.prefill_engine import PrefillEngine
+from replicas.settings import EngineSettings
+from replicas.token_sender import TokenSender
+from replicas.transfer_thread import TransferThread
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_scheduler import PoolLimits
+from scheduler.prefill_scheduler import PrefillScheduler
+
+logger = logging.getLogger(__name__)
+
+EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
+
+# A step on a slow CPU may take many seconds; a loop that is silent for longer hangs.
+_MAX_SILENCE_S = 120.0
+
+
+class UnhealthyEngine(Exception):
+    """Ray Serve replaces the replica."""
+
+
+@dataclass(slots=True)
+class BuiltEngine(Generic[EngineT]):
+    """An engine and what belongs to it, ready to start."""
+
+    engine: EngineT
+    transfers: TransferThread
+    peer: TransferPeer
+    settings: EngineSettings
+    layout: KvLayout
+    metrics: EngineMetrics
+
+    def start(self) -> None:
+        self.engine.start()
+
+    def stop(self) -> None:
+        """End the engine, then its transfers: a read in flight still writes into the pool. Blocks for seconds."""
+        self.engine.stop()
+        self.transfers.stop()
+
+    def metadata(self) -> dict[str, Any]:
+        """Plain data for the router and the start-up lines."""
+        return {
+            "peer": self.peer.to_metadata(),
+            "num_blocks": self.peer.num_blocks,
+            "block_size": self.layout.block_size,
+            "kv_bytes_per_token": self.layout.bytes_per_token,
+        }
+
+    def metrics_snapshot(self) -> list[dict[str, Any]]:
+        return self.metrics.snapshot(self.engine.status, self.engine.steps, self.transfers.snapshot())
+
+    def check_health(self) -> None:
+        """Raises UnhealthyEngine when the engine's or the transfers' thread is dead or stuck."""
+        if not self.engine.is_healthy(_MAX_SILENCE_S):
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its loop is dead, stuck or failing")
+        if not self.transfers.is_alive():
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is dead")
+
+
+def build_prefill_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:
+    """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
+    base = _Base(settings, replica_id)
+    engine = PrefillEngine(base.engine_parts(PrefillScheduler(base.limits)))
+    engine.transfers = base.transfer_thread(engine.on_transfer_event)
+    return base.built(engine, engine.transfers)
+
+
+def build_decode_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[DecodeEngine]:
+    """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
+    base = _Base(settings, replica_id)
+    sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
+    engine = DecodeEngine(base.engine_parts(DecodeScheduler(base.limits)), sender, settings.idle_frame_s)
+    engine.transfers = base.transfer_thread(engine.on_transfer_event)
+    return base.built(engine, engine.transfers)
+
+
+class _Base:
+    """What both kinds of engine are built on. Making it loads the model."""
+
+    def __init__(self, settings: EngineSettings, replica_id: str) -> None:
+        self.settings = settings
+        self.replica_id = replica_id
+        self.epoch = uuid.uuid4().hex[:12]
+        torch.set_num_threads(settings.num_threads)
+        device = torch.device(settings.device)
+        started_s = time.monotonic()
+        loaded = load_model(settings.model, device)
+        _progress("weights loaded", started_s, dtype=settings.model.dtype)
+        self.layout = loaded.kv_layout(settings.block_size)
+        num_blocks = pool_blocks(settings, self.layout)
+        self.pool = KvPool(self.layout, num_blocks, device)
+        _progress("KV pool allocated", started_s, tokens=num_blocks * settings.block_size)
+        self.runner = ModelRunner(loaded, self.pool, settings.max_sequences, settings.model.max_model_len)
+        self.runner.self_check()
+        self.pool.tensor.zero_()
+        _progress("warm-up done", started_s)
+        self.fingerprint = _fingerprint(loaded, self.layout)
+        self.faults = FaultPoints(settings.fault_dir, self.pool.tensor)
+        self.metrics = EngineMetrics(settings.pool, settings.served_model_name)
+        self.limits = PoolLimits(num_blocks, settings.block_size, settings.max_sequences, settings.max_step_tokens)
+
+    def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
+        settings = self.settings
+        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads)
+
+    def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
+        settings, pool = self.settings.transfer, self.pool.tensor
+        digester = BlockDigester.for_pool(pool)
+        # "lo" keeps a CPU pool on loopback; a host with devices of its own names them in the config.
+        devices = settings.net_devices or "lo"
+        return TransferThread(
+            lambda: NixlTransport(pool, self.replica_id, self.epoch, self.fingerprint, net_devices=devices),
+            on_event,
+            replace(HandoffTiming(), lease_s=settings.lease_s),
+            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids)) if settings.verify_digest else None,
+            faults=self.faults if self.settings.fault_dir else None,
+        )
+
+    def built(self, engine: EngineT, transfers: TransferThread) -> BuiltEngine[EngineT]:
+        peer = transfers.start()
+        return BuiltEngine(engine, transfers, peer, self.settings, self.layout, self.metrics)
+
+
+def pool_blocks(settings: EngineSettings, layout: KvLayout) -> int:
+    """How many blocks the pool gets. Raises ValueError when that is less than one request of full length."""
+    if settings.kv_capacity_tokens is not None:
+        num_blocks = settings.kv_capacity_tokens // settings.block_size
+    elif settings.kv_memory_bytes is not None:
+        num_blocks = settings.kv_memory_bytes // layout.block_bytes
+    else:
+        assert settings.kv_memory_fraction is not None, "the config gives one of the three"
+        free_bytes, _ = torch.cuda.mem_get_info()
+        num_blocks = int(free_bytes * settings.kv_memory_fraction) // layout.block_bytes
+    if num_blocks < 1:
+        raise ValueError(f"the KV pool would hold no block of {layout.block_bytes} bytes; give it more memory")
+    return num_blocks
+
+
+def _fingerprint(loaded: LoadedModel, layout: KvLayout) -> str:
+    return f"{loaded.fingerprint}:{layout.describe()}"
+
+
+def _progress(message: str, started_s: float, **fields: object) -> None:
+    logger.info(message, extra={"event": "start_progress", "elapsed_s": round(time.monotonic() - started_s, 1), **fields})

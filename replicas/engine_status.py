@@ -1,0 +1,45 @@
+"""What an engine publishes of itself for other threads: replaced whole, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicas.messages import EngineLoad
+from scheduler.outcome import Ledger
+from scheduler.plan import StepPlan
+
+_STATUS_INTERVAL_S = 0.05
+_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    ledger: Ledger
+    load: EngineLoad
+
+
+class StepClock:
+    """Counts steps and what was in them. Engine thread only; readers see plain numbers."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prefilled_tokens = 0
+        self.num_rows = 0
+        self.busy_s = 0.0
+        self.mean_s = 0.0  # moving average
+        self._status_due_s = 0.0
+
+    def count(self, plan: StepPlan, duration_s: float) -> None:
+        """Take one launched step into account."""
+        self.num_steps += 1
+        self.num_prefilled_tokens += plan.num_prefill_tokens
+        self.num_rows += len(plan.rows)
+        self.busy_s += duration_s
+        self.mean_s += (duration_s - self.mean_s) * (_SMOOTHING if self.num_steps > 1 else 1.0)
+
+    def due_for_status(self, now_s: float) -> bool:
+        """Whether the published status is old enough to be replaced. Mutates when it is."""
+        if now_s < self._status_due_s:
+            return False
+        self._status_due_s = now_s + _STATUS_INTERVAL_S
+        return True

@@ -1,0 +1,50 @@
+"""One line per event: JSON by default, text for people. Prompt text never goes in by default."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """{"ts", "level", "logger", "event", "message", ...extras}"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line: dict[str, object] = {
+            "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "event": extras.pop("event", record.funcName),
+            "message": record.getMessage(),
+            **extras,
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """12:00:00 INFO message key=value ..."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        extras = {k: v for k, v in vars(record).items() if k not in _STANDARD and k != "event"}
+        fields = "".join(f" {key}={value}" for key, value in extras.items())
+        text = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname} {record.getMessage()}"
+        text += fields
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def configure_logging(level: str, log_format: str) -> None:
+    """Send our packages' log to stderr. Touches no other logger. Idempotent."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for package in ("cluster", "replicas", "scheduler"):
+        logger = logging.getLogger(package)
+        logger.handlers = [handler]
+        logger.setLevel(level)
+        logger.propagate = False

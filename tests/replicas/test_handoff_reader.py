@@ -1,0 +1,283 @@
+"""The reader's half: event in, actions out. Time is a number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from replicas.handoff_actions import (
+    Action,
+    CheckDigest,
+    HandoffArrived,
+    HandoffTiming,
+    KvLost,
+    KvReady,
+    LossReason,
+    ReadReleased,
+    SendNote,
+    StartRead,
+)
+from replicas.handoff_reader import HandoffReader
+from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+
+TIMING = HandoffTiming(lease_s=9.0, resend_s=0.1, max_resend_s=0.4, remember_s=60.0, quarantine_s=5.0)
+SOURCE = "prefill-s1"
+PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", 0, 0, "DRAM", num_blocks=10, block_bytes=64)
+HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), lease_s=9.0)
+RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1"))
+DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1"))
+
+
+def note(kind: NoteKind, source_epoch: str = "s1", reader_epoch: str = "r1") -> TransferNote:
+    return TransferNote(kind, "t", source_epoch, reader_epoch)
+
+
+def waiting(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = HandoffReader("r1", "f", TIMING, require_digest)
+    assert reader.expect("t", PEER, 30, 2, deadline_s, 0.0) == []
+    return reader
+
+
+def offered(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = waiting(require_digest, deadline_s)
+    assert reader.receive_handoff(HANDOFF, SOURCE, 0.0) == [RENEW, HandoffArrived("t", HANDOFF)]
+    return reader
+
+
+def reading(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = offered(require_digest, deadline_s)
+    assert reader.read_into("t", (1, 2), 0.0) == [StartRead("t", PEER, (1, 2), (4, 5), note(NoteKind.DONE))]
+    return reader
+
+
+def confirming(deadline_s: float = 100.0) -> HandoffReader:
+    reader = reading(deadline_s=deadline_s)
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigest("t", (1, 2), b"d" * 16)]
+    return reader
+
+
+def lost(actions: list[Action]) -> list[LossReason]:
+    return [a.reason for a in actions if isinstance(a, KvLost)]
+
+
+def sent(actions: list[Action]) -> list[NoteKind]:
+    return [a.message.kind for a in actions if isinstance(a, SendNote) and isinstance(a.message, TransferNote)]
+
+
+def test_confirm_and_digest_in_either_order_make_it_ready() -> None:
+    reader = confirming()
+    assert reader.digest_checked("t", True, 1.0) == []
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]
+    reader = confirming()
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0) == []
+    assert reader.digest_checked("t", True, 1.1) == [KvReady("t")]
+    assert reader.num_open == 0
+
+
+def test_confirm_may_overtake_our_own_poll_of_the_read() -> None:
+    reader = reading(require_digest=False)
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.5) == []
+    assert reader.read_ended("t", True, "", 0.6) == [ReadReleased("t"), KvReady("t")]
+
+
+def test_confirm_before_the_read_means_nothing() -> None:
+    reader = offered(require_digest=False)
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.1) == []
+    reader.read_into("t", (1, 2), 0.2)
+    assert reader.read_ended("t", True, "", 0.3) == [ReadReleased("t")]
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.4) == [KvReady("t")]
+
+
+def test_digest_mismatch_is_lost_even_when_confirmed() -> None:
+    reader = confirming()
+    reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
+    actions = reader.digest_checked("t", False, 1.1)
+    assert lost(actions) == [LossReason.DIGEST_MISMATCH]
+    assert sent(actions) == []  # the source has freed already
+
+
+def test_digest_mismatch_before_confirm_drops() -> None:
+    actions = confirming().digest_checked("t", False, 1.1)
+    assert lost(actions) == [LossReason.DIGEST_MISMATCH]
+    assert sent(actions) == [NoteKind.DROP]
+
+
+def test_done_is_resent_with_back_off_until_confirmed() -> None:
+    reader = confirming()
+    reader.digest_checked("t", True, 1.0)
+    times = [step / 100 for step in range(100, 250) if reader.tick(step / 100) == [DONE]]
+    assert times == [1.1, 1.3, 1.7, 2.1]
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 2.5) == [KvReady("t")]
+    assert reader.tick(3.0) == []
+
+
+def test_lease_is_renewed_at_a_third_while_waiting_for_memory_and_while_reading() -> None:
+    reader = offered()
+    assert [step for step in range(1, 10) if reader.tick(float(step)) == [RENEW]] == [3, 6, 9]
+    reader.read_into("t", (1, 2), 9.5)
+    assert [step for step in range(10, 19) if reader.tick(float(step)) == [RENEW]] == [12, 15, 18]
+
+
+@pytest.mark.parametrize("make", [waiting, offered, reading, confirming])
+def test_deadline_ends_every_phase_with_a_drop(make: object) -> None:
+    reader: HandoffReader = make(deadline_s=5.0)  # type: ignore[operator]
+    actions = [action for step in range(1, 12) for action in reader.tick(step / 2)]
+    assert lost(actions) == [LossReason.DEADLINE]
+    assert sent(actions)[-1] is NoteKind.DROP
+    assert reader.num_open == 0
+
+
+@pytest.mark.parametrize("make", [waiting, offered, reading, confirming])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(NoteKind.REFUSE, LossReason.REFUSED), (NoteKind.DROP, LossReason.DROPPED)]
+)
+def test_the_source_can_end_every_phase(make: object, kind: NoteKind, reason: LossReason) -> None:
+    reader: HandoffReader = make()  # type: ignore[operator]
+    actions = reader.receive(note(kind), SOURCE, 2.0)
+    assert lost(actions) == [reason]
+    assert sent(actions) == []  # it knows
+    assert reader.receive(note(kind), SOURCE, 2.1) == []
+
+
+def test_cancel_during_a_read_is_final_but_blocks_wait_for_the_handle() -> None:
+    reader = reading()
+    actions = reader.cancel("t", 1.0)
+    assert lost(actions) == [LossReason.CANCELLED]
+    assert sent(actions) == [NoteKind.DROP]
+    assert not any(isinstance(action, ReadReleased) for action in actions)
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == []
+    assert reader.num_quarantined(5.9) == 0
+    assert reader.num_quarantined(6.0) == 1
+    assert reader.read_ended("t", True, "", 50.0) == [ReadReleased("t")]
+    assert reader.num_quarantined(50.0) == 0
+    assert reader.cancel("t", 51.0) == []
+
+
+def test_a_handle_that_never_ends_is_quarantined_for_ever() -> None:
+    reader = reading(deadline_s=2.0)
+    assert lost(reader.tick(2.0)) == [LossReason.DEADLINE]
+    later = [action for step in range(1000) for action in reader.tick(float(step))]
+    assert later == []
+    assert reader.num_quarantined(1000.0) == 1
+    with pytest.raises(ValueError):
+        reader.read_into("t", (3, 4), 1000.0)
+
+
+def test_read_error_is_lost_and_releases() -> None:
+    actions = reading().read_ended("t", False, "boom", 1.0)
+    assert actions[0] == ReadReleased("t")
+    assert actions[-1] == KvLost("t", LossReason.READ_FAILED, "boom")
+    assert sent(actions) == [NoteKind.DROP]
+
+
+def test_blocks_that_come_too_late_are_released_at_once() -> None:
+    reader = offered()
+    reader.cancel("t", 1.0)
+    assert reader.read_into("t", (1, 2), 1.1) == [ReadReleased("t")]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(HANDOFF, fingerprint="other"),
+        replace(HANDOFF, prompt_len=31),
+        replace(HANDOFF, block_ids=(4,)),
+        replace(HANDOFF, block_ids=(4, 10)),
+        replace(HANDOFF, block_ids=(-1, 4)),
+        replace(HANDOFF, digest=None),
+    ],
+)
+def test_a_handoff_of_something_else_is_lost_and_dropped(wrong: Handoff) -> None:
+    actions = waiting().receive_handoff(wrong, SOURCE, 1.0)
+    assert lost(actions) == [LossReason.MISMATCH]
+    assert sent(actions) == [NoteKind.DROP]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agent"),
+    [
+        (replace(HANDOFF, transfer_id="other"), SOURCE),
+        (replace(HANDOFF, source_epoch="s0"), "prefill-s0"),
+        (replace(HANDOFF, reader_epoch="r0"), SOURCE),
+        (HANDOFF, "stranger"),
+    ],
+)
+def test_a_strangers_handoff_is_dropped_and_changes_nothing(wrong: Handoff, agent: str) -> None:
+    reader = waiting()
+    drop = TransferNote(NoteKind.DROP, wrong.transfer_id, wrong.source_epoch, wrong.reader_epoch, "unknown")
+    assert reader.receive_handoff(wrong, agent, 1.0) == [SendNote(agent, drop)]
+    assert reader.receive_handoff(HANDOFF, SOURCE, 1.1)[-1] == HandoffArrived("t", HANDOFF)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "agent"),
+    [
+        (note(NoteKind.CONFIRM, source_epoch="s0"), SOURCE),
+        (note(NoteKind.CONFIRM, reader_epoch="r0"), SOURCE),
+        (note(NoteKind.REFUSE, source_epoch="s0"), SOURCE),
+        (note(NoteKind.CONFIRM), "stranger"),
+        (note(NoteKind.DONE), SOURCE),
+        (note(NoteKind.RENEW), SOURCE),
+    ],
+)
+def test_strangers_notes_are_ignored(wrong: TransferNote, agent: str) -> None:
+    reader = confirming()
+    reader.digest_checked("t", True, 1.0)
+    assert reader.receive(wrong, agent, 1.1) == []
+    assert reader.num_open == 1
+
+
+def test_a_second_copy_of_the_handoff_is_answered_by_phase() -> None:
+    reader = offered()
+    assert reader.receive_handoff(HANDOFF, SOURCE, 0.1) == [RENEW]
+    reader.read_into("t", (1, 2), 0.2)
+    assert reader.receive_handoff(HANDOFF, SOURCE, 0.3) == [RENEW]
+    reader.read_ended("t", True, "", 0.4)
+    assert reader.receive_handoff(HANDOFF, SOURCE, 0.5) == [DONE]
+    reader.digest_checked("t", True, 0.6)
+    reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.7)
+    assert sent(reader.receive_handoff(HANDOFF, SOURCE, 0.8)) == [NoteKind.DROP]
+
+
+def test_peer_dead_loses_what_is_not_confirmed() -> None:
+    reader = confirming()
+    assert reader.peer_dead("stranger", 1.0) == []
+    assert reader.peer_dead(SOURCE, 1.0) == [KvLost("t", LossReason.PEER_DEAD, SOURCE)]
+    reader = confirming()
+    reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
+    assert reader.peer_dead(SOURCE, 1.1) == []
+    assert reader.digest_checked("t", True, 1.2) == [KvReady("t")]
+
+
+def test_an_id_is_expected_once() -> None:
+    reader = waiting()
+    with pytest.raises(ValueError):
+        reader.expect("t", PEER, 30, 2, 100.0, 0.1)
+    reader.cancel("t", 0.2)
+    with pytest.raises(ValueError):
+        reader.expect("t", PEER, 30, 2, 100.0, 0.3)
+
+
+def test_foreign_fingerprint_is_lost_before_anything_is_sent_over() -> None:
+    reader = HandoffReader("r1", "f2", TIMING, False)
+    assert lost(reader.expect("t", PEER, 30, 2, 100.0, 0.0)) == [LossReason.MISMATCH]
+
+
+def test_read_into_wants_an_arrived_handoff_and_the_right_number() -> None:
+    with pytest.raises(ValueError):
+        waiting().read_into("t", (1, 2), 0.1)
+    reader = offered()
+    with pytest.raises(ValueError):
+        reader.read_into("t", (1,), 0.1)
+    reader.read_into("t", (1, 2), 0.2)
+    with pytest.raises(ValueError):
+        reader.read_into("t", (1, 2), 0.3)
+    with pytest.raises(ValueError):
+        waiting().read_ended("t", True, "", 0.0)
+
+
+def test_verification_off_ignores_a_digest() -> None:
+    reader = reading(require_digest=False)
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t")]
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]

@@ -1,0 +1,513 @@
+"""Token channels over real sockets on the loopback address."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+import zmq
+
+from replicas import token_receiver, token_sender
+from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
+from replicas.token_receiver import TokenReceiver
+from replicas.token_sender import FrameGone, TokenSender
+from replicas.wire import encode_frame
+
+LOAD = EngineLoad(1, 2, 3, 4, 5, 0.006)
+PATIENCE_S = 10.0
+
+
+class Router:
+    """The owner of a receiver: records what it is told."""
+
+    def __init__(self, router_id: str = "router") -> None:
+        self.frames: list[Frame] = []
+        self.gaps: list[tuple[str, str, int]] = []
+        self.receiver = TokenReceiver(
+            router_id,
+            "127.0.0.1",
+            self.frames.append,
+            lambda replica, epoch, seq: self.gaps.append((replica, epoch, seq)),
+        )
+
+    @property
+    def seqs(self) -> list[int]:
+        return [frame.seq for frame in self.frames]
+
+
+@asynccontextmanager
+async def running_router(router_id: str = "router") -> AsyncIterator[Router]:
+    router = Router(router_id)
+    await router.receiver.start()
+    try:
+        yield router
+    finally:
+        await router.receiver.stop()
+
+
+@contextmanager
+def running_sender(replica_id: str = "decode", epoch: str = "e1", **options: float) -> Iterator[TokenSender]:
+    sender = TokenSender(replica_id, epoch, **options)  # type: ignore[arg-type]
+    try:
+        yield sender
+    finally:
+        sender.shut_down(linger_s=0)
+
+
+async def until(condition: Callable[[], bool], *senders: TokenSender, within_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        for sender in senders:
+            sender.flush()
+        await asyncio.sleep(0.002)
+
+
+def items(count: int, start: int = 0) -> tuple[TokenItem, ...]:
+    return tuple(TokenItem(f"request-{i}", 0, start, i, None) for i in range(count))
+
+
+def frame_of(seq: int, replica_id: str = "decode", epoch: str = "e1") -> Frame:
+    return Frame(replica_id, epoch, seq, LOAD, (), items(1, seq))
+
+
+@contextmanager
+def raw_push(address: ChannelAddress, keys: tuple[bytes, bytes] | None) -> Iterator[zmq.Socket[bytes]]:
+    """A client with these CURVE keys (public, secret), or without encryption."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    if keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = keys
+        socket.curve_serverkey = address.public_key.encode()
+    socket.connect(address.endpoint)
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+@contextmanager
+def raw_sender(router: Router) -> Iterator[Callable[[bytes], None]]:
+    """Sends any bytes over an admitted connection."""
+    keys = zmq.curve_keypair()
+    router.receiver.allow(keys[0].decode())
+    with raw_push(router.receiver.address, keys) as socket:
+        yield socket.send
+
+
+async def test_frames_arrive_in_order_and_whole() -> None:
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            for seq in range(200):
+                assert sender.send("router", LOAD, (f"admitted-{seq}",), items(seq % 5, seq)) == seq
+            await until(lambda: len(router.frames) == 200, sender)
+            assert router.frames == [
+                Frame("decode", "e1", seq, LOAD, (f"admitted-{seq}",), items(seq % 5, seq)) for seq in range(200)
+            ]
+            assert not sender.has_unsent
+            assert router.gaps == []
+            assert router.receiver.is_alive
+
+
+async def test_two_routers_have_sequences_of_their_own() -> None:
+    async with running_router("a") as a, running_router("b") as b:
+        with running_sender() as sender:
+            for router in (a, b):
+                router.receiver.allow(sender.public_key)
+                sender.open(router.receiver.address)
+            for seq in range(20):
+                sender.send("a", LOAD)
+                if seq % 2:
+                    sender.send("b", LOAD)
+            await until(lambda: len(a.frames) == 20 and len(b.frames) == 10, sender)
+            assert a.seqs == list(range(20))
+            assert b.seqs == list(range(10))
+
+
+async def test_gap_is_reported_once_and_filled_by_replay() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            for seq in (0, 1, 4, 5, 4, 6):
+                send(encode_frame(frame_of(seq)))
+            await until(lambda: router.receiver.counts.held == 3)
+            assert router.seqs == [0, 1]
+            assert router.gaps == [("decode", "e1", 2)]
+            router.receiver.deliver_replayed(frame_of(seq) for seq in (2, 3, 4, 5, 6))
+            assert router.seqs == list(range(7))
+            send(encode_frame(frame_of(7)))
+            send(encode_frame(frame_of(3)))
+            send(encode_frame(frame_of(8)))
+            await until(lambda: len(router.frames) == 9)
+            assert router.seqs == list(range(9))
+            assert router.gaps == [("decode", "e1", 2)]
+            # 4 while held; 4, 5, 6 replayed while held or after; 3 late
+            assert router.receiver.counts.duplicate == 5
+            assert router.receiver.counts.gaps == 1
+
+
+async def test_a_first_frame_that_is_not_number_0_is_a_gap() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            send(encode_frame(frame_of(3)))
+            await until(lambda: bool(router.gaps))
+            assert router.gaps == [("decode", "e1", 0)]
+            router.receiver.deliver_replayed([frame_of(0), frame_of(1), frame_of(2)])
+            assert router.seqs == [0, 1, 2, 3]
+
+
+async def test_a_second_gap_is_reported_when_the_first_is_filled_and_can_be_skipped() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            for seq in (0, 2, 4, 5):
+                send(encode_frame(frame_of(seq)))
+            await until(lambda: router.receiver.counts.held == 3)
+            assert router.gaps == [("decode", "e1", 1)]
+            router.receiver.deliver_replayed([frame_of(1)])
+            assert router.seqs == [0, 1, 2]
+            assert router.gaps == [("decode", "e1", 1), ("decode", "e1", 3)]
+            router.receiver.skip_gap("decode", "e1")
+            assert router.seqs == [0, 1, 2, 4, 5]
+            send(encode_frame(frame_of(6)))
+            await until(lambda: router.seqs[-1] == 6)
+            router.receiver.skip_gap("decode", "e1")  # nothing to skip
+            assert len(router.gaps) == 2
+
+
+async def test_frames_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_receiver, "MAX_HELD_FRAMES", 3)
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            for seq in range(1, 7):
+                send(encode_frame(frame_of(seq)))
+            await until(lambda: router.receiver.counts.overflowed == 3)
+            router.receiver.deliver_replayed([frame_of(0)])
+            assert router.seqs == [0, 1, 2, 3]
+            send(encode_frame(frame_of(7)))
+            await until(lambda: len(router.gaps) == 2)
+            router.receiver.deliver_replayed(frame_of(seq) for seq in range(4, 8))
+            assert router.seqs == list(range(8))
+
+
+async def test_epochs_are_separate_and_a_forgotten_one_stays_so() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            send(encode_frame(frame_of(0, epoch="e1")))
+            send(encode_frame(frame_of(0, epoch="e2")))
+            send(encode_frame(frame_of(2, epoch="e1")))
+            await until(lambda: len(router.gaps) == 1)
+            router.receiver.forget("decode", "e1")
+            send(encode_frame(frame_of(1, epoch="e1")))
+            send(encode_frame(frame_of(1, epoch="e2")))
+            await until(lambda: len(router.frames) == 3)
+            assert [(frame.epoch, frame.seq) for frame in router.frames] == [("e1", 0), ("e2", 0), ("e2", 1)]
+            router.receiver.deliver_replayed([frame_of(1, epoch="e1")])
+            assert len(router.frames) == 3
+            assert router.receiver.counts.forgotten == 2
+
+
+async def test_a_callback_may_forget_and_may_fail() -> None:
+    router = Router()
+
+    def on_frame(frame: Frame) -> None:
+        router.frames.append(frame)
+        if frame.seq == 1:
+            raise RuntimeError("a fault of the owner")
+        if frame.seq == 3:
+            router.receiver.forget("decode", "e1")
+
+    router.receiver = TokenReceiver("router", "127.0.0.1", on_frame, lambda *_: None)
+    await router.receiver.start()
+    with raw_sender(router) as send:
+        for seq in (0, 1, 2, 4, 3, 5):
+            send(encode_frame(frame_of(seq)))
+        await until(lambda: router.receiver.counts.forgotten == 1)
+    assert router.seqs == [0, 1, 2, 3]
+    assert router.receiver.counts.callback_errors == 1
+    assert router.receiver.is_alive
+    await router.receiver.stop()
+
+
+async def test_unknown_key_is_refused_until_it_is_allowed() -> None:
+    async with running_router() as router:
+        with running_sender() as sender:
+            sender.open(router.receiver.address)
+            sender.send("router", LOAD)
+            with pytest.raises(AssertionError, match="not in time"):
+                await until(lambda: bool(router.frames), sender, within_s=0.7)
+            assert sender.has_unsent, "refused at the handshake, not after it"
+            assert router.receiver.counts.unauthorized == 0
+            router.receiver.allow(sender.public_key)
+            await until(lambda: router.seqs == [0], sender)
+
+
+async def test_plaintext_and_wrong_server_key_are_refused() -> None:
+    async with running_router() as router:
+        address = router.receiver.address
+        keys = zmq.curve_keypair()
+        router.receiver.allow(keys[0].decode())
+        impostor = ChannelAddress("router", address.endpoint, zmq.curve_keypair()[0].decode())
+        with raw_push(address, None) as plain, raw_push(impostor, keys) as mistaken:
+            plain.send(encode_frame(frame_of(0)))
+            mistaken.send(encode_frame(frame_of(0)))
+            with pytest.raises(AssertionError, match="not in time"):
+                await until(lambda: bool(router.frames), within_s=0.7)
+            assert router.receiver.counts == token_receiver.ReceiverCounts()
+
+
+async def test_disallow_works_on_an_open_connection() -> None:
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            sender.send("router", LOAD)
+            await until(lambda: router.seqs == [0], sender)
+            router.receiver.disallow(sender.public_key)
+            sender.send("router", LOAD)
+            await until(lambda: router.receiver.counts.unauthorized == 1, sender)
+            assert router.seqs == [0]
+
+
+async def test_a_replica_cannot_speak_for_another() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send, raw_sender(router) as send_other:
+            send(encode_frame(frame_of(0)))
+            await until(lambda: router.seqs == [0])
+            send_other(encode_frame(frame_of(1)))
+            await until(lambda: router.receiver.counts.unauthorized == 1)
+            send(encode_frame(frame_of(1)))
+            await until(lambda: router.seqs == [0, 1])
+
+
+async def test_malformed_bytes_are_counted_and_dropped() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            whole = encode_frame(frame_of(0))
+            bad = [
+                b"",
+                b"\x00",
+                b"\xc1" * 50,
+                whole[:-1],
+                whole + b"\x00",
+                b"\xff" * 10_000,
+                b"cos\nsystem\n(S'ls'\ntR.",
+            ]
+            for payload in bad:
+                send(payload)
+            send(whole)
+            await until(lambda: router.seqs == [0])
+            assert router.receiver.counts.malformed == len(bad)
+            assert router.receiver.is_alive
+
+
+async def test_several_parts_are_malformed() -> None:
+    async with running_router() as router:
+        keys = zmq.curve_keypair()
+        router.receiver.allow(keys[0].decode())
+        with raw_push(router.receiver.address, keys) as socket:
+            socket.send_multipart([encode_frame(frame_of(0)), b"more"])
+            await until(lambda: router.receiver.counts.malformed == 1)
+
+
+def deaf_router() -> tuple[zmq.Context[zmq.Socket[bytes]], ChannelAddress]:
+    """Accepts connections (no ZAP handler: of anybody) and never reads."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    public, secret = zmq.curve_keypair()
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.rcvhwm = 10
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    return context, ChannelAddress("deaf", f"tcp://127.0.0.1:{port}", public.decode())
+
+
+async def test_a_router_that_never_reads_stalls_only_itself() -> None:
+    context, address = deaf_router()
+    async with running_router() as router:
+        with running_sender(stall_deadline_s=0.3, ring_frames=300) as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(address)
+            sender.open(router.receiver.address)
+            big = items(256)
+            slowest_s = 0.0
+            for seq in range(1500):
+                started = time.monotonic()
+                sender.send("deaf", LOAD, (), big)
+                slowest_s = max(slowest_s, time.monotonic() - started)
+                if seq % 10 == 0:
+                    sender.send("router", LOAD)
+                    await asyncio.sleep(0)
+            print(f"slowest send to a router that never reads: {slowest_s * 1e3:.1f} ms")
+            assert slowest_s < 1.0
+            await until(lambda: sender.stalled_routers(time.monotonic()) == ["deaf"], sender)
+            await until(lambda: len(router.frames) == 150, sender)
+            with pytest.raises(FrameGone):
+                sender.replay("deaf", 0)
+            assert sender.replay("deaf", 1499)[0].seq == 1499
+            sender.close("deaf")
+            assert sender.stalled_routers(time.monotonic()) == []
+            with pytest.raises(KeyError):
+                sender.send("deaf", LOAD)
+    context.destroy(linger=0)
+
+
+async def test_an_absent_router_stalls_and_frames_wait_in_order() -> None:
+    now_s = 100.0
+    sender = TokenSender("decode", "e1", stall_deadline_s=5.0, now_s=lambda: now_s)
+    sender.open(ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode()))
+    assert sender.stalled_routers(1000.0) == []  # nothing waits
+    for _ in range(3):
+        sender.send("absent", LOAD)
+    assert sender.has_unsent
+    assert sender.stalled_routers(104.0) == []
+    assert sender.stalled_routers(105.1) == ["absent"]
+    assert [frame.seq for frame in sender.replay("absent", 1)] == [1, 2]
+    sender.shut_down(linger_s=0)
+
+
+async def test_a_restarted_router_gets_a_channel_of_its_own() -> None:
+    with running_sender(stall_deadline_s=0.1) as sender:
+        async with running_router("old") as router:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            sender.send("old", LOAD)
+            await until(lambda: router.seqs == [0], sender)
+
+        def old_channel_is_stalled() -> bool:
+            sender.send("old", LOAD)
+            return sender.stalled_routers(time.monotonic()) == ["old"]
+
+        await until(old_channel_is_stalled)
+        async with running_router("new") as router:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            sender.send("new", LOAD)
+            await until(lambda: router.seqs == [0], sender)
+            sender.close("old")
+            assert sender.stalled_routers(time.monotonic()) == []
+
+
+async def test_a_channel_opened_again_goes_on_with_its_numbers() -> None:
+    """Otherwise a router would take the new frames for old ones and drop them."""
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            for _ in range(3):
+                sender.send("router", LOAD)
+            await until(lambda: router.seqs == [0, 1, 2], sender)
+            sender.open(router.receiver.address)  # already open: nothing happens
+            sender.close("router")
+            sender.open(router.receiver.address)
+            assert sender.replay("router", 3) == []
+            with pytest.raises(FrameGone):
+                sender.replay("router", 2)
+            assert sender.send("router", LOAD) == 3
+            await until(lambda: router.seqs == [0, 1, 2, 3], sender)
+            assert router.gaps == []
+
+
+async def test_a_lost_connection_shows_as_a_gap_and_replay_fills_it() -> None:
+    """Frames that were in a connection when it broke."""
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            sender.send("router", LOAD, (), items(2))
+            await until(lambda: router.seqs == [0], sender)
+            # Taken by ZeroMQ, then lost with the socket.
+            channel = sender._channels["router"]
+            token_sender._close(channel, linger_ms=0)
+            channel.socket, channel.monitor = sender._connect(channel.address)
+            lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq)) for seq in (1, 2)]
+            for frame in lost:
+                sender._keep(channel, frame)
+            channel.unsent_seq = 3
+            sender.send("router", LOAD)  # a sign of life is enough
+            await until(lambda: bool(router.gaps), sender)
+            assert router.gaps == [("decode", "e1", 1)]
+            replayed = await asyncio.to_thread(sender.replay, "router", 1)
+            router.receiver.deliver_replayed(replayed)
+            assert router.seqs == [0, 1, 2, 3]
+            assert router.frames[1:3] == lost
+
+
+def test_the_ring_is_bounded_by_frames_and_tokens() -> None:
+    with running_sender(ring_frames=10, ring_tokens=100) as sender:
+        sender.open(ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode()))
+        for _ in range(30):
+            sender.send("absent", LOAD)
+        assert [frame.seq for frame in sender.replay("absent", 20)] == list(range(20, 30))
+        for seq, router_id in ((19, "absent"), (31, "absent"), (0, "unknown")):
+            with pytest.raises(FrameGone) as caught:
+                sender.replay(router_id, seq)
+            copied = pickle.loads(pickle.dumps(caught.value))
+            assert (copied.router_id, copied.from_seq) == (router_id, seq)
+        for _ in range(3):
+            sender.send("absent", LOAD, (), items(40))
+        assert sender._channels["absent"].oldest_seq == 31
+        sender.send("absent", LOAD, (), items(1000))  # larger than the bound: kept all the same
+        assert [len(frame.tokens) for frame in sender.replay("absent", 33)] == [1000]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key"), [("nonsense", None), ("tcp://127.0.0.1:9", "short"), ("tcp://x:9", "é" * 40)]
+)
+def test_an_unusable_address_is_refused(endpoint: str, key: str | None) -> None:
+    with running_sender() as sender:
+        with pytest.raises(ValueError, match="token channel"):
+            sender.open(ChannelAddress("router", endpoint, key or zmq.curve_keypair()[0].decode()))
+        with pytest.raises(FrameGone):
+            sender.replay("router", 0)
+
+
+async def test_throughput() -> None:
+    """Printed, not asserted: this machine is shared."""
+    num_frames = 10_000
+    async with running_router() as router:
+        with running_sender(ring_tokens=10**9, ring_frames=2 * num_frames) as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            tokens = items(32)
+            started = time.monotonic()
+            for seq in range(num_frames):
+                sender.send("router", LOAD, (), tokens)
+                if seq % 20 == 0:
+                    await asyncio.sleep(0)
+            await until(lambda: len(router.frames) == num_frames, sender, within_s=60)
+            elapsed_s = time.monotonic() - started
+            print(f"{num_frames} frames of 32 tokens in {elapsed_s:.2f} s: {num_frames / elapsed_s:.0f} frames/s")
+            assert router.seqs == list(range(num_frames))
+
+
+async def test_a_flood_leaves_the_event_loop_its_turn() -> None:
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+
+            def flood() -> None:
+                for _ in range(3000):
+                    sender.send("router", LOAD)
+                    if sender.has_unsent:
+                        time.sleep(0.0005)
+
+            turns = 0
+            thread = asyncio.create_task(asyncio.to_thread(flood))
+            while not thread.done() or len(router.frames) < 3000:
+                turns += 1
+                await asyncio.sleep(0)
+                if thread.done():
+                    sender.flush()
+            assert turns > 3000 / token_receiver.FRAMES_PER_TURN / 2
+            assert router.seqs == list(range(3000))
+
+
+def test_limits_are_consistent() -> None:
+    assert token_sender.MAX_FRAMES_PER_FLUSH <= token_sender.SEND_HIGH_WATER_MARK

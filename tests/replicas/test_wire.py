@@ -1,0 +1,185 @@
+"""What is encoded comes back equal; anything else is refused as MalformedMessage, whatever the bytes are."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, Handoff, NoteKind, TokenItem, TransferNote
+from replicas.wire import (
+    WIRE_VERSION,
+    MalformedMessage,
+    decode_frame,
+    decode_notification,
+    encode_frame,
+    encode_notification,
+)
+
+counts = st.integers(0, 2**63 - 1)
+names = st.text(st.characters(codec="utf-8"), max_size=40)
+finishes = st.sampled_from([None, *FinishReason])
+seconds = st.floats(0, 1e9)
+loads = st.builds(EngineLoad, counts, counts, counts, counts, counts, seconds)
+items = st.builds(TokenItem, names, counts, counts, counts, finishes)
+frames = st.builds(
+    Frame, names, names, counts, loads, st.lists(names, max_size=4).map(tuple), st.lists(items, max_size=5).map(tuple)
+)
+handoffs = st.builds(
+    Handoff,
+    names,
+    names,
+    names,
+    names,
+    st.lists(counts, max_size=20).map(tuple),
+    counts,
+    st.none() | st.binary(min_size=16, max_size=16),
+    st.lists(st.builds(FirstToken, counts, counts, finishes), max_size=4).map(tuple),
+    st.floats(1e-6, 1e6),
+)
+notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
+
+FRAME = Frame(
+    "decode-0", "e1", 7, EngineLoad(1, 2, 3, 4, 5, 0.01), ("r2",), (TokenItem("r1", 0, 3, 42, FinishReason.STOP),)
+)
+HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0)
+NOTE = TransferNote(NoteKind.DONE, "t", "s", "r")
+
+
+@settings(max_examples=60, deadline=None)
+@given(frames)
+def test_frame_round_trip(frame: Frame) -> None:
+    assert decode_frame(encode_frame(frame)) == frame
+
+
+@settings(max_examples=60, deadline=None)
+@given(handoffs | notes)
+def test_notification_round_trip(message: Handoff | TransferNote) -> None:
+    decoded = decode_notification(encode_notification(message))
+    assert decoded == message
+    assert type(decoded) is type(message)
+
+
+def test_decoded_enums_are_enums() -> None:
+    assert decode_frame(encode_frame(FRAME)).tokens[0].finish_reason is FinishReason.STOP
+    note = decode_notification(encode_notification(NOTE))
+    assert isinstance(note, TransferNote)
+    assert note.kind is NoteKind.DONE
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(payload: bytes) -> None:
+    for decode in (decode_frame, decode_notification):
+        with pytest.raises(MalformedMessage):
+            decode(payload)
+
+
+def test_flipped_bytes_are_refused_or_stay_well_typed() -> None:
+    rng = random.Random(5)
+    for message in (encode_frame(FRAME), encode_notification(HANDOFF), encode_notification(NOTE)):
+        refused = 0
+        for _ in range(400):
+            mutated = bytearray(message)
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+            for decode, encode in ((decode_frame, encode_frame), (decode_notification, encode_notification)):
+                try:
+                    decoded: Any = decode(bytes(mutated))
+                except MalformedMessage:
+                    refused += 1
+                else:
+                    assert decode(encode(decoded)) == decoded  # type: ignore[operator]
+        assert refused > 400  # the other decoder refuses always
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, -1])
+def test_truncated_or_extended_is_refused(cut: int) -> None:
+    payload = encode_notification(HANDOFF)
+    with pytest.raises(MalformedMessage):
+        decode_notification(payload[:cut])
+    with pytest.raises(MalformedMessage):
+        decode_notification(payload + b"\x00")
+
+
+def _fields(payload: bytes) -> list[Any]:
+    fields = msgpack.unpackb(payload)
+    assert isinstance(fields, list)
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, WIRE_VERSION + 1),
+        (0, True),
+        (1, 3),  # a note's tag on a handoff
+        (1, 99),
+        (2, 7),
+        (2, b"t"),
+        (2, "x" * 5000),
+        (6, [1, -1]),
+        (6, [1, True]),
+        (6, [1, 2.0]),
+        (6, "12"),
+        (7, 2**63),
+        (7, None),
+        (8, "digest"),
+        (8, b""),
+        (8, b"x" * 65),
+        (9, [[0, 1]]),
+        (9, [[0, 1, "exploded"]]),
+        (9, [[0, 1, []]]),
+        (9, {"choice": 0}),
+        (10, 5),
+        (10, 0.0),
+        (10, -1.0),
+        (10, float("nan")),
+        (10, float("inf")),
+    ],
+)
+def test_every_field_is_checked(index: int, value: object) -> None:
+    fields = _fields(encode_notification(HANDOFF))
+    fields[index] = value
+    with pytest.raises(MalformedMessage):
+        decode_notification(msgpack.packb(fields))
+
+
+def test_unknown_kind_extra_field_and_map_are_refused() -> None:
+    fields = _fields(encode_notification(NOTE))
+    for bad in ([*fields[:2], "explode", *fields[3:]], [*fields, ""], fields[:-1], {0: fields}, msgpack.ExtType(1, b"")):
+        with pytest.raises(MalformedMessage):
+            decode_notification(msgpack.packb(bad))
+
+
+def test_a_frame_is_no_notification_and_back() -> None:
+    with pytest.raises(MalformedMessage):
+        decode_notification(encode_frame(FRAME))
+    with pytest.raises(MalformedMessage):
+        decode_frame(encode_notification(NOTE))
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.exit, ("a pickle was loaded",)
+
+
+def test_pickles_are_not_loaded() -> None:
+    for payload in (pickle.dumps(NOTE), pickle.dumps(_Bomb())):
+        for decode in (decode_frame, decode_notification):
+            with pytest.raises(MalformedMessage):
+                decode(payload)
+
+
+def test_size_is_bounded_before_parsing() -> None:
+    with pytest.raises(MalformedMessage, match="bytes are more"):
+        decode_notification(b"\xc0" * (9 << 20))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        decode_notification(b"\x91" * 100_000)
