@@ -15,10 +15,10 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+from cluster.attempt_mailboxes import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.generation import Leg
-from cluster.mailbox import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.routing_policy import Need, Route
@@ -199,7 +199,7 @@ class Attempt:
         except ReplicaLost as error:
             raise AttemptFailed(stage, CallStatus.ERROR, str(error), True) from error
 
-    def _raise_generate_failed(self, stage: Stage) -> Any:
+    def _raise_generate_failed(self, stage: Stage) -> NoReturn:
         reply = self._generate_reply(stage)
         if reply.status is CallStatus.OK:
             raise AttemptFailed(stage, CallStatus.ERROR, "decode ended without the last token", True)

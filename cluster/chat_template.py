@@ -38,12 +38,15 @@ class ChatTemplate:
         """
         if self._source is None:
             raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
-        prepared = [self._prepare(index, message) for index, message in enumerate(messages)]
         try:
+            prepared = [self._prepare(index, message) for index, message in enumerate(messages)]
             rendered: str = self._tokenizer.apply_chat_template(prepared, tokenize=False, add_generation_prompt=True)
             return self._control_tokens.disclose(rendered)
+        except ApiError:
+            raise
         except Exception as error:
-            # A template is a program from the model's repository; whatever it raises is about these messages.
+            # A template is a program from the model's repository; whatever it raises is about these messages. So is
+            # a RecursionError: arguments of tool calls may be nested.
             reason = str(error)[:300]
             message = f"the model's chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_messages") from error

@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 # Private-use characters around a name that no client can guess; no letters, which a template might change the case of.
-_HIDDEN = "\ue000{nonce}\ue001{index}\ue002"
-_RENAMED = "\ue003{nonce}\ue004{index}\ue002"
+_HIDDEN = "\ue000{secret}\ue001{index}\ue002"
+_RENAMED = "\ue003{secret}\ue004{index}\ue002"
 
 # Only an added token of this look is taken for a marker of the chat template: others are runs of spaces and words.
 _MARKER = re.compile(r"[<\[|].*[>\]|]")
@@ -21,7 +23,7 @@ class ControlTokens:
     Two kinds: special tokens; and the others that the chat template names (DeepSeek's <｜User｜>, <think>), which a
     template may also look for in what the assistant said before.
 
-    The guarded tokenizer (`guarded_spec`) knows the control tokens under secret names only. So the characters
+    The guarded tokenizer (`guarded_backend`) knows the control tokens under secret names only. So the characters
     "<|im_end|>" are ordinary text to it, and a chat prompt is made in three steps: `hide` them in the messages, let
     the template put in its own, then `disclose` turns the template's into secret names and the messages' back into
     characters. The whole prompt is then encoded in one piece: ids are the same as without the guard.
@@ -29,17 +31,16 @@ class ControlTokens:
 
     def __init__(self, spec: Mapping[str, Any], template: str) -> None:
         """spec: the content of a tokenizer.json. Changes nothing in it."""
-        nonce = str(secrets.randbits(64))
+        secret, self._hiding_secret = _secret(), _secret()
         tokens = [token for token in spec["added_tokens"] if token["special"] or _is_marker(token["content"], template)]
         special = [token["content"] for token in tokens if token["special"]]
         self.ids = {token["content"]: token["id"] for token in tokens}
         self.special_ids = frozenset(self.ids[content] for content in special)
         contents = list(self.ids)
-        self.secret_names = {c: _RENAMED.format(nonce=nonce, index=i) for i, c in enumerate(contents)}
-        self._hidden_names = {c: _HIDDEN.format(nonce=nonce, index=i) for i, c in enumerate(contents)}
+        self.secret_names = {c: _RENAMED.format(secret=secret, index=i) for i, c in enumerate(contents)}
+        self._hidden_names = {c: _HIDDEN.format(secret=self._hiding_secret, index=i) for i, c in enumerate(contents)}
         self._of_hidden_name = {name: content for content, name in self._hidden_names.items()}
-        self._unknown = spec["model"].get("unk_token")
-        self._nonce = nonce
+        self._unknown = _unknown_token(spec["model"])
         self._find_special = re.compile(_any_of(special))
         self._find_any = re.compile(_any_of(contents))
         self._find_hidden = re.compile(_any_of(list(self._of_hidden_name)))
@@ -59,12 +60,31 @@ class ControlTokens:
         """The text to give to the guarded tokenizer. Raises ValueError if the template took a hidden name apart."""
         text = self._find_any.sub(lambda match: self.secret_names[match[0]], rendered)
         text = self._find_hidden.sub(lambda match: self._of_hidden_name[match[0]], text)
-        if f"\ue000{self._nonce}" in text or f"{self._nonce}\ue001" in text:
+        if self._hiding_secret in text:
             raise ValueError("it cut through a control token in the text of a message")
         return text
 
-    def guarded_spec(self, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of a tokenizer.json in which every control token has its secret name, and the same id."""
+    def guarded_backend(self, spec: Mapping[str, Any]) -> Any:
+        """A tokenizers.Tokenizer like that of the spec, but with every control token under its secret name.
+
+        Raises ValueError, naming it, for a control token that can't be told from ordinary text.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            guarded = Backend.from_buffer(orjson.dumps(self._renamed(spec)))
+        except Exception as error:  # tokenizers raises nothing more special
+            raise ValueError(f"a special token of this tokenizer is an ordinary word too: {error}") from error
+        for content, token_id in self.ids.items():
+            texts = [self.secret_names[content], content]
+            by_name, by_content = guarded.encode_batch_fast(texts, add_special_tokens=False)
+            # Characters that the vocabulary lacks become the unknown token; its own name may have some.
+            is_text = by_content.ids and (token_id not in by_content.ids or content == self._unknown)
+            if by_name.ids != [token_id] or not is_text:
+                raise ValueError(f"this tokenizer can't tell its special token {content!r} from text")
+        return guarded
+
+    def _renamed(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         names = self.secret_names
         model = dict(spec["model"])
         if isinstance(model["vocab"], Mapping):
@@ -76,17 +96,16 @@ class ControlTokens:
         added = [token | {"content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
         return {**spec, "model": model, "added_tokens": added}
 
-    def check(self, guarded: Any) -> None:
-        """Raises ValueError unless the guarded tokenizer knows every secret name and none of the real ones."""
-        for content, token_id in self.ids.items():
-            by_name, by_content = guarded.encode_batch_fast(
-                [self.secret_names[content], content], add_special_tokens=False
-            )
-            if by_name.ids != [token_id]:
-                raise ValueError(f"this tokenizer does not keep the special token {content!r} apart from text")
-            # Characters that the vocabulary lacks become the unknown token; its own name may have some.
-            if token_id in by_content.ids and content != self._unknown:
-                raise ValueError(f"this tokenizer takes the text {content!r} for a special token")
+
+def _secret() -> str:
+    return str(secrets.randbits(64))
+
+
+def _unknown_token(model: Mapping[str, Any]) -> str | None:
+    name: str | None = model.get("unk_token")
+    if model.get("unk_id") is not None:  # Unigram
+        name = model["vocab"][model["unk_id"]][0]
+    return name
 
 
 def _is_marker(content: str, template: str) -> bool:

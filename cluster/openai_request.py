@@ -58,7 +58,10 @@ def invalid(message: str) -> PydanticCustomError:
 
 
 def _integral(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """5.0 as 5. Not beyond 2**53: there a float stands for several integers, and JSON's larger ones come as floats."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+        return int(value)
+    return value
 
 
 def _limits(info: ValidationInfo) -> LimitsConfig:

@@ -91,4 +91,3 @@ class PoolView:
     def _queued_tokens(self, replica_id: str) -> int:
         load = self._load.get(replica_id)
         return max(load.queued_prompt_tokens if load else 0, self._prompt_tokens[replica_id])
-

@@ -11,14 +11,14 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.api_error import ApiError
 from cluster.attempt import Attempt, AttemptFailed, AttemptLimits, Stage, retrieve
+from cluster.attempt_mailboxes import Mailboxes
 from cluster.generation import ChoiceState, GeneratedToken, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
-from cluster.mailbox import Mailboxes
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
@@ -80,7 +80,7 @@ class Router:
     def num_waiting(self) -> int:
         return self._num_waiting
 
-    async def generate(self, spec: GenerationSpec) -> AsyncIterator[GeneratedToken]:
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
         """Tokens of all choices as they come, in order within each choice. Raises ApiError.
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.

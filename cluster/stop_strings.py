@@ -40,7 +40,8 @@ class StopMatcher:
         """Takes the next piece of text. After a match further text is ignored and the match is reported again."""
         if self._matched is not None:
             return StopMatch("", self._matched)
-        if not self._patterns:
+        # Most text is far from any stop, and finding that out is quick. No patterns end up here too.
+        if not self._held and not any(pattern.stop[0] in text for pattern in self._patterns):
             return StopMatch(text, None)
         for end, char in enumerate(text, start=1):
             stop = self._advance(char)

@@ -143,9 +143,11 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     def _on_kv_ready(self, transfer_id: str) -> None:
         if self.scheduler.get(transfer_id) is None:
             return
-        firsts = self._calls[transfer_id].first_tokens
+        opened = self._calls[transfer_id]
+        firsts = opened.first_tokens
         by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
         self.scheduler.kv_ready(transfer_id, by_choice, time.monotonic())
+        self.metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
 
     # -- tokens ------------------------------------------------------------------------------------
 
@@ -201,7 +203,11 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             return
         entered_s = opened.request.entered_s
         self.scheduler.end(request_id, state, time.monotonic())
-        if opened.call.source is not None and RequestState.ADMITTED in entered_s and RequestState.RUNNING not in entered_s:
+        if (
+            opened.call.source is not None
+            and RequestState.ADMITTED in entered_s
+            and RequestState.RUNNING not in entered_s
+        ):
             self.transfers.cancel(request_id)
         self._reply(opened, status, detail)
 

@@ -11,6 +11,7 @@ from replicas.settings import EngineSettings
 if TYPE_CHECKING:
     from replicas.decode_engine import DecodeEngine
     from replicas.engine_builder import BuiltEngine
+    from replicas.metric_set import FamilySnapshot
 
 
 class DecodeReplica:
@@ -50,8 +51,9 @@ class DecodeReplica:
         """The router saw this prefill replica die: transfers from it are lost."""
         self._built.transfers.forget_peer(agent_name)
 
-    async def metrics_snapshot(self) -> list[dict[str, Any]]:
-        return self._built.metrics_snapshot()
+    async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
+        """This replica's id and its metrics, for the ingress that was asked for /metrics."""
+        return self._built.peer.replica_id, self._built.metrics_snapshot()
 
     def check_health(self) -> None:
         self._built.check_health()

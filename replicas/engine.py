@@ -143,10 +143,14 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             handle: StepHandle | StepOutput = self.runner.launch(plan)
         except Exception as error:
             logger.warning(
-                "step failed, running it in pieces", exc_info=error, extra={"event": "step_failed", "step": plan.step_id}
+                "step failed, running it in pieces",
+                exc_info=error,
+                extra={"event": "step_failed", "step": plan.step_id},
             )
             handle = self._launch_in_pieces(plan)
-        self.steps.count(plan, time.monotonic() - started_s)
+        duration_s = time.monotonic() - started_s
+        self.steps.count(plan, duration_s)
+        self.metrics.step_done(duration_s)
         return handle
 
     def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:

@@ -19,6 +19,8 @@ from replicas.handoff_actions import Event, HandoffTiming
 from replicas.kv_digest import BlockDigester
 from replicas.kv_pool import KvLayout, KvPool
 from replicas.messages import TransferPeer
+from replicas.metric_set import FamilySnapshot
+from replicas.metrics import PoolMetrics
 from replicas.model_loader import LoadedModel, load_model
 from replicas.model_runner import ModelRunner
 from replicas.nixl_transport import NixlTransport
@@ -70,8 +72,15 @@ class BuiltEngine(Generic[EngineT]):
             "kv_bytes_per_token": self.layout.bytes_per_token,
         }
 
-    def metrics_snapshot(self) -> list[dict[str, Any]]:
-        return self.metrics.snapshot(self.engine.status, self.engine.steps, self.transfers.snapshot())
+    def metrics_snapshot(self) -> list[FamilySnapshot]:
+        batch = self.engine.scheduler.batch if isinstance(self.engine, DecodeEngine) else None
+        return self.metrics.snapshot(
+            self.engine.status,
+            self.engine.steps,
+            self.transfers.snapshot(),
+            forwarded=batch.num_forwarded_tokens if batch else 0,
+            surplus=batch.num_surplus_tokens if batch else 0,
+        )
 
     def check_health(self) -> None:
         """Raises UnhealthyEngine when the engine's or the transfers' thread is dead or stuck."""
@@ -109,6 +118,10 @@ class _Base:
         device = torch.device(settings.device)
         started_s = time.monotonic()
         loaded = load_model(settings.model, device)
+        if settings.model.max_model_len > loaded.max_positions:
+            raise ValueError(
+                f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
+            )
         _progress("weights loaded", started_s, dtype=settings.model.dtype)
         self.layout = loaded.kv_layout(settings.block_size)
         num_blocks = pool_blocks(settings, self.layout)
@@ -120,7 +133,16 @@ class _Base:
         _progress("warm-up done", started_s)
         self.fingerprint = _fingerprint(loaded, self.layout)
         self.faults = FaultPoints(settings.fault_dir, self.pool.tensor)
-        self.metrics = EngineMetrics(settings.pool, settings.served_model_name)
+        self.metrics = EngineMetrics(
+            PoolMetrics(
+                settings.served_model_name,
+                settings.pool,
+                settings.version,
+                settings.ray_version,
+                engine=settings.device,
+                backend=settings.transfer.backend.lower(),
+            )
+        )
         self.limits = PoolLimits(num_blocks, settings.block_size, settings.max_sequences, settings.max_step_tokens)
 
     def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
@@ -136,7 +158,9 @@ class _Base:
             lambda: NixlTransport(pool, self.replica_id, self.epoch, self.fingerprint, net_devices=devices),
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
-            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids)) if settings.verify_digest else None,
+            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
+            if settings.verify_digest
+            else None,
             faults=self.faults if self.settings.fault_dir else None,
         )
 
@@ -155,8 +179,11 @@ def pool_blocks(settings: EngineSettings, layout: KvLayout) -> int:
         assert settings.kv_memory_fraction is not None, "the config gives one of the three"
         free_bytes, _ = torch.cuda.mem_get_info()
         num_blocks = int(free_bytes * settings.kv_memory_fraction) // layout.block_bytes
-    if num_blocks < 1:
-        raise ValueError(f"the KV pool would hold no block of {layout.block_bytes} bytes; give it more memory")
+    if num_blocks * settings.block_size < settings.model.max_model_len:
+        raise ValueError(
+            f"the KV pool would hold {num_blocks * settings.block_size} tokens of {layout.bytes_per_token} bytes, less "
+            f"than one request of model.max_model_len {settings.model.max_model_len}; give it more memory"
+        )
     return num_blocks
 
 
@@ -165,4 +192,6 @@ def _fingerprint(loaded: LoadedModel, layout: KvLayout) -> str:
 
 
 def _progress(message: str, started_s: float, **fields: object) -> None:
-    logger.info(message, extra={"event": "start_progress", "elapsed_s": round(time.monotonic() - started_s, 1), **fields})
+    logger.info(
+        message, extra={"event": "start_progress", "elapsed_s": round(time.monotonic() - started_s, 1), **fields}
+    )

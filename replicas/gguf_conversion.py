@@ -3,18 +3,25 @@
 transformers reads GGUF itself, but parses and dequantises it anew at every start (26 s for a 94 MiB file
 on the CPU here, against 2 s for the folder); with four replicas on two cores that is minutes.
 
-Run as `python -m replicas.gguf_conversion GGUF CACHE_DIR`; prints the folder.
+Imports torch only when there is something to convert.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import shutil
-import sys
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = 1  # raise when what is written changes
+
+
+def resolve_source(source: str, cache_dir: str) -> str:
+    """What transformers can load: the source itself, or the folder that a GGUF was converted into. May block."""
+    return str(convert(Path(source), Path(cache_dir))) if source.endswith(".gguf") else source
 
 
 def converted_folder(gguf: Path, cache_dir: Path) -> Path:
@@ -37,6 +44,10 @@ def convert(gguf: Path, cache_dir: Path) -> Path:
     with (cache_dir / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_converted(folder):
+            logger.info(
+                "converting GGUF, once; takes about half a minute",
+                extra={"event": "gguf_converting", "file": str(gguf)},
+            )
             shutil.rmtree(folder, ignore_errors=True)
             _convert_into(gguf, folder)
     return folder
@@ -59,13 +70,3 @@ def _convert_into(gguf: Path, folder: Path) -> None:
     plain.tie_weights()
     plain.save_pretrained(folder)
     (folder / "complete").touch()
-
-
-def main(arguments: list[str]) -> int:
-    gguf, cache_dir = map(Path, arguments)
-    print(convert(gguf, cache_dir))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -75,7 +75,8 @@ class KvTransport(ABC):
 
     @abstractmethod
     def notify(self, agent_name: str, payload: bytes) -> None:
-        """Send a notification. Raises PeerUnreachable. Returning is no proof of arrival."""
+        """Send a notification. Raises PeerUnreachable. Returning is no proof of arrival, which may need more polls
+        of this end, too."""
 
     @abstractmethod
     def poll_notifications(self) -> list[tuple[str, bytes]]:

@@ -1,7 +1,6 @@
 """Loads a transformers causal language model with our attention, and says what it is.
 
-The model must already be a transformers folder or a Hub id; `replicas.gguf_conversion` makes a folder of
-a GGUF once. Nothing of the model's own code runs unless the config trusts it.
+A GGUF is first made a transformers folder, once (`replicas.gguf_conversion`). Nothing of the model's own code runs unless the config trusts it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from replicas.attention import ATTENTION_NAME, register_attention
+from replicas.gguf_conversion import resolve_source
 from replicas.kv_pool import KvLayout
 from replicas.model_support import UnsupportedModel, refuse_unsupported
 from replicas.settings import ModelSettings
@@ -49,11 +49,12 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     files are not there.
     """
     register_attention()
-    config = AutoConfig.from_pretrained(settings.folder, trust_remote_code=settings.trust_remote_code)
+    folder = resolve_source(settings.source, settings.cache_dir)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     refuse_unsupported(config)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    logger.info("loading weights", extra={"event": "weights_loading", "source": settings.folder})
-    model = _load_weights(settings, config, dtype)
+    logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
+    model = _load_weights(settings, folder, config, dtype)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
     model = model.to(device).eval().requires_grad_(False)
@@ -66,11 +67,11 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=dtype,
-        fingerprint=_fingerprint(settings, config),
+        fingerprint=_fingerprint(settings, folder, config),
     )
 
 
-def _load_weights(settings: ModelSettings, config: Any, dtype: torch.dtype) -> nn.Module:
+def _load_weights(settings: ModelSettings, folder: str, config: Any, dtype: torch.dtype) -> nn.Module:
     if settings.load_format == "dummy":
         torch.manual_seed(0)  # every replica must hold the same random weights
         model: nn.Module = AutoModelForCausalLM.from_config(
@@ -78,7 +79,7 @@ def _load_weights(settings: ModelSettings, config: Any, dtype: torch.dtype) -> n
         )
         return model
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        settings.folder,
+        folder,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         trust_remote_code=settings.trust_remote_code,
@@ -86,13 +87,12 @@ def _load_weights(settings: ModelSettings, config: Any, dtype: torch.dtype) -> n
     return loaded
 
 
-def _fingerprint(settings: ModelSettings, config: Any) -> str:
+def _fingerprint(settings: ModelSettings, folder: str, config: Any) -> str:
     """Two replicas with equal fingerprints hold the same weights, as far as names and sizes of files tell."""
     described = {k: v for k, v in config.to_dict().items() if k != "_name_or_path" and not k.startswith("_attn")}
     parts: list[object] = [json.dumps(described, sort_keys=True, default=str), settings.dtype, settings.load_format]
-    folder = Path(settings.folder)
-    if folder.is_dir():
-        parts += [(p.name, p.stat().st_size) for p in sorted(folder.glob("*.safetensors"))]
+    if Path(folder).is_dir():
+        parts += [(p.name, p.stat().st_size) for p in sorted(Path(folder).glob("*.safetensors"))]
     else:
-        parts.append(settings.folder)
+        parts.append(folder)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,8 +15,16 @@ from replicas.model_support import UnsupportedModel
 from replicas.sampling import sample
 from replicas.slot_state import SlotState
 from replicas.step_inputs import build_step_inputs
-from scheduler.plan import DecodeRow, SampledToken, SampleTarget, SlotInit, StepOutput, StepPlan, TableWrite
-from scheduler.plan import PrefillChunk
+from scheduler.plan import (
+    DecodeRow,
+    PrefillChunk,
+    SampledToken,
+    SampleTarget,
+    SlotInit,
+    StepOutput,
+    StepPlan,
+    TableWrite,
+)
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -40,7 +49,7 @@ class ModelRunner:
     """Owns the model, the pool's contents and the slots. Engine thread only."""
 
     def __init__(self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int) -> None:
-        self._model = loaded.model
+        self._model: Any = loaded.model
         self._loaded = loaded
         self.pool = pool
         self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size))

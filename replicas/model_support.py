@@ -20,7 +20,9 @@ def refuse_unsupported(config: Any) -> None:
     for trait, shows in _UNSUPPORTED_TRAITS.items():
         found = shows(config)
         if found:
-            raise UnsupportedModel(f"{names[0]} ({config.model_type}) uses {trait} ({found}), which is not supported yet")
+            raise UnsupportedModel(
+                f"{names[0]} ({config.model_type}) uses {trait} ({found}), which is not supported yet"
+            )
 
 
 def _encoder_decoder(config: Any) -> str:

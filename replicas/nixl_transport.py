@@ -1,8 +1,8 @@
 """The KV transport over NIXL's UCX backend: cuda_ipc or RDMA between GPUs, shared memory or TCP between CPUs.
 
 What NIXL 1.5.1 does, seen or read in its source, and what follows from it here:
-- Its progress thread burns a whole core (measured), so there is none: UCX progresses when we poll. Emulated reads
-  (shared memory, TCP) need the source to poll as well.
+- Its progress thread burns a whole core (measured), so there is none: UCX progresses when we poll. So a first
+  message goes out only while its sender keeps polling, and emulated reads (shared memory, TCP) need the source's polls.
 - Releasing a handle that is in flight says OK and recalls nothing, and so does removing its peer: the handle then
   reports NOT_FOUND while bytes may still land. So neither is done before the read's end, and NOT_FOUND is no end.
 - A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own.

@@ -64,7 +64,9 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         for done in self.scheduler.commit(output, now_s):
             opened = self._calls.pop(done.request_id)
             first_tokens = tuple(
-                FirstToken(event.choice, event.token_id, FinishReason(event.finish_reason) if event.finish_reason else None)
+                FirstToken(
+                    event.choice, event.token_id, FinishReason(event.finish_reason) if event.finish_reason else None
+                )
                 for event in done.first_tokens
             )
             self._hand_over(opened, done, first_tokens)

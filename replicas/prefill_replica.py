@@ -10,6 +10,7 @@ from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
     from replicas.engine_builder import BuiltEngine
+    from replicas.metric_set import FamilySnapshot
     from replicas.prefill_engine import PrefillEngine
 
 
@@ -46,8 +47,9 @@ class PrefillReplica:
         """The router saw this decode replica die: leases held for it end."""
         self._built.transfers.forget_peer(agent_name)
 
-    async def metrics_snapshot(self) -> list[dict[str, Any]]:
-        return self._built.metrics_snapshot()
+    async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
+        """This replica's id and its metrics, for the ingress that was asked for /metrics."""
+        return self._built.peer.replica_id, self._built.metrics_snapshot()
 
     def check_health(self) -> None:
         self._built.check_health()

@@ -7,8 +7,8 @@ Filters in the order of transformers' warpers: temperature, then top-k, then top
 for ties. Ties: both filters keep every token that ties with the least likely kept one (transformers' top-k does too,
 its top-p drops some of them, in no defined order); greedy takes the lowest token id.
 
-Measured at V = 49,152, float32, one thread of a 2-core CPU, ms per row: greedy 0.11, sampled 1.6, with
-top-k or top-p 2.7.
+Measured at V = 49,152, float32, one thread of a CPU, ms per row in batches of 8 and more: greedy 0.05, sampled 1.0,
+with top-k or top-p 1.8. A single sampled row: 1.6, with a filter 2.4.
 """
 
 from __future__ import annotations

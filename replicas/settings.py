@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """folder: a transformers folder (a GGUF was converted before), or a Hub id."""
+    """source: a transformers folder, a .gguf file (converted once, into cache_dir), or a Hub id."""
 
-    folder: str
+    source: str
+    cache_dir: str
     dtype: str
     max_model_len: int
     load_format: str  # "auto" | "dummy"
@@ -44,5 +45,7 @@ class EngineSettings:
     idle_frame_s: float = 0.5
     channel_stall_s: float = 10.0
     fault_dir: str | None = None
+    version: str = ""  # of SplitServe and of Ray, for the metrics
+    ray_version: str = ""
     log_level: str = "INFO"
     log_format: str = "json"

@@ -46,4 +46,3 @@ class SlotState:
     def store_tokens(self, outputs: list[DecodeRow | SampleTarget], tokens: torch.Tensor) -> None:
         """Feed back: tokens [n] become the last tokens of the outputs' slots. Mutates."""
         self.last_token[torch.tensor([output.slot for output in outputs], dtype=torch.int64)] = tokens
-

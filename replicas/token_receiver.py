@@ -16,7 +16,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from replicas.messages import ChannelAddress, Frame
 from replicas.wire import MalformedMessage, decode_frame
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = b"splitserve-tokens"
 MAX_MESSAGE_BYTES = 8 << 20
@@ -207,7 +207,7 @@ class TokenReceiver:
             frame = decode_frame(parts[0].bytes)
         except MalformedMessage as error:
             self.counts.malformed += 1
-            log.warning("token channel: dropped a malformed frame: %s", error)
+            logger.warning("token channel: dropped a malformed frame: %s", error)
             return
         key = (frame.replica_id, frame.epoch)
         if key in self._forgotten:
@@ -249,7 +249,7 @@ class TokenReceiver:
             return
         stream.gap_reported = missing = stream.next_seq
         self.counts.gaps += 1
-        log.warning("token channel: of replica %s frame %d is missing", key[0], missing)
+        logger.warning("token channel: of replica %s frame %d is missing", key[0], missing)
         self._guarded(partial(self._on_gap, *key, missing))
 
     def _guarded(self, call: Callable[[], None]) -> None:
@@ -258,4 +258,4 @@ class TokenReceiver:
             call()
         except Exception:
             self.counts.callback_errors += 1
-            log.exception("token channel: a callback failed")
+            logger.exception("token channel: a callback failed")

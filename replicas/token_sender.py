@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
 from replicas.wire import encode_frame
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Frames handed to ZeroMQ beyond what the router has read. Small: what waits here is lost when the connection breaks
 # (and then replayed); what waits in the ring is not.
@@ -234,7 +234,7 @@ class TokenSender:
         if channel.refused_s is None and channel.monitor.poll(0):
             event = recv_monitor_message(channel.monitor, zmq.NOBLOCK)
             channel.refused_s = self._now_s()
-            log.warning(
+            logger.warning(
                 "token channel: router %s refused us (%s)", channel.address.router_id, zmq.Event(event["event"]).name
             )
         if channel.refused_s is not None and self._now_s() - channel.refused_s >= RETRY_REFUSED_S:

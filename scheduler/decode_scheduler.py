@@ -45,9 +45,7 @@ class DecodeScheduler(EngineScheduler):
         self._hold(request_id, block_ids)
         return block_ids
 
-    def kv_ready(
-        self, request_id: str, first_tokens: Mapping[int, tuple[int, str | None]], now_s: float
-    ) -> None:
+    def kv_ready(self, request_id: str, first_tokens: Mapping[int, tuple[int, str | None]], now_s: float) -> None:
         """The KV is here and confirmed: join the running batch. Mutates.
 
         first_tokens: choice -> (token id, finish reason or None), as the source sampled them. The read is

@@ -58,7 +58,9 @@ def test_pieces_join_to_the_decoded_whole(tokenizer: Tokenizer, reference: Any, 
 
 def test_every_token_alone(tokenizer: Tokenizer) -> None:
     ids = range(tokenizer.vocab_size)
-    assert [token_id for token_id in ids if "".join(pieces(tokenizer, [token_id])) != tokenizer.decode([token_id])] == []
+    assert [
+        token_id for token_id in ids if "".join(pieces(tokenizer, [token_id])) != tokenizer.decode([token_id])
+    ] == []
 
 
 def test_b01_no_piece_has_half_a_character(tokenizer: Tokenizer) -> None:

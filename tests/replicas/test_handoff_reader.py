@@ -21,7 +21,7 @@ from replicas.handoff_actions import (
 from replicas.handoff_reader import HandoffReader
 from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 
-TIMING = HandoffTiming(lease_s=9.0, resend_s=0.1, max_resend_s=0.4, remember_s=60.0, quarantine_s=5.0)
+TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)
 SOURCE = "prefill-s1"
 PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", 0, 0, "DRAM", num_blocks=10, block_bytes=64)
 HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), lease_s=9.0)
@@ -106,8 +106,8 @@ def test_digest_mismatch_before_confirm_drops() -> None:
 def test_done_is_resent_with_back_off_until_confirmed() -> None:
     reader = confirming()
     reader.digest_checked("t", True, 1.0)
-    times = [step / 100 for step in range(100, 250) if reader.tick(step / 100) == [DONE]]
-    assert times == [1.1, 1.3, 1.7, 2.1]
+    times = [step / 64 for step in range(64, 160) if reader.tick(step / 64) == [DONE]]
+    assert times == [1.125, 1.375, 1.875, 2.375]
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 2.5) == [KvReady("t")]
     assert reader.tick(3.0) == []
 

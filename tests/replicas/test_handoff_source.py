@@ -8,7 +8,7 @@ from replicas.handoff_actions import Action, HandoffTiming, SendNote, SourceOutc
 from replicas.handoff_source import HandoffSource
 from replicas.messages import Handoff, NoteKind, TransferNote
 
-TIMING = HandoffTiming(lease_s=9.0, resend_s=0.1, max_resend_s=0.4, remember_s=60.0)
+TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0)
 READER = "decode-r1"
 HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, None, (), lease_s=9.0)
 
@@ -46,8 +46,8 @@ def test_done_while_the_lease_lives_is_confirmed_once_and_answered_again() -> No
 
 def test_handoff_is_resent_with_back_off_until_renewed() -> None:
     source = opened()
-    sent = [step / 100 for step in range(200) if source.tick(step / 100) == [SendNote(READER, HANDOFF)]]
-    assert sent == [0.1, 0.3, 0.7, 1.1, 1.5, 1.9]
+    sent = [step / 64 for step in range(128) if source.tick(step / 64) == [SendNote(READER, HANDOFF)]]
+    assert sent == [0.125, 0.375, 0.875, 1.375, 1.875]
     assert source.receive(note(NoteKind.RENEW), READER, 2.0) == []
     assert [source.tick(2.0 + step / 10) for step in range(80)] == [[]] * 80
 

@@ -1,103 +1,18 @@
-"""Token channels over real sockets on the loopback address."""
+"""Sender and receiver together, over real sockets on the loopback address."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 import zmq
 
 from replicas import token_receiver, token_sender
-from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
-from replicas.token_receiver import TokenReceiver
+from replicas.messages import ChannelAddress, Frame
 from replicas.token_sender import FrameGone, TokenSender
-from replicas.wire import encode_frame
-
-LOAD = EngineLoad(1, 2, 3, 4, 5, 0.006)
-PATIENCE_S = 10.0
-
-
-class Router:
-    """The owner of a receiver: records what it is told."""
-
-    def __init__(self, router_id: str = "router") -> None:
-        self.frames: list[Frame] = []
-        self.gaps: list[tuple[str, str, int]] = []
-        self.receiver = TokenReceiver(
-            router_id,
-            "127.0.0.1",
-            self.frames.append,
-            lambda replica, epoch, seq: self.gaps.append((replica, epoch, seq)),
-        )
-
-    @property
-    def seqs(self) -> list[int]:
-        return [frame.seq for frame in self.frames]
-
-
-@asynccontextmanager
-async def running_router(router_id: str = "router") -> AsyncIterator[Router]:
-    router = Router(router_id)
-    await router.receiver.start()
-    try:
-        yield router
-    finally:
-        await router.receiver.stop()
-
-
-@contextmanager
-def running_sender(replica_id: str = "decode", epoch: str = "e1", **options: float) -> Iterator[TokenSender]:
-    sender = TokenSender(replica_id, epoch, **options)  # type: ignore[arg-type]
-    try:
-        yield sender
-    finally:
-        sender.shut_down(linger_s=0)
-
-
-async def until(condition: Callable[[], bool], *senders: TokenSender, within_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        for sender in senders:
-            sender.flush()
-        await asyncio.sleep(0.002)
-
-
-def items(count: int, start: int = 0) -> tuple[TokenItem, ...]:
-    return tuple(TokenItem(f"request-{i}", 0, start, i, None) for i in range(count))
-
-
-def frame_of(seq: int, replica_id: str = "decode", epoch: str = "e1") -> Frame:
-    return Frame(replica_id, epoch, seq, LOAD, (), items(1, seq))
-
-
-@contextmanager
-def raw_push(address: ChannelAddress, keys: tuple[bytes, bytes] | None) -> Iterator[zmq.Socket[bytes]]:
-    """A client with these CURVE keys (public, secret), or without encryption."""
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    if keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = keys
-        socket.curve_serverkey = address.public_key.encode()
-    socket.connect(address.endpoint)
-    try:
-        yield socket
-    finally:
-        socket.close(linger=0)
-        context.term()
-
-
-@contextmanager
-def raw_sender(router: Router) -> Iterator[Callable[[bytes], None]]:
-    """Sends any bytes over an admitted connection."""
-    keys = zmq.curve_keypair()
-    router.receiver.allow(keys[0].decode())
-    with raw_push(router.receiver.address, keys) as socket:
-        yield socket.send
+from tests.replicas.token_channel_rig import LOAD, items, running_router, running_sender, until
 
 
 async def test_frames_arrive_in_order_and_whole() -> None:
@@ -131,109 +46,6 @@ async def test_two_routers_have_sequences_of_their_own() -> None:
             assert b.seqs == list(range(10))
 
 
-async def test_gap_is_reported_once_and_filled_by_replay() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            for seq in (0, 1, 4, 5, 4, 6):
-                send(encode_frame(frame_of(seq)))
-            await until(lambda: router.receiver.counts.held == 3)
-            assert router.seqs == [0, 1]
-            assert router.gaps == [("decode", "e1", 2)]
-            router.receiver.deliver_replayed(frame_of(seq) for seq in (2, 3, 4, 5, 6))
-            assert router.seqs == list(range(7))
-            send(encode_frame(frame_of(7)))
-            send(encode_frame(frame_of(3)))
-            send(encode_frame(frame_of(8)))
-            await until(lambda: len(router.frames) == 9)
-            assert router.seqs == list(range(9))
-            assert router.gaps == [("decode", "e1", 2)]
-            # 4 while held; 4, 5, 6 replayed while held or after; 3 late
-            assert router.receiver.counts.duplicate == 5
-            assert router.receiver.counts.gaps == 1
-
-
-async def test_a_first_frame_that_is_not_number_0_is_a_gap() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            send(encode_frame(frame_of(3)))
-            await until(lambda: bool(router.gaps))
-            assert router.gaps == [("decode", "e1", 0)]
-            router.receiver.deliver_replayed([frame_of(0), frame_of(1), frame_of(2)])
-            assert router.seqs == [0, 1, 2, 3]
-
-
-async def test_a_second_gap_is_reported_when_the_first_is_filled_and_can_be_skipped() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            for seq in (0, 2, 4, 5):
-                send(encode_frame(frame_of(seq)))
-            await until(lambda: router.receiver.counts.held == 3)
-            assert router.gaps == [("decode", "e1", 1)]
-            router.receiver.deliver_replayed([frame_of(1)])
-            assert router.seqs == [0, 1, 2]
-            assert router.gaps == [("decode", "e1", 1), ("decode", "e1", 3)]
-            router.receiver.skip_gap("decode", "e1")
-            assert router.seqs == [0, 1, 2, 4, 5]
-            send(encode_frame(frame_of(6)))
-            await until(lambda: router.seqs[-1] == 6)
-            router.receiver.skip_gap("decode", "e1")  # nothing to skip
-            assert len(router.gaps) == 2
-
-
-async def test_frames_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_receiver, "MAX_HELD_FRAMES", 3)
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            for seq in range(1, 7):
-                send(encode_frame(frame_of(seq)))
-            await until(lambda: router.receiver.counts.overflowed == 3)
-            router.receiver.deliver_replayed([frame_of(0)])
-            assert router.seqs == [0, 1, 2, 3]
-            send(encode_frame(frame_of(7)))
-            await until(lambda: len(router.gaps) == 2)
-            router.receiver.deliver_replayed(frame_of(seq) for seq in range(4, 8))
-            assert router.seqs == list(range(8))
-
-
-async def test_epochs_are_separate_and_a_forgotten_one_stays_so() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            send(encode_frame(frame_of(0, epoch="e1")))
-            send(encode_frame(frame_of(0, epoch="e2")))
-            send(encode_frame(frame_of(2, epoch="e1")))
-            await until(lambda: len(router.gaps) == 1)
-            router.receiver.forget("decode", "e1")
-            send(encode_frame(frame_of(1, epoch="e1")))
-            send(encode_frame(frame_of(1, epoch="e2")))
-            await until(lambda: len(router.frames) == 3)
-            assert [(frame.epoch, frame.seq) for frame in router.frames] == [("e1", 0), ("e2", 0), ("e2", 1)]
-            router.receiver.deliver_replayed([frame_of(1, epoch="e1")])
-            assert len(router.frames) == 3
-            assert router.receiver.counts.forgotten == 2
-
-
-async def test_a_callback_may_forget_and_may_fail() -> None:
-    router = Router()
-
-    def on_frame(frame: Frame) -> None:
-        router.frames.append(frame)
-        if frame.seq == 1:
-            raise RuntimeError("a fault of the owner")
-        if frame.seq == 3:
-            router.receiver.forget("decode", "e1")
-
-    router.receiver = TokenReceiver("router", "127.0.0.1", on_frame, lambda *_: None)
-    await router.receiver.start()
-    with raw_sender(router) as send:
-        for seq in (0, 1, 2, 4, 3, 5):
-            send(encode_frame(frame_of(seq)))
-        await until(lambda: router.receiver.counts.forgotten == 1)
-    assert router.seqs == [0, 1, 2, 3]
-    assert router.receiver.counts.callback_errors == 1
-    assert router.receiver.is_alive
-    await router.receiver.stop()
-
-
 async def test_unknown_key_is_refused_until_it_is_allowed() -> None:
     async with running_router() as router:
         with running_sender() as sender:
@@ -247,20 +59,6 @@ async def test_unknown_key_is_refused_until_it_is_allowed() -> None:
             await until(lambda: router.seqs == [0], sender)
 
 
-async def test_plaintext_and_wrong_server_key_are_refused() -> None:
-    async with running_router() as router:
-        address = router.receiver.address
-        keys = zmq.curve_keypair()
-        router.receiver.allow(keys[0].decode())
-        impostor = ChannelAddress("router", address.endpoint, zmq.curve_keypair()[0].decode())
-        with raw_push(address, None) as plain, raw_push(impostor, keys) as mistaken:
-            plain.send(encode_frame(frame_of(0)))
-            mistaken.send(encode_frame(frame_of(0)))
-            with pytest.raises(AssertionError, match="not in time"):
-                await until(lambda: bool(router.frames), within_s=0.7)
-            assert router.receiver.counts == token_receiver.ReceiverCounts()
-
-
 async def test_disallow_works_on_an_open_connection() -> None:
     async with running_router() as router:
         with running_sender() as sender:
@@ -272,47 +70,6 @@ async def test_disallow_works_on_an_open_connection() -> None:
             sender.send("router", LOAD)
             await until(lambda: router.receiver.counts.unauthorized == 1, sender)
             assert router.seqs == [0]
-
-
-async def test_a_replica_cannot_speak_for_another() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send, raw_sender(router) as send_other:
-            send(encode_frame(frame_of(0)))
-            await until(lambda: router.seqs == [0])
-            send_other(encode_frame(frame_of(1)))
-            await until(lambda: router.receiver.counts.unauthorized == 1)
-            send(encode_frame(frame_of(1)))
-            await until(lambda: router.seqs == [0, 1])
-
-
-async def test_malformed_bytes_are_counted_and_dropped() -> None:
-    async with running_router() as router:
-        with raw_sender(router) as send:
-            whole = encode_frame(frame_of(0))
-            bad = [
-                b"",
-                b"\x00",
-                b"\xc1" * 50,
-                whole[:-1],
-                whole + b"\x00",
-                b"\xff" * 10_000,
-                b"cos\nsystem\n(S'ls'\ntR.",
-            ]
-            for payload in bad:
-                send(payload)
-            send(whole)
-            await until(lambda: router.seqs == [0])
-            assert router.receiver.counts.malformed == len(bad)
-            assert router.receiver.is_alive
-
-
-async def test_several_parts_are_malformed() -> None:
-    async with running_router() as router:
-        keys = zmq.curve_keypair()
-        router.receiver.allow(keys[0].decode())
-        with raw_push(router.receiver.address, keys) as socket:
-            socket.send_multipart([encode_frame(frame_of(0)), b"more"])
-            await until(lambda: router.receiver.counts.malformed == 1)
 
 
 def deaf_router() -> tuple[zmq.Context[zmq.Socket[bytes]], ChannelAddress]:

@@ -1,0 +1,96 @@
+"""The only wiring: from a config to a Ray Serve application. No behaviour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.config import Config
+from cluster.ingress import Ingress, model_source
+from cluster.pool_config import PoolConfig
+from cluster.version import VERSION
+from replicas.decode_replica import DecodeReplica
+from replicas.prefill_replica import PrefillReplica
+from replicas.settings import EngineSettings, ModelSettings, TransferSettings
+
+# Our own bounds decide who waits and who is turned away; Serve's must never be met first.
+_MAX_ONGOING = 100_000
+_TARGET_ROUTER = "cluster.target_router:TargetRouter"
+
+
+def build_app(config: Config) -> Any:
+    """The application, to be given to `serve.run`. Imports Ray."""
+    pools = {
+        "decode": (DecodeReplica, config.pools.decode),
+        "prefill": (PrefillReplica, config.pools.prefill),
+    }
+    bound = {name: _bind_pool(cls, name, pool, config) for name, (cls, pool) in pools.items() if pool is not None}
+    return _bind_ingress(config, bound)
+
+
+def _bind_pool(replica_class: type, name: str, pool: PoolConfig, config: Config) -> Any:
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    deployment = serve.deployment(
+        name=name,
+        num_replicas=pool.replicas,
+        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        max_ongoing_requests=_MAX_ONGOING,
+        request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=30,
+        max_constructor_retry_count=1,
+    )(replica_class)
+    return deployment.bind(engine_settings(name, pool, config))
+
+
+def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
+    from ray import serve
+
+    deployment = serve.deployment(
+        name="ingress",
+        num_replicas=config.ingress.replicas,
+        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        max_ongoing_requests=_MAX_ONGOING,
+        health_check_period_s=2,
+        max_constructor_retry_count=1,
+    )(serve.ingress()(Ingress))
+    return deployment.bind(config, pools["decode"], pools.get("prefill"))
+
+
+def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettings:
+    """What a replica of this pool is told. Pure."""
+    import ray
+
+    return EngineSettings(
+        pool=name,
+        served_model_name=config.model.name,
+        model=ModelSettings(
+            source=model_source(config),
+            cache_dir=str(config.model.cache_dir),
+            dtype=config.model.dtype,
+            max_model_len=config.model.max_model_len,
+            load_format=config.model.load_format,
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        transfer=TransferSettings(
+            backend=config.transfer.backend,
+            lease_s=config.transfer.lease_s,
+            verify_digest=config.transfer.verify_digest,
+            net_devices=config.transfer.net_devices,
+        ),
+        device=pool.device,
+        num_threads=pool.num_threads,
+        block_size=config.kv.block_size,
+        kv_capacity_tokens=pool.kv_capacity_tokens,
+        kv_memory_bytes=pool.kv_memory_bytes,
+        kv_memory_fraction=pool.kv_memory_fraction,
+        max_sequences=pool.max_running_sequences,
+        max_step_tokens=pool.max_batch_tokens,
+        lag=pool.lag,
+        fault_dir=str(config.testing.fault_dir) if config.testing.fault_dir else None,
+        version=VERSION,
+        ray_version=ray.__version__,
+        log_level=config.logging.level,
+        log_format=config.logging.format,
+    )

@@ -1,0 +1,159 @@
+"""The ingress replica: HTTP in, tokens through the router, text out. Puts its parts together and reports on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from typing import TYPE_CHECKING, Any
+
+from cluster.attempt import AttemptLimits
+from cluster.generation_service import GenerationService
+from cluster.ingress_metrics import IngressMetrics
+from cluster.metrics_merge import merge
+from cluster.pool_client import ServePool
+from cluster.replica_registry import ReplicaTable
+from cluster.router import Router, RouterLimits
+from cluster.routing_policy import RoutingRules
+from cluster.tokenizer import Tokenizer
+from cluster.version import VERSION
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from cluster.config import Config
+    from cluster.service_config import LimitsConfig
+    from replicas.metric_set import FamilySnapshot
+
+_SCRAPE_TIMEOUT_S = 2.0
+
+
+class Ingress:
+    """Serve deployment; `__serve_build_asgi_app__` is Serve's hook for an app that needs the instance."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: Config, decode: Any, prefill: Any | None = None
+    ) -> None:
+        """decode, prefill: Serve handles of the pools; no prefill handle when colocated. Blocks for seconds."""
+        import ray
+        from ray import serve
+
+        from replicas.gguf_conversion import resolve_source
+        from replicas.structured_log import configure_logging
+
+        configure_logging(config.logging.level, config.logging.format)
+        context = serve.get_replica_context()
+        self._config = config
+        self._replica_id = context.replica_id.unique_id
+        self._handles = {"decode": decode} | ({"prefill": prefill} if prefill is not None else {})
+        self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
+        self.started_at = int(time.time())
+        self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
+        folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
+        tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
+        self._pools = {
+            name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
+        }
+        self._router = Router(
+            decode=self._pools["decode"],
+            prefill=self._pools.get("prefill"),
+            rules=RoutingRules(
+                has_prefill_pool=prefill is not None,
+                local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
+                fallback_to_decode=config.routing.fallback_to_decode,
+            ),
+            limits=RouterLimits(
+                max_queued=config.ingress.max_queued_requests,
+                max_retries=config.ingress.max_retries,
+                block_size=config.kv.block_size,
+                attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
+            ),
+            metrics=self.metrics,
+            channel_host=config.ingress.channel_host,
+        )
+        self.service = GenerationService(config, tokenizer, self._router, self.metrics)
+        await self._start()
+
+    async def _start(self) -> None:
+        from cluster import replica_registry
+
+        await self._router.start()
+        loop = asyncio.get_running_loop()
+
+        def changed(deployment: str, table: ReplicaTable) -> None:
+            if deployment == "decode":  # called on Serve's router thread
+                loop.call_soon_threadsafe(self._router.pools_changed, table)
+
+        replica_registry.REGISTRY.listen(changed)
+        for name in self._pools:
+            # A handle starts to learn of its replicas with its first call.
+            await self._broadcast(name, "metrics_snapshot")
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        from cluster.http_app import build_http_app
+
+        return build_http_app(self)
+
+    # -- what the HTTP app asks --------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self._config.model.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self._config.model.max_model_len
+
+    @property
+    def limits(self) -> LimitsConfig:
+        return self._config.limits
+
+    def missing_pools(self) -> list[str]:
+        """Pools that a request would need and that have no replica now."""
+        missing: list[str] = [name for name, pool in self._pools.items() if not pool.replicas()]
+        if self._config.routing.fallback_to_decode and "prefill" in missing:
+            missing.remove("prefill")
+        return missing
+
+    async def render_metrics(self) -> bytes:
+        """Every replica's series of every pool, Prometheus text. A replica that does not answer is left out and counted."""
+        answers = await asyncio.gather(*(self._broadcast(name, "metrics_snapshot") for name in self._handles))
+        snapshots: dict[str, list[FamilySnapshot]] = {}
+        for name, results in zip(self._handles, answers, strict=True):
+            for result in results:
+                if isinstance(result, BaseException):
+                    self.metrics.scrape_failures.add(of_pool=name)
+                else:
+                    replica_id, snapshot = result
+                    snapshots[f"{name}-{replica_id}"] = snapshot
+        return merge(snapshots)
+
+    # -- what other processes ask ------------------------------------------------------------------
+
+    async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
+        """This replica's id and its metrics, for the ingress that was asked for /metrics."""
+        self.metrics.requests_queued.set(self._router.num_waiting)
+        return self._replica_id, self.metrics.snapshot()
+
+    async def describe(self) -> dict[str, list[dict[str, Any]]]:
+        """Metadata of every replica by pool, for the start-up lines."""
+        return {name: [dict(metadata) for metadata in pool.replicas().values()] for name, pool in self._pools.items()}
+
+    async def _broadcast(self, name: str, method: str) -> list[Any]:
+        """Results or exceptions, one per replica."""
+
+        async def call() -> list[Any]:
+            response = self._handles[name].broadcast(method)
+            results: list[Any] = await response.results_async(timeout_s=_SCRAPE_TIMEOUT_S, return_exceptions=True)
+            return results
+
+        try:
+            return await asyncio.create_task(call(), context=contextvars.Context())
+        except Exception as error:
+            return [error]
+
+
+def model_source(config: Config) -> str:
+    """The path or Hub id behind model.source."""
+    path = config.model.local_path()
+    return str(path) if path is not None else config.model.source

@@ -1,0 +1,99 @@
+"""The metrics of one ingress: what clients see, and what the router decides."""
+
+from __future__ import annotations
+
+from replicas import metric_buckets
+from replicas.metric_set import MetricSet
+
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/health/ready",
+    "/metrics",
+    "/version",
+)
+OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
+FINISH_REASONS = ("stop", "length")
+REJECTIONS = ("queue_full", "no_capacity", "too_long", "auth")
+DECISIONS = ("local", "remote", "fallback_aggregated")
+RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
+POOLS = ("prefill", "decode", "ingress")
+
+
+class IngressMetrics(MetricSet):
+    """One per ingress replica. Any thread may update."""
+
+    def __init__(self, model_name: str, version: str, ray_version: str, policy: str = "memory_then_queue") -> None:
+        """policy: the name of the routing policy."""
+        super().__init__(model_name, "ingress", version, ray_version, engine="none")
+        self._add_outcomes()
+        self._add_decisions(policy)
+        self._add_latencies()
+        self._add_tokens()
+
+    def routed(self, result: str) -> None:
+        """A prompt was routed; result: one of DECISIONS."""
+        self.router_decisions.add(result=result)
+
+    def retried(self, stage: str) -> None:
+        """Something is tried again; stage: one of RETRY_STAGES."""
+        self.retries.add(stage=stage)
+
+    def rejected(self, reason: str) -> None:
+        """A request was turned away; reason: one of REJECTIONS."""
+        self.rejections.add(reason=reason)
+
+    def _add_outcomes(self) -> None:
+        self.requests = self.counter(
+            "splitserve_requests", "HTTP requests ended", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}
+        )
+        self.successes = self.counter(
+            "splitserve_request_success", "Choices generated to their end", {"finish_reason": FINISH_REASONS}
+        )
+        self.rejections = self.counter(
+            "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool
+        )
+
+    def _add_decisions(self, policy: str) -> None:
+        self.router_decisions = self.counter(
+            "splitserve_router_decisions",
+            "Where prompts were prefilled",
+            {"result": DECISIONS},
+            fixed={"policy": policy},
+        )
+        self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.scrape_failures = self.counter(
+            "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
+        )
+
+    def _add_latencies(self) -> None:
+        self.time_to_first_token = self.histogram(
+            "splitserve_time_to_first_token_seconds", "From request to first token", metric_buckets.FIRST_TOKEN_S
+        )
+        self.inter_token_latency = self.histogram(
+            "splitserve_inter_token_latency_seconds",
+            "Between tokens of one choice as they are sent",
+            metric_buckets.PER_TOKEN_S,
+        )
+        self.time_per_output_token = self.histogram(
+            "splitserve_request_time_per_output_token_seconds",
+            "Mean time per token of a request, after its first",
+            metric_buckets.PER_TOKEN_S,
+        )
+        self.request_latency = self.histogram(
+            "splitserve_e2e_request_latency_seconds", "From request to end of response", metric_buckets.REQUEST_S
+        )
+
+    def _add_tokens(self) -> None:
+        self.prompt_tokens = self.counter("splitserve_prompt_tokens", "Prompt tokens of finished requests")
+        self.generation_tokens = self.counter("splitserve_generation_tokens", "Tokens generated and billed")
+        self.request_prompt_tokens = self.histogram(
+            "splitserve_request_prompt_tokens", "Prompt length of a request", metric_buckets.TOKENS
+        )
+        self.request_generation_tokens = self.histogram(
+            "splitserve_request_generation_tokens", "Tokens generated for a request", metric_buckets.TOKENS
+        )

@@ -1,0 +1,264 @@
+"""Both halves joined over a network that drops, duplicates, delays and reorders, thousands of seeded runs.
+
+What must hold whatever happens: KV that is called ready is the source's KV as offered, confirmed under a live
+lease; every expect ends once; every block is let go of once, on both sides, or its read has truly never ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
+from replicas.handoff_actions import (
+    Event,
+    HandoffArrived,
+    HandoffTiming,
+    KvLost,
+    KvReady,
+    LossReason,
+    ReadReleased,
+    SourceOutcome,
+    SourceReleased,
+)
+from replicas.messages import Handoff
+from replicas.transfer_driver import TransferDriver
+
+TIMING = HandoffTiming(lease_s=0.06, resend_s=0.005, max_resend_s=0.02, remember_s=0.3, quarantine_s=0.05)
+STEP_S = 0.004
+END_S = 0.6  # every deadline, lease and finite delay has passed by then
+BLOCK_BYTES = 16
+NUM_TRANSFERS = 3
+BLOCKS_EACH = 2
+NUM_BLOCKS = NUM_TRANSFERS * BLOCKS_EACH
+
+
+class RandomFaults(NetworkFaults):
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.loss = rng.choice((0.0, 0.0, 0.1, 0.4))
+        self.duplication = rng.choice((0.0, 0.3))
+        self.delay_s = rng.choice((0.0, 0.003, 0.03))
+        self.read_delay_s = rng.choice((0.0, 0.01, 0.05))
+        self.read_failure = rng.choice((0.0, 0.0, 0.2))
+        self.read_stuck = rng.choice((0.0, 0.0, 0.0, 0.2))
+
+    def _delay_s(self) -> float:
+        return min(self.rng.expovariate(1 / self.delay_s), 0.2) if self.delay_s else 0.0
+
+    def notification_delays_s(self, sender: str, receiver: str, payload: bytes) -> Sequence[float]:
+        copies = 2 if self.rng.random() < self.duplication else 1
+        return [self._delay_s() for _ in range(copies) if self.rng.random() >= self.loss]
+
+    def read_fate(self, reader: str, source: str) -> ReadFate:
+        if self.rng.random() < self.read_stuck:
+            return ReadFate(math.inf)
+        delay_s = self.rng.uniform(0, 2 * self.read_delay_s)
+        return ReadFate(delay_s, succeeds=self.rng.random() >= self.read_failure)
+
+
+class World:
+    """One source and one reader engine, and what they saw."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.time_s = 0.0
+        self.faults = RandomFaults(rng)
+        network = FakeNetwork(lambda: self.time_s, self.faults)
+        self.network = network
+        self.verify = rng.random() < 0.5
+        self.holding = rng.choice((0.0, 0.02, 0.3))
+        self.corruption = rng.choice((0.0, 0.3)) if self.verify else 0.0
+        self.source_pool, self.reader_pool = bytearray(rng.randbytes(NUM_BLOCKS * BLOCK_BYTES)), bytearray(256)
+        self.original = bytes(self.source_pool)
+        self.source_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        self.reader_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        self.source_events: list[Event] = []
+        self.reader_events: list[Event] = []
+        self.reads_given: list[tuple[float, str]] = []  # when the reader's engine finds memory
+        self.num_given: Counter[str] = Counter()
+        self.corrupted: set[str] = set()
+        self.source = self._driver("prefill", self.source_pool, self._on_source_event)
+        self.reader = self._driver("decode", self.reader_pool, self._on_reader_event)
+
+    def _driver(self, replica: str, pool: bytearray, on_event: object) -> TransferDriver:
+        def digest(block_ids: Sequence[int]) -> bytes:
+            pieces = [pool[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] for block_id in block_ids]
+            return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
+
+        return TransferDriver(
+            FakeTransport(self.network, pool, BLOCK_BYTES, replica, "1"),
+            on_event,  # type: ignore[arg-type]
+            TIMING,
+            digest if self.verify else None,
+            self,
+            lambda: self.time_s,
+        )
+
+    # -- fault hooks of both drivers --
+
+    def hold(self, point: str) -> bool:
+        return self.rng.random() < self.holding
+
+    def after_confirm(self, transfer_id: str, source_block_ids: Sequence[int]) -> None:
+        assert tuple(source_block_ids) == self.ids(self.source_ids, transfer_id)
+
+    def after_read(self, transfer_id: str, local_block_ids: Sequence[int]) -> None:
+        if self.rng.random() < self.corruption:
+            self.corrupted.add(transfer_id)
+            self.reader_pool[local_block_ids[-1] * BLOCK_BYTES] ^= 1
+
+    # -- the two engines --
+
+    def ids(self, of: list[int], transfer_id: str) -> tuple[int, ...]:
+        start = int(transfer_id) * BLOCKS_EACH
+        return tuple(of[start : start + BLOCKS_EACH])
+
+    def _on_source_event(self, event: Event) -> None:
+        self.source_events.append(event)
+        if isinstance(event, SourceReleased):
+            for block_id in self.ids(self.source_ids, event.transfer_id):  # somebody else's KV from now on
+                self.source_pool[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] = b"\xee" * BLOCK_BYTES
+
+    def _on_reader_event(self, event: Event) -> None:
+        self.reader_events.append(event)
+        if isinstance(event, HandoffArrived):
+            wait_s = self.rng.choice((0.0, 0.0, 0.02, 0.1))
+            self.reads_given.append((self.time_s + wait_s, event.transfer_id))
+        elif isinstance(event, KvReady):
+            self._check_ready(event.transfer_id)
+
+    def _check_ready(self, transfer_id: str) -> None:
+        assert SourceReleased(transfer_id, SourceOutcome.CONFIRMED) in self.source_events
+        assert ReadReleased(transfer_id) in self.reader_events
+        assert transfer_id not in self.corrupted
+        pairs = zip(self.ids(self.source_ids, transfer_id), self.ids(self.reader_ids, transfer_id), strict=True)
+        for source_id, reader_id in pairs:
+            expected = self.original[source_id * BLOCK_BYTES : (source_id + 1) * BLOCK_BYTES]
+            assert self.reader_pool[reader_id * BLOCK_BYTES : (reader_id + 1) * BLOCK_BYTES] == expected
+
+    def start(self) -> list[tuple[float, str, str]]:
+        """Expect and offer everything; the rest of the script as (time, action, transfer id)."""
+        script: list[tuple[float, str, str]] = []
+        for number in range(NUM_TRANSFERS):
+            transfer_id = str(number)
+            deadline_s = self.rng.uniform(0.02, 0.3)
+            self.reader.expect(transfer_id, self.source.local_peer, 30, BLOCKS_EACH, deadline_s)
+            script.append((self.rng.uniform(0, 0.03), "offer", transfer_id))
+            if self.rng.random() < 0.2:
+                script.append((self.rng.uniform(0, 0.1), self.rng.choice(("cancel", "withdraw")), transfer_id))
+        if self.rng.random() < 0.1:
+            script.append((self.rng.uniform(0, 0.1), self.rng.choice(("source dies", "reader dies")), ""))
+        return sorted(script)
+
+    def act(self, action: str, transfer_id: str) -> None:
+        match action:
+            case "offer":
+                ids = self.ids(self.source_ids, transfer_id)
+                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s)
+                self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
+            case "cancel":
+                self.reader.cancel(transfer_id)
+            case "withdraw":
+                self.source.cancel(transfer_id)
+            case "source dies":
+                self.network.kill("prefill-1")
+                self.reader.forget_peer("prefill-1")
+            case "reader dies":
+                self.network.kill("decode-1")
+                self.source.forget_peer("decode-1")
+
+    def run(self) -> None:
+        script = self.start()
+        while self.time_s < END_S:
+            self.time_s += STEP_S
+            for driver in (self.source, self.reader):
+                mail = driver.collect()
+                while driver is self.source and script and script[0][0] <= self.time_s:
+                    self.act(*script.pop(0)[1:])
+                for due in [given for given in self.reads_given if driver is self.reader and given[0] <= self.time_s]:
+                    self.reads_given.remove(due)
+                    self.num_given[due[1]] += 1
+                    self.reader.read_into(due[1], self.ids(self.reader_ids, due[1]))
+                driver.advance(mail)
+            pending = script or self.reads_given or self.reader.reads
+            if not pending and not self.source.is_busy and not self.reader.is_busy:
+                break
+
+
+def _of(events: list[Event], *kinds: type) -> Counter[str]:
+    return Counter(event.transfer_id for event in events if isinstance(event, kinds))
+
+
+def check_end(world: World) -> Counter[str]:
+    """Everything ended once and nothing is held, except by reads that never end. Returns how they ended."""
+    once = Counter({str(number): 1 for number in range(NUM_TRANSFERS)})
+    assert _of(world.reader_events, KvReady, KvLost) == once
+    assert _of(world.source_events, SourceReleased) == once
+    assert world.source.source.num_open == world.reader.reader.num_open == 0
+    released = _of(world.reader_events, ReadReleased)
+    stuck = Counter(list(world.reader.reads))
+    assert released + stuck == world.num_given
+    assert world.reader.reader.num_quarantined(world.time_s) == len(stuck)
+    if not world.faults.read_stuck:
+        assert not stuck
+    for driver in (world.source, world.reader):
+        assert not set(driver.errors) - {"unreachable", "read"}
+    outcomes: Counter[str] = Counter()
+    for event in [*world.reader_events, *world.source_events]:
+        match event:
+            case KvReady():
+                outcomes["ready"] += 1
+            case KvLost(_, reason, _):
+                outcomes[reason] += 1
+            case SourceReleased(_, outcome):
+                outcomes[f"source {outcome}"] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_random_networks(batch: int) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(batch * 200, batch * 200 + 200):
+        world = World(seed)
+        world.run()
+        try:
+            outcomes += check_end(world)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+    # The runs must have visited the interesting ends, or the assertions above say little.
+    assert outcomes["ready"] > 100
+    for reason in (LossReason.CANCELLED, LossReason.DEADLINE, LossReason.REFUSED, LossReason.DIGEST_MISMATCH):
+        assert outcomes[reason] > 0, outcomes
+    for outcome in (SourceOutcome.CONFIRMED, SourceOutcome.EXPIRED, SourceOutcome.DROPPED, SourceOutcome.CANCELLED):
+        assert outcomes[f"source {outcome}"] > 0, outcomes
+
+
+class LosesFirstCopies(NetworkFaults):
+    """Of every message, the first copy that is sent is lost."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, bytes]] = set()
+
+    def notification_delays_s(self, sender: str, receiver: str, payload: bytes) -> Sequence[float]:
+        first = (sender, payload) not in self.seen
+        self.seen.add((sender, payload))
+        return () if first else (0.0,)
+
+
+@pytest.mark.parametrize("faults", [NetworkFaults(), LosesFirstCopies()])
+def test_a_patient_pair_loses_nothing(faults: NetworkFaults) -> None:
+    world = World(0)
+    world.network.faults = faults
+    world.corruption = world.holding = 0.0
+    for number in range(NUM_TRANSFERS):
+        world.reader.expect(str(number), world.source.local_peer, 30, BLOCKS_EACH, 0.5)
+        world.act("offer", str(number))
+    world.start = list  # type: ignore[method-assign]
+    world.run()
+    assert check_end(world) == {"ready": NUM_TRANSFERS, "source confirmed": NUM_TRANSFERS}

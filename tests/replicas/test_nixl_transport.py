@@ -1,0 +1,348 @@
+"""The real transport, CPU to CPU over UCX: two agents in one process, and two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgpack
+import pytest
+import torch
+
+from replicas.kv_transport import InvalidRead, PeerUnreachable, ReadHandle, ReadState, merge_runs
+from replicas.messages import TransferPeer
+from replicas.nixl_transport import NixlTransport
+
+SHAPE = (64, 2, 2, 16, 2, 32)  # blocks of 16 KiB
+BIG_SHAPE = (64, 16, 2, 16, 4, 64)  # 64 blocks of 512 KiB: long enough to catch a read in flight
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """Poll until true; the value."""
+    give_up_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < give_up_s, "it never happened"
+        time.sleep(0.0005)
+    return value
+
+
+def collect(mail: list[tuple[str, bytes]], number: int, *transports: NixlTransport) -> None:
+    """Poll all transports until so many notifications have come."""
+
+    def enough() -> bool:
+        for transport in transports:
+            mail.extend(transport.poll_notifications())
+        return len(mail) >= number
+
+    until(enough)
+
+
+class Pair:
+    """A source and a reader in this process, loaded with each other."""
+
+    def __init__(self) -> None:
+        self.source_pool = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+        self.reader_pool = torch.zeros(SHAPE)
+        self.source = NixlTransport(self.source_pool, "prefill-0", "a1", "f")
+        self.reader = NixlTransport(self.reader_pool, "decode-0", "b1", "f")
+        self.source.load_peer(self.reader.local_peer())
+        self.reader.load_peer(self.source.local_peer())
+
+    def start(self, local: list[int], remote: list[int], payload: bytes = b"done") -> ReadHandle:
+        return self.reader.start_read(self.source.local_peer(), local, remote, payload)
+
+    def finish(self, handle: ReadHandle) -> list[tuple[str, bytes]]:
+        """Poll both sides until the read and its notification are through. The notifications."""
+        mail: list[tuple[str, bytes]] = []
+
+        def step() -> bool:
+            mail.extend(self.source.poll_notifications())
+            return self.reader.poll_read(handle) is not ReadState.READING and bool(mail)
+
+        until(step)
+        assert self.reader.poll_read(handle) is ReadState.DONE
+        self.reader.release_read(handle)
+        return mail
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.reader.close()
+    pair.source.close()
+    pair.source.close()  # idempotent
+
+
+def test_names_and_layout(pair: Pair) -> None:
+    peer = pair.source.local_peer()
+    assert peer.agent_name == "prefill-0-a1"
+    assert (peer.num_blocks, peer.block_bytes, peer.mem_type) == (64, 16384, "DRAM")
+    assert peer.base_address == pair.source_pool.data_ptr()
+
+
+def test_read_copies_these_blocks_and_no_others_and_then_notifies(pair: Pair) -> None:
+    pair.reader_pool.zero_()
+    assert pair.finish(pair.start([10, 11, 3], [5, 6, 60])) == [("decode-0-b1", b"done")]
+    assert torch.equal(pair.reader_pool[[10, 11, 3]], pair.source_pool[[5, 6, 60]])
+    untouched = [block for block in range(64) if block not in (10, 11, 3)]
+    assert not pair.reader_pool[untouched].any()
+
+
+def test_adjacent_blocks_are_one_descriptor(pair: Pair) -> None:
+    handle = pair.start(list(range(8, 40)), list(range(20, 52)))
+    assert pair.reader.num_descriptors(handle) == 1
+    pair.finish(handle)
+    assert torch.equal(pair.reader_pool[8:40], pair.source_pool[20:52])
+    # Adjacent at the reader, not at the source, and the other way round.
+    handle = pair.start([0, 1, 2, 3, 9], [7, 8, 50, 51, 52])
+    assert pair.reader.num_descriptors(handle) == 3
+    pair.finish(handle)
+    assert torch.equal(pair.reader_pool[[0, 1, 2, 3, 9]], pair.source_pool[[7, 8, 50, 51, 52]])
+
+
+def test_merge_runs() -> None:
+    assert merge_runs([1, 2, 3], [4, 5, 6]) == [(1, 4, 3)]
+    assert merge_runs([1, 2, 3], [4, 5, 7]) == [(1, 4, 2), (3, 7, 1)]
+    assert merge_runs([3, 2, 1], [6, 5, 4]) == [(3, 6, 1), (2, 5, 1), (1, 4, 1)]
+    assert merge_runs([], []) == []
+    with pytest.raises(ValueError):
+        merge_runs([1], [])
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"), [([64], [0]), ([0], [64]), ([-1], [0]), ([0], [-1]), ([1, 1], [2, 3]), ([1], [1, 2]), ([], [])]
+)
+def test_bad_block_ids_are_refused_before_anything_is_posted(pair: Pair, local: list[int], remote: list[int]) -> None:
+    before = pair.reader_pool.clone()
+    with pytest.raises(InvalidRead):
+        pair.start(local, remote)
+    assert torch.equal(pair.reader_pool, before)
+    assert pair.source.poll_notifications() == []
+
+
+def test_a_pool_of_other_blocks_is_refused(pair: Pair) -> None:
+    peer = replace(pair.source.local_peer(), block_bytes=8192)
+    with pytest.raises(InvalidRead):
+        pair.reader.start_read(peer, [0], [0], b"done")
+
+
+def test_a_peer_that_lies_about_its_pool_cannot_be_read_past_its_registration(pair: Pair) -> None:
+    liar = replace(pair.source.local_peer(), num_blocks=1 << 20)
+    reader = NixlTransport(torch.zeros(SHAPE), "decode-liar", "b1", "f")
+    reader.load_peer(liar)
+    with pytest.raises(PeerUnreachable):
+        reader.start_read(liar, [0], [100_000], b"done")
+    reader.close()
+
+
+def test_loading_is_idempotent_and_unloaded_peers_are_unreachable(pair: Pair) -> None:
+    reader = NixlTransport(torch.zeros(SHAPE), "decode-1", "b1", "f")
+    mail: list[tuple[str, bytes]] = []
+    peer = pair.source.local_peer()
+    with pytest.raises(PeerUnreachable):
+        reader.notify(peer.agent_name, b"hello")
+    with pytest.raises(PeerUnreachable):
+        reader.start_read(peer, [0], [0], b"done")
+    reader.load_peer(peer)
+    reader.load_peer(peer)
+    reader.notify(peer.agent_name, b"hello")
+    # The sender has to poll too: UCX makes the connection in its polls.
+    collect(mail, 1, pair.source, reader)
+    assert mail == [("decode-1-b1", b"hello")]
+    reader.remove_peer(peer.agent_name)
+    reader.remove_peer("never heard of")
+    with pytest.raises(PeerUnreachable):
+        reader.notify(peer.agent_name, b"hello")
+    reader.close()
+
+
+def test_unusable_metadata_is_unreachable(pair: Pair) -> None:
+    peer = pair.source.local_peer()
+    for metadata in (b"", b"junk", peer.agent_metadata[:100], os.urandom(300)):
+        with pytest.raises(PeerUnreachable):
+            pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1", agent_metadata=metadata))
+    with pytest.raises(PeerUnreachable, match="belongs to"):
+        pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1"))
+    pair.finish(pair.start([0], [0]))  # the real one is still loaded
+
+
+def test_large_notifications_arrive_whole_and_in_order(pair: Pair) -> None:
+    payloads = [os.urandom(100_000), *(bytes([number]) for number in range(50))]
+    for payload in payloads:
+        pair.reader.notify("prefill-0-a1", payload)
+    mail: list[tuple[str, bytes]] = []
+    collect(mail, len(payloads), pair.source, pair.reader)
+    assert [payload for _, payload in mail] == payloads
+
+
+def test_a_scattered_pool_is_refused() -> None:
+    with pytest.raises(ValueError):
+        NixlTransport(torch.zeros(8, 8).T, "prefill-2", "a1", "f")
+
+
+# -- two processes -------------------------------------------------------------------------------------------------
+
+# The source: answers "ping", lives until its standard input ends.
+CHILD = f"""
+import os, select, sys, time
+out = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # NIXL logs to standard output
+import msgpack, torch
+from dataclasses import astuple
+from pathlib import Path
+from replicas.messages import TransferPeer
+from replicas.nixl_transport import NixlTransport
+torch.set_num_threads(1)
+pool = torch.arange(torch.Size({BIG_SHAPE}).numel(), dtype=torch.float32).view({BIG_SHAPE})
+transport = NixlTransport(pool, "prefill-child", "c1", "f")
+links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and fd.exists()]
+rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()]
+listens = [row[1] for row in rows if row[3] == "0A" and f"socket:[{{row[9]}}]" in links]
+out.write(msgpack.packb([list(astuple(transport.local_peer())), listens]))
+out.flush()
+transport.load_peer(TransferPeer(*msgpack.unpackb(os.read(0, 1 << 16))))
+end_s = time.monotonic() + 60
+while time.monotonic() < end_s:
+    for sender, payload in transport.poll_notifications():
+        if payload == b"ping":
+            transport.notify(sender, b"pong")
+    if select.select([0], [], [], 0.001)[0]:
+        break
+os._exit(0)
+"""
+
+
+class Remote:
+    """A source in another process, and a reader here."""
+
+    def __init__(self, epoch: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).resolve().parents[2],
+        )
+        self.pool = torch.zeros(BIG_SHAPE)
+        self.reader = NixlTransport(self.pool, "decode-parent", epoch, "f")
+
+    def connect(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        fields, self.listens = _read_message(self.process.stdout)
+        self.peer = TransferPeer(*fields)
+        self.process.stdin.write(msgpack.packb(list(astuple(self.reader.local_peer()))))
+        self.process.stdin.flush()
+        self.load()
+
+    def load(self) -> None:
+        """Load the peer and hear of it once, so that what follows finds a connection."""
+        self.reader.load_peer(self.peer)
+        self.reader.notify(self.peer.agent_name, b"ping")
+        assert until(self.reader.poll_notifications) == [("prefill-child-c1", b"pong")]
+
+    def start(self, blocks: list[int]) -> ReadHandle:
+        return self.reader.start_read(self.peer, blocks, blocks, b"done")
+
+    def finish(self, handle: ReadHandle, state: ReadState) -> None:
+        until(lambda: self.reader.poll_read(handle) is not ReadState.READING)
+        assert self.reader.poll_read(handle) is state
+        self.reader.release_read(handle)
+
+    def check_dead(self) -> None:
+        with pytest.raises(PeerUnreachable):
+            self.start([0])
+        with pytest.raises(PeerUnreachable):
+            self.reader.notify(self.peer.agent_name, b"hello")
+        self.reader.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def _read_message(stream: IO[bytes]) -> Any:
+    unpacker = msgpack.Unpacker()
+    while True:
+        piece = os.read(stream.fileno(), 1 << 16)
+        assert piece, "the child ended early"
+        unpacker.feed(piece)
+        for message in unpacker:
+            return message
+
+
+@pytest.fixture(scope="module")
+def remotes() -> Iterator[list[Remote]]:
+    remotes = [Remote("e1"), Remote("e2")]  # their starts overlap
+    for remote in remotes:
+        remote.connect()
+    yield remotes
+    for remote in remotes:
+        remote.kill()
+
+
+ALL = torch.arange(torch.Size(BIG_SHAPE).numel(), dtype=torch.float32).view(BIG_SHAPE)
+
+
+def test_between_processes_bytes_are_equal_and_only_loopback_listens(remotes: list[Remote]) -> None:
+    remote = remotes[0]
+    handle = remote.start(list(range(64)))
+    assert remote.reader.num_descriptors(handle) == 1
+    remote.finish(handle, ReadState.DONE)
+    assert torch.equal(remote.pool, ALL)
+    assert remote.listens, "the check below would be empty"
+    # Little-endian hex of 127.0.0.1.
+    assert {address.split(":")[0] for address in remote.listens} == {"0100007F"}
+
+
+def test_a_source_that_dies_idle_becomes_unreachable(remotes: list[Remote]) -> None:
+    remote = remotes[0]
+    remote.kill()
+
+    def refused() -> bool:
+        try:
+            remote.reader.notify(remote.peer.agent_name, b"hello")
+        except PeerUnreachable:
+            return True
+        remote.reader.poll_notifications()
+        return False
+
+    until(refused)
+    remote.check_dead()
+
+
+def test_removing_a_peer_does_not_pretend_that_its_reads_have_ended(remotes: list[Remote]) -> None:
+    remote = remotes[1]
+    remote.process.send_signal(signal.SIGSTOP)
+    handle = remote.start(list(range(64)))
+    remote.reader.remove_peer(remote.peer.agent_name)
+    with pytest.raises(PeerUnreachable):
+        remote.start([0])
+    with pytest.raises(PeerUnreachable):
+        remote.reader.load_peer(remote.peer)
+    assert {remote.reader.poll_read(handle) for _ in range(200)} == {ReadState.READING}
+    remote.process.send_signal(signal.SIGCONT)
+    remote.finish(handle, ReadState.DONE)
+    assert torch.equal(remote.pool, ALL)
+
+
+def test_a_source_that_dies_fails_reads_in_flight_and_refuses_new_ones(remotes: list[Remote]) -> None:
+    remote = remotes[1]
+    remote.load()
+    remote.process.send_signal(signal.SIGSTOP)
+    handles = [remote.start(list(range(32))), remote.start(list(range(32, 64)))]
+    with pytest.raises(ValueError):
+        remote.reader.release_read(handles[0])
+    with pytest.raises(ValueError):
+        remote.reader.close()
+    remote.kill()
+    for handle in handles:
+        remote.finish(handle, ReadState.FAILED)
+    remote.check_dead()
