@@ -15,17 +15,19 @@ from cluster.user_error import UserError
 
 _APP_NAME = "splitserve"
 _LOOPBACK = "127.0.0.1"
+# Serve's own lines per request and per deployment change say little that ours and the metrics do not.
+_SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def run_server(config: Config) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises UserError when the application can't start."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     started_s = time.monotonic()
-    _say("starting Ray")
-    _start_ray(config)
     try:
+        _say("starting Ray")
+        _start_ray(config)
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
+            signal.signal(number, lambda *_: stop.set())
         _say("starting replicas: each loads the weights, allocates its KV pool and warms up")
         description = _deploy(config, stop)
         if description is not None:
@@ -59,7 +61,8 @@ def _start_ray(config: Config) -> None:
         log_to_driver=True,
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(http_options={"host": config.server.host, "port": config.server.port})
+    http_options = {"host": config.server.host, "port": config.server.port}
+    serve.start(http_options=http_options, logging_config=_SERVE_LOGGING)
 
 
 def _deploy(config: Config, stop: threading.Event) -> dict[str, list[dict[str, Any]]] | None:
@@ -69,7 +72,7 @@ def _deploy(config: Config, stop: threading.Event) -> dict[str, list[dict[str, A
 
     from cluster.app import build_app
 
-    target = RunTarget(build_app(config), name=_APP_NAME, route_prefix="/")
+    target = RunTarget(build_app(config), name=_APP_NAME, route_prefix="/", logging_config=_SERVE_LOGGING)
     (handle,) = serve.run_many([target], wait_for_applications_running=False)
     while not stop.wait(0.2):
         status = serve.status().applications[_APP_NAME]
@@ -113,7 +116,7 @@ def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) ->
             f"  model      {config.model.name} ({config.model.dtype})",
             f"  replicas   {config.ingress.replicas} ingress, {replicas}",
             f"  KV cache   {per_token:,} bytes a token",
-            f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of {config.model.max_model_len} tokens",
+            f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of full length",
             "",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
             f'    -d \'{{"model": "{config.model.name}", "max_tokens": 64, "temperature": 0,',

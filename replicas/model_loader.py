@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from replicas.attention import ATTENTION_NAME, register_attention
 from replicas.gguf_conversion import resolve_source
@@ -49,6 +50,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     files are not there.
     """
     register_attention()
+    transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
     folder = resolve_source(settings.source, settings.cache_dir)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     refuse_unsupported(config)

@@ -156,13 +156,13 @@ class TransferDriver:
     def advance(self, mail: Iterable[tuple[str, bytes]]) -> None:
         """Handle notifications, then reads, then the clock. Never raises."""
         for agent_name, payload in mail:
-            self._perform(self._receive(agent_name, payload))
+            self._attempt(partial(self._receive, agent_name, payload))
         for transfer_id in list(self.reads):
-            self._perform(self._poll_read(transfer_id))
+            self._attempt(partial(self._poll_read, transfer_id))
         held, self._held = self._held, []
         self._perform(held)
-        self._perform(self.source.tick(self._now_s()))
-        self._perform(self.reader.tick(self._now_s()))
+        self._attempt(lambda: self.source.tick(self._now_s()))
+        self._attempt(lambda: self.reader.tick(self._now_s()))
 
     def close(self) -> None:
         """Close the transport. Only when no read is in flight."""
@@ -172,28 +172,19 @@ class TransferDriver:
         now_s = self._now_s()
         try:
             message = decode_notification(payload)
-            if isinstance(message, Handoff):
-                return self.reader.receive_handoff(message, agent_name, now_s)
-            return [
-                *self.source.receive(message, agent_name, now_s),
-                *self.reader.receive(message, agent_name, now_s),
-            ]
         except MalformedMessage as error:
             self._report("malformed", f"notification of {agent_name}: {error}")
-        except Exception as error:
-            self._report("internal", f"notification of {agent_name}: {error!r}")
-        return []
+            return []
+        if isinstance(message, Handoff):
+            return self.reader.receive_handoff(message, agent_name, now_s)
+        return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
 
     def _poll_read(self, transfer_id: str) -> list[Action]:
         if self._is_held("end_read"):
             return []
         read = self.reads[transfer_id]
-        try:
-            state = self._transport.poll_read(read.handle)
-        except Exception as error:
-            # It stays in flight until the deadline ends the transfer: nobody knows what may still land.
-            self._report("internal", f"read of {transfer_id}: {error!r}")
-            return []
+        # Should this raise, the read stays in flight until its deadline: nobody knows what may still land.
+        state = self._transport.poll_read(read.handle)
         if state is ReadState.READING:
             return []
         del self.reads[transfer_id]
@@ -207,6 +198,13 @@ class TransferDriver:
         return self.reader.read_ended(transfer_id, ok, "" if ok else "the transport reports an error", self._now_s())
 
     # -- orders and events ---------------------------------------------------------------------------------------
+
+    def _attempt(self, step: Callable[[], list[Action]]) -> None:
+        """Take a step and carry out what it orders. A bug in it costs that step, not the thread."""
+        try:
+            self._perform(step())
+        except Exception as error:
+            self._report("internal", f"{step}: {error!r}")
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Carry out actions and what follows from them, in order. Never raises."""
