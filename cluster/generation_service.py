@@ -44,7 +44,7 @@ class GenerationService:
         ids = await asyncio.to_thread(self._tokenizer.apply_chat_template, body.template_messages(), most)
         default = self._config.limits.max_tokens_default_chat
         generation = self._generation(body, [ids], default, timer)
-        return generation, ChatAnswer(new_chat_id(), self._config.model.name, int(time.time()), body.include_usage)
+        return generation, self._answer(ChatAnswer, new_chat_id(), body)
 
     async def completion(self, body: CompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
         """Raises ApiError 4xx."""
@@ -53,8 +53,11 @@ class GenerationService:
         prompts = [await asyncio.to_thread(self._tokenizer.encode_prompt, prompt, most) for prompt in body.prompt]
         default = self._config.limits.max_tokens_default_completions
         generation = self._generation(body, prompts, default, timer)
-        answer = CompletionAnswer(new_completion_id(), self._config.model.name, int(time.time()), body.include_usage)
-        return generation, answer
+        return generation, self._answer(CompletionAnswer, new_completion_id(), body)
+
+    def _answer(self, answer_class: type[Answer], answer_id: str, body: GenerationBody) -> Answer:
+        name, created = self._config.model.name, int(time.time())
+        return answer_class(answer_id, name, created, body.include_usage, body.return_token_ids)
 
     def _check_model(self, body: GenerationBody) -> None:
         served = self._config.model.name
@@ -81,6 +84,7 @@ class GenerationService:
 
     def _spec(self, body: GenerationBody, ids: list[int], default_max_tokens: int | None) -> GenerationSpec:
         seed = secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK
+        self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
         return GenerationSpec(
             generation_id=uuid.uuid4().hex,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -117,13 +118,18 @@ async def _serve_generation(
 
 async def _whole(generation: TextGeneration, answer: openai.Answer, timer: RequestTimer) -> Response:
     texts: dict[int, str] = {}
+    ids: defaultdict[int, list[int]] = defaultdict(list)
     reasons: dict[int, str] = {}
     async with aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             texts[delta.index] = texts.get(delta.index, "") + delta.text
+            ids[delta.index].append(delta.token_id)
             if delta.finish_reason is not None:
                 reasons[delta.index] = delta.finish_reason
-    choices = [openai.Choice(index, texts[index], reasons[index]) for index in sorted(texts)]
+    choices = [
+        openai.Choice(index, texts[index], reasons[index], tuple(ids[index]) if answer.return_token_ids else None)
+        for index in sorted(texts)
+    ]
     timer.over("ok", list(reasons.values()))
     return _json(answer.whole(choices, generation.usage))
 
@@ -178,8 +184,9 @@ def _chunks(delta: TextDelta, answer: openai.Answer, opened: set[int], reasons: 
         opened.add(delta.index)
         opening = answer.opening(delta.index)
         chunks += [opening] if opening is not None else []
-    if delta.text:
-        chunks.append(answer.delta(delta.index, delta.text))
+    if delta.text or answer.return_token_ids:
+        ids = (delta.token_id,) if answer.return_token_ids else None
+        chunks.append(answer.delta(delta.index, delta.text, ids))
     if delta.finish_reason is not None:
         reasons.append(delta.finish_reason)
         chunks.append(answer.finish(delta.index, delta.finish_reason))

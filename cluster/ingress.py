@@ -126,7 +126,7 @@ class Ingress:
                 else:
                     replica_id, snapshot = result
                     snapshots[f"{name}-{replica_id}"] = snapshot
-        return merge(snapshots)
+        return await asyncio.to_thread(merge, snapshots)
 
     # -- what other processes ask ------------------------------------------------------------------
 

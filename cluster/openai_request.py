@@ -5,8 +5,8 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 - null means the same as leaving the field out;
 - fields nobody knows are ignored (`unknown_fields`, to log them), fields that would need something this server does
   not do are refused (openai_unsupported);
-- vLLM's extensions top_k, stop_token_ids, ignore_eos and include_stop_str_in_output work on both endpoints, and so
-  does max_completion_tokens, which goes before max_tokens.
+- vLLM's extensions top_k, stop_token_ids, ignore_eos, include_stop_str_in_output and return_token_ids work on both
+  endpoints, and so does max_completion_tokens, which goes before max_tokens.
 """
 
 from __future__ import annotations
@@ -215,6 +215,7 @@ class GenerationBody(_Object):
     stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], PlainValidator(_stop_token_ids)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

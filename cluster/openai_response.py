@@ -19,11 +19,12 @@ SSE_PING = b": ping\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice. finish_reason: "stop" or "length"."""
+    """One finished choice. finish_reason: "stop" or "length". token_ids: only when the client asked for them."""
 
     index: int
     text: str
     finish_reason: str
+    token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class Answer(ABC):
     follows, SSE_DONE neither: that is how a client tells a failed stream from a finished one.
 
     created: Unix time in seconds. include_usage: chunks have "usage": null, as the last one has the numbers.
+    return_token_ids: vLLM's extension; choices and chunks have the ids that their text was made of.
     """
 
     id: str
     model: str
     created: int
     include_usage: bool = False
+    return_token_ids: bool = False
     system_fingerprint: str | None = None
 
     whole_object: ClassVar[str]
@@ -73,8 +76,8 @@ class Answer(ABC):
         """The chunk that comes before any text of a choice, or None."""
 
     @abstractmethod
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        """A chunk with more text of a choice."""
+    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
+        """A chunk with more text of a choice. token_ids: those it was made of, when the client asked for them."""
 
     @abstractmethod
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
@@ -113,23 +116,22 @@ class ChatAnswer(Answer):
     def opening(self, index: int) -> dict[str, Any]:
         return self._delta_chunk(index, {"role": "assistant", "content": ""}, None)
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._delta_chunk(index, {"content": text}, None)
+    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
+        return self._delta_chunk(index, {"content": text}, None, token_ids)
 
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._delta_chunk(index, {}, finish_reason)
 
-    def _delta_chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason})
+    def _delta_chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None, token_ids: Sequence[int] | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._chunk(_with_ids(choice, token_ids))
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {
-            "index": choice.index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
+        whole = {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+        return _with_ids(whole, choice.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +144,14 @@ class CompletionAnswer(Answer):
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(_text_choice(index, text, None))
+    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
+        return self._chunk(_with_ids(_text_choice(index, text, None), token_ids))
 
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._chunk(_text_choice(index, "", finish_reason))
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return _text_choice(choice.index, choice.text, choice.finish_reason)
+        return _with_ids(_text_choice(choice.index, choice.text, choice.finish_reason), choice.token_ids)
 
 
 def new_chat_id() -> str:
@@ -189,6 +191,11 @@ def sse_event(value: Mapping[str, Any]) -> bytes:
 def sse_error(error: ApiError) -> bytes:
     """The event that ends a stream which failed after its headers were sent."""
     return sse_event(error.envelope())
+
+
+def _with_ids(choice: dict[str, Any], token_ids: Sequence[int] | None) -> dict[str, Any]:
+    """vLLM's name and place for them."""
+    return choice if token_ids is None else choice | {"token_ids": list(token_ids)}
 
 
 def _text_choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:

@@ -67,6 +67,10 @@ class Router:
         """Bind the token channel. Before any generation."""
         await self._receiver.start()
 
+    async def stop(self) -> None:
+        """Close the token channel. After the last generation."""
+        await self._receiver.stop()
+
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """Only decode replicas that are there now may send frames. On the router's event loop."""
         for metadata in decodes.values():

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of one choice's text, perhaps empty; finish_reason ("stop" or "length") on its last piece."""
+    """One token's piece of a choice's text, often empty; finish_reason ("stop" or "length") on the last one."""
 
     index: int
     text: str
     finish_reason: str | None
+    token_id: int
 
 
 class TextChoice:
@@ -46,4 +47,4 @@ class TextChoice:
             self.finish_reason = "stop"
         elif finish_reason is not None:
             self.finish_reason = finish_reason.value
-        return TextDelta(self.index, text, self.finish_reason)
+        return TextDelta(self.index, text, self.finish_reason, token_id)

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from replicas.transfer_thread import TransferThread
 
 
+# A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
+_UNSENT_POLL_S = 0.005
+
+
 @dataclass(slots=True)
 class DecodeOpenCall(OpenCall[GenerateCall, GenerateReply]):
     """What else decode keeps of a call."""
@@ -224,6 +228,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         opened.reply(reply)
 
     def _idle_s(self) -> float:
+        if self.sender.has_unsent:
+            return _UNSENT_POLL_S
         return self._idle_frame_s if self._last_sent_s else super()._idle_s()
 
     def _close(self) -> None:

@@ -90,7 +90,7 @@ class TransferDriver:
         moving = len(self.reads) > self.reader.num_quarantined(self._now_s())
         return moving or bool(self.source.num_open or self.reader.num_open or self._held)
 
-    # -- commands ------------------------------------------------------------------------------------------------
+    # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
         """Digest the blocks if verification is on (blocks for that long), then offer them."""

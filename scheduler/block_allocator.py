@@ -48,7 +48,7 @@ class BlockCounts:
 
 
 class BlockAllocator:
-    """Blocks 0 .. num_blocks - 1. Not thread-safe: the engine thread owns it."""
+    """Blocks 0 .. num_blocks - 1. Not thread-safe: the engine thread owns it. What raises has changed nothing."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -76,9 +76,7 @@ class BlockAllocator:
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more sequence uses these blocks (fork). Mutates."""
-        for block_id in block_ids:
-            self._require(self._request_refs, block_id, "share")
-            self._request_refs[block_id] += 1
+        self._join(self._request_refs, block_ids, "share")
 
     def is_shared(self, block_id: int) -> bool:
         """Whether a write to the block would be seen by someone else, so that it must be copied first."""
@@ -90,9 +88,7 @@ class BlockAllocator:
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """A transfer takes its share of blocks that a request owns. Mutates."""
-        for block_id in block_ids:
-            self._require(self._request_refs, block_id, "hold")
-            self._transfer_refs[block_id] += 1
+        self._join(self._transfer_refs, block_ids, "hold")
 
     def unhold(self, block_ids: Iterable[int]) -> None:
         """A transfer lets go. Mutates; frees blocks with no other owner."""
@@ -108,10 +104,11 @@ class BlockAllocator:
 
     def check_integrity(self) -> None:
         """Raise BlockAccountingError unless every block is in exactly one of free and owned. O(num_blocks)."""
+        self._free.check_integrity()
         free = set(self._free)
         owned = set(self._request_refs) | set(self._transfer_refs)
-        if len(free) != len(self._free):
-            raise BlockAccountingError(f"free runs overlap: {len(self._free)} counted, {len(free)} distinct")
+        if not free | owned <= set(range(self.num_blocks)):
+            raise BlockAccountingError(f"blocks outside 0..{self.num_blocks - 1}")
         if free & owned:
             raise BlockAccountingError(f"blocks both free and owned: {sorted(free & owned)[:10]}")
         if len(free) + len(owned) != self.num_blocks:
@@ -119,18 +116,26 @@ class BlockAllocator:
         if any(count < 1 for refs in (self._request_refs, self._transfer_refs) for count in refs.values()):
             raise BlockAccountingError("a reference count below one was kept")
 
+    def _join(self, refs: Counter[int], block_ids: Iterable[int], verb: str) -> None:
+        """One more owner of blocks that a request owns."""
+        times = Counter(block_ids)
+        for block_id in times:
+            if block_id not in self._request_refs:
+                raise BlockAccountingError(f"cannot {verb} block {block_id}: no request owns it")
+        refs.update(times)
+
     def _let_go(self, refs: Counter[int], block_ids: Iterable[int], verb: str) -> None:
+        times = Counter(block_ids)
+        for block_id, count in times.items():
+            if refs[block_id] < count:
+                raise BlockAccountingError(
+                    f"cannot {verb} block {block_id} {count} times: owned {refs[block_id]} times"
+                )
         freed = []
-        for block_id in block_ids:
-            self._require(refs, block_id, verb)
-            refs[block_id] -= 1
+        for block_id, count in times.items():
+            refs[block_id] -= count
             if not refs[block_id]:
                 del refs[block_id]
                 if block_id not in self._request_refs and block_id not in self._transfer_refs:
                     freed.append(block_id)
         self._free.give(freed)
-
-    @staticmethod
-    def _require(refs: Counter[int], block_id: int, verb: str) -> None:
-        if block_id not in refs:
-            raise BlockAccountingError(f"cannot {verb} block {block_id}: not owned that way")

@@ -23,7 +23,7 @@ class DecodeBatcher:
         self._block_size = block_size
         self._running: dict[str, Request] = {}
         self.num_forwarded_tokens = 0  # rows whose token counted
-        self.num_surplus_tokens = 0  # rows whose token was dropped
+        self.num_surplus_tokens = 0  # sampled tokens that were dropped: behind a stop, or of ended requests
 
     def __len__(self) -> int:
         return len(self._running)

@@ -1,4 +1,4 @@
-"""Scheduler of a decode engine: admission by memory, KV loaded from a source or prefilled here, then the running batch."""
+"""Scheduler of a decode engine: admission by memory, KV loaded or prefilled here, then the running batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class DecodeScheduler(EngineScheduler):
     """Promises all that a request can need: prompt, and max_tokens for each choice."""
 
     def __init__(self, limits: PoolLimits) -> None:
+        """Raises ValueError when running sequences alone could fill a step, so that prompts would starve."""
+        if limits.max_step_tokens < limits.max_sequences:
+            raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
         super().__init__(limits)
         self.batch = DecodeBatcher(self.allocator, self.builder, limits.block_size)
 
@@ -48,17 +51,23 @@ class DecodeScheduler(EngineScheduler):
     def kv_ready(self, request_id: str, first_tokens: Mapping[int, tuple[int, str | None]], now_s: float) -> None:
         """The KV is here and confirmed: join the running batch. Mutates.
 
-        first_tokens: choice -> (token id, finish reason or None), as the source sampled them. The read is
-        over, so the transfer lets go here.
+        first_tokens: choice -> (token id, finish reason or None), as the source sampled them; raises ValueError
+        unless they are one for each choice with something left to generate. The read is over, so the transfer
+        lets go here.
         """
         request = self._requests[request_id]
+        if first_tokens.keys() != set(request.choices):
+            raise ValueError(f"first tokens of choices {sorted(first_tokens)}, wanted {sorted(request.choices)}")
+        if request.max_tokens == 1 or all(reason for _, reason in first_tokens.values()):
+            raise ValueError("the first tokens leave nothing to generate")
+        request.enter(RequestState.RUNNING, now_s)
         self.transfer_ended(request_id)
         for sequence in request.sequences:
             token_id, sequence.finish_reason = first_tokens[sequence.choice]
             sequence.num_planned = sequence.num_known = 1
             self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, token_id))
         self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
-        self._start(request, now_s)
+        self._start(request)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -68,9 +77,10 @@ class DecodeScheduler(EngineScheduler):
         token_budget = self.limits.max_step_tokens - len(rows)
         chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for request in completed:
+            request.enter(RequestState.RUNNING, now_s)
             for sequence in request.sequences:
                 sequence.num_planned = 1
-            self._start(request, now_s)
+            self._start(request)
         return self.builder.build(chunks, rows)
 
     def commit(self, output: StepOutput, now_s: float) -> tuple[TokenEvent, ...]:
@@ -100,12 +110,11 @@ class DecodeScheduler(EngineScheduler):
         request.sequences[0].block_ids = list(block_ids)
         return block_ids
 
-    def _start(self, request: Request, now_s: float) -> None:
+    def _start(self, request: Request) -> None:
         """Fork the prompt's blocks to the other choices and join the running batch."""
         first, *others = request.sequences
         for sequence in others:
             self.allocator.share(first.block_ids)
             sequence.block_ids = list(first.block_ids)
             self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
-        request.enter(RequestState.RUNNING, now_s)
         self.batch.add(request)

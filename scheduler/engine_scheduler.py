@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from scheduler.block_allocator import BlockAllocator
+from scheduler.deadlines import Deadlines
 from scheduler.memory_budget import MemoryBudget
-from scheduler.outcome import Ledger, NeverFits
+from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
 from scheduler.plan import StepPlan
 from scheduler.plan_builder import PlanBuilder
 from scheduler.prefill_batcher import PrefillBatcher
@@ -38,12 +40,13 @@ class EngineScheduler(ABC):
         self.budget = MemoryBudget(limits.num_blocks)
         self.builder = PlanBuilder()
         self.prompts = PrefillBatcher()
-        self._queue: dict[str, Request] = {}  # insertion-ordered
+        self._queue: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
+        self._num_queued_tokens = 0
         self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
         self._ending: list[Request] = []  # over, but a step in flight still computes on their blocks
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
         self._committed_step_id = -1
 
     # -- what differs between the pools ------------------------------------------------------------
@@ -67,28 +70,31 @@ class EngineScheduler(ABC):
     # -- arrival and admission ---------------------------------------------------------------------
 
     def submit(self, request: Request, now_s: float) -> None:
-        """Queue a request. Raises NeverFits when no amount of waiting could admit it."""
+        """Queue a request. Raises NeverFits when waiting could not help, DuplicateRequest for a known id."""
+        if request.request_id in self._requests:
+            raise DuplicateRequest(request.request_id)
         needed = self.blocks_needed(request)
         if not self.budget.fits_ever(needed):
             block_size = self.limits.block_size
             raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
         if self._slots_needed(request) > self.limits.max_sequences:
             raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
-        assert request.request_id not in self._requests, f"{request.request_id} submitted twice"
         request.entered_s[RequestState.QUEUED] = now_s
         self._queue[request.request_id] = request
+        self._num_queued_tokens += _tokens_to_prefill(request)
         self._requests[request.request_id] = request
-        heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+        self._deadlines.add(request.request_id, request.deadline_s)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
         """Promise memory and slots to queued requests, first come first served; the first misfit ends it."""
         admitted = []
-        for request in list(self._queue.values()):
+        while self._queue:
+            request = next(iter(self._queue.values()))
             if self._slots_needed(request) > len(self._free_slots):
                 break
             if not self.budget.promise(request.request_id, self.blocks_needed(request)):
                 break
-            del self._queue[request.request_id]
+            self._leave_queue(request)
             request.enter(RequestState.ADMITTED, now_s)
             choices = request.choices[: self._slots_needed(request)]
             request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
@@ -116,27 +122,26 @@ class EngineScheduler(ABC):
 
     def expired(self, now_s: float) -> tuple[str, ...]:
         """Requests whose deadline has passed, each named once. The caller ends them."""
-        late = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
-            if self.get(request_id) is not None:
-                late.append(request_id)
-        return tuple(late)
+        return self._deadlines.pop_due(now_s)
 
     @property
     def next_deadline_s(self) -> float | None:
-        while self._deadlines and self.get(self._deadlines[0][1]) is None:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        """The earliest deadline that `expired` has not named yet, or None."""
+        return self._deadlines.next_s
 
     def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
         request.enter(state, now_s)
-        self._queue.pop(request.request_id, None)
+        self._deadlines.discard(request.request_id)
+        self._leave_queue(request)
         self.prompts.discard(request.request_id)
         if request.last_step_id <= self._committed_step_id:
             self._release(request)
         else:
             self._ending.append(request)
+
+    def _leave_queue(self, request: Request) -> None:
+        if self._queue.pop(request.request_id, None) is not None:
+            self._num_queued_tokens -= _tokens_to_prefill(request)
 
     def _step_committed(self, step_id: int) -> None:
         """Everything up to `step_id` has run: blocks of ended requests that waited for it go back."""
@@ -148,17 +153,25 @@ class EngineScheduler(ABC):
             self._release(request)
 
     def steps_abandoned(self) -> None:
-        """No launched step will be committed any more (the engine failed): nothing waits for one. Mutates."""
+        """No step launched or being planned will be committed (the engine failed): nothing waits for one. Mutates.
+
+        Their tokens are lost, so the caller ends every request that is prefilling or running.
+        """
+        self.builder.abandon()
         self._step_committed(self.builder.next_step_id - 1)
 
     def _release(self, request: Request) -> None:
-        """The request lets go of its blocks and slots; the promise ends unless a transfer still holds some."""
+        """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""
         for sequence in request.sequences:
             self.allocator.release(sequence.block_ids)
             sequence.block_ids = []
             heapq.heappush(self._free_slots, sequence.slot)
         request.sequences = []
-        if request.request_id not in self._transfers and request.is_over:
+        if not request.is_over:
+            return
+        if request.request_id in self._transfers:
+            self.budget.shrink(request.request_id, len(self._transfers[request.request_id]))
+        else:
             self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -194,17 +207,18 @@ class EngineScheduler(ABC):
 
     @property
     def num_running(self) -> int:
-        """Admitted and not over."""
+        """Slots in use, one per choice: also those of ended requests that a step in flight computes on."""
         return self.limits.max_sequences - len(self._free_slots)
 
     @property
     def queued_prompt_tokens(self) -> int:
-        """Prompt tokens yet to be computed, queued ones included."""
-        return sum(request.prompt_len for request in self._queue.values()) + self.prompts.num_pending_tokens
+        """Prompt tokens yet to be computed here, queued ones included."""
+        return self._num_queued_tokens + self.prompts.num_pending_tokens
 
     # -- what is held ------------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:
+        """Everything held. O(requests): for now and then, not for every step."""
         states = [request.state for request in self._requests.values()]
         num_leased = states.count(RequestState.LEASED)
         num_over = sum(1 for request in self._requests.values() if request.is_over)
@@ -219,3 +233,8 @@ class EngineScheduler(ABC):
             num_ending=num_over,
             used_slots=self.limits.max_sequences - len(self._free_slots),
         )
+
+
+def _tokens_to_prefill(request: Request) -> int:
+    """Prompt tokens that will be computed here rather than loaded."""
+    return request.prompt_len if request.local_prefill else 0

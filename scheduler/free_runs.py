@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 
 class FreeRuns:
@@ -51,6 +52,20 @@ class FreeRuns:
         """Put ids back, merging them with their neighbours. An id must not be free already."""
         for block_id in block_ids:
             self._give_one(block_id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all views agree and no two runs touch. O(runs log runs)."""
+        runs = sorted(self._length_at.items())
+        if any(length < 1 for _, length in runs):
+            raise AssertionError(f"an empty run: {runs}")
+        if any(start + length >= after for (start, length), (after, _) in pairwise(runs)):
+            raise AssertionError(f"runs touch or overlap: {runs}")
+        if self._start_before != {start + length: start for start, length in runs}:
+            raise AssertionError("the ends of the runs disagree with their starts")
+        if self._by_length != sorted((length, start) for start, length in runs):
+            raise AssertionError("the runs by length disagree with the runs")
+        if self._num_free != sum(length for _, length in runs):
+            raise AssertionError(f"{self._num_free} counted, {sum(length for _, length in runs)} in runs")
 
     def _cut_best(self, count: int) -> list[int]:
         """The shortest run of at least `count`, else the longest there is."""

@@ -15,8 +15,11 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 def blocks_for_generation(prompt_len: int, max_tokens: int, num_choices: int, block_size: int) -> int:
     """Worst case of one request: full prompt blocks once, the rest once per choice (copy-on-write).
 
-    The last sampled token is never fed, so it needs no KV: prompt_len + max_tokens - 1 positions a choice.
+    The last sampled token is never fed, so it needs no KV: prompt_len + max_tokens - 1 positions a choice,
+    and with max_tokens 1 no choice writes at all.
     """
+    if max_tokens == 1:
+        return num_blocks_for(prompt_len, block_size)
     shared = prompt_len // block_size
     per_choice = num_blocks_for(prompt_len + max_tokens - 1, block_size)
     return shared + num_choices * (per_choice - shared)
@@ -49,6 +52,12 @@ class MemoryBudget:
         self._promised[request_id] = num_blocks
         self._total_promised += num_blocks
         return True
+
+    def shrink(self, request_id: str, num_blocks: int) -> None:
+        """The request will never need more than `num_blocks` any more. Mutates; a promise never grows."""
+        assert num_blocks <= self._promised[request_id], f"{request_id} holds more than its promise"
+        self._total_promised -= self._promised[request_id] - num_blocks
+        self._promised[request_id] = num_blocks
 
     def end(self, request_id: str) -> None:
         """The request's blocks are all free again. Mutates."""

@@ -18,6 +18,17 @@ class NeverFits(Exception):
         return f"needs {self.needed} {self.what}, the pool has {self.available}"
 
 
+class DuplicateRequest(ValueError):
+    """A request of this id is still known, perhaps over but not yet let go by a step or a transfer."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id} was submitted before"
+
+
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
     """A generated token became known. index counts from 0 within its choice; the reason is set on the last one."""

@@ -102,7 +102,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the runner read back from one step: tokens of its chunks' targets, then of its rows, in plan order."""
+    """What the runner read back from one step: tokens of its rows, then of its chunks' targets, in plan order."""
 
     step_id: int
     tokens: tuple[SampledToken, ...]

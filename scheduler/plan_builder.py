@@ -6,7 +6,7 @@ from scheduler.plan import BlockCopy, DecodeRow, PrefillChunk, SlotInit, StepPla
 
 
 class PlanBuilder:
-    """Mutable scratch of the plan being made. What is noted while there is nothing to compute waits for the next plan."""
+    """Mutable scratch of the plan being made. What is noted while there is nothing to compute waits for the next."""
 
     def __init__(self) -> None:
         self.next_step_id = 0
@@ -22,6 +22,15 @@ class PlanBuilder:
 
     def copy_block(self, source: int, destination: int) -> None:
         self._copies.append(BlockCopy(source, destination))
+
+    def abandon(self) -> None:
+        """The plan being made is given up, and its number with it. Mutates.
+
+        Its block copies must not run: their destinations may have other owners when the next plan runs. Slot
+        inits and table writes may: whoever takes a slot later notes its own behind them.
+        """
+        self._copies = []
+        self.next_step_id += 1
 
     def build(self, chunks: list[PrefillChunk], rows: list[DecodeRow]) -> StepPlan | None:
         """The plan of the next step, or None when there is nothing to compute. Mutates: starts a new scratch."""

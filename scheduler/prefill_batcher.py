@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from scheduler.plan import PrefillChunk, SampleTarget
 from scheduler.request import Request, RequestState
 
@@ -10,20 +12,25 @@ class PrefillBatcher:
     """Admitted prompts whose blocks are allocated, in order of arrival."""
 
     def __init__(self) -> None:
-        self._prompts: dict[str, Request] = {}  # insertion-ordered
+        self._prompts: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
+        self._num_pending_tokens = 0
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     @property
     def num_pending_tokens(self) -> int:
-        return sum(request.prompt_len - request.num_prefilled for request in self._prompts.values())
+        """Prompt tokens that are in no plan yet."""
+        return self._num_pending_tokens
 
     def add(self, request: Request) -> None:
         self._prompts[request.request_id] = request
+        self._num_pending_tokens += request.prompt_len - request.num_prefilled
 
     def discard(self, request_id: str) -> None:
-        self._prompts.pop(request_id, None)
+        request = self._prompts.pop(request_id, None)
+        if request is not None:
+            self._num_pending_tokens -= request.prompt_len - request.num_prefilled
 
     def plan_chunks(self, token_budget: int, step_id: int, now_s: float) -> tuple[list[PrefillChunk], list[Request]]:
         """Chunks of at most `token_budget` tokens in all, and the requests whose prompt they complete.
@@ -33,19 +40,19 @@ class PrefillBatcher:
         """
         chunks: list[PrefillChunk] = []
         completed: list[Request] = []
-        for request in list(self._prompts.values()):
-            if token_budget <= 0:
-                break
+        while self._prompts and token_budget > 0:
+            request = next(iter(self._prompts.values()))  # one that is not completed uses the budget up
             chunk = self._next_chunk(request, token_budget)
             token_budget -= len(chunk.token_ids)
             chunks.append(chunk)
             if request.state is RequestState.ADMITTED:
                 request.enter(RequestState.PREFILLING, now_s)
             request.num_prefilled += len(chunk.token_ids)
+            self._num_pending_tokens -= len(chunk.token_ids)
             request.last_step_id = step_id
             if chunk.targets:
                 completed.append(request)
-                del self._prompts[request.request_id]
+                self.discard(request.request_id)
         return chunks, completed
 
     @staticmethod

@@ -45,7 +45,7 @@ class PrefillScheduler(EngineScheduler):
         """The reader confirmed, dropped or died, or the lease expired: the blocks are free. Idempotent."""
         request = self.get(request_id)
         if request is not None and request.state is RequestState.LEASED:
-            request.enter(RequestState.FINISHED, now_s)
+            self._finish(request, RequestState.FINISHED, now_s)
         self.transfer_ended(request_id)
 
     def _prompt_done(self, request: Request, first_tokens: tuple[TokenEvent, ...], now_s: float) -> PromptDone:

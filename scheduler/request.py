@@ -90,6 +90,12 @@ class Request:
     num_prefilled: int = 0  # prompt tokens planned
     last_step_id: int = -1  # last step that computes on its blocks
 
+    def __post_init__(self) -> None:
+        assert self.prompt_ids, f"{self.request_id} has no prompt"
+        assert self.max_tokens >= 1, f"{self.request_id} asks for {self.max_tokens} tokens"
+        assert self.choices, f"{self.request_id} has no choices"
+        assert len(set(self.choices)) == len(self.choices), f"{self.request_id} names a choice twice"
+
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)

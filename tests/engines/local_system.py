@@ -1,0 +1,172 @@
+"""A whole system in one process, without Ray: real engines, real NIXL, real token channel, the real router.
+
+Only the Serve call is replaced: `LocalPool` hands it to the engine directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.attempt import AttemptLimits
+from cluster.generation import GenerationSpec
+from cluster.ingress_metrics import IngressMetrics
+from cluster.pool_client import PoolClient
+from cluster.replica_registry import ReplicaTable
+from cluster.router import Router, RouterLimits
+from cluster.routing_policy import RoutingRules
+from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
+from replicas.settings import EngineSettings, ModelSettings, TransferSettings
+from scheduler.outcome import Ledger
+from scheduler.sampling_params import SamplingParams
+from tests.model_folder import CACHE_DIR, model_folder
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def settings(pool: str, **changes: Any) -> EngineSettings:
+    """A small CPU engine of the bundled model."""
+    base = EngineSettings(
+        pool=pool,
+        served_model_name="test",
+        model=ModelSettings(model_folder(), str(CACHE_DIR), "float32", 1024, "auto", trust_remote_code=False),
+        transfer=TransferSettings("UCX", lease_s=60.0, verify_digest=True, net_devices=None),
+        device="cpu",
+        num_threads=2,
+        block_size=16,
+        kv_capacity_tokens=4096,
+        kv_memory_bytes=None,
+        kv_memory_fraction=None,
+        max_sequences=32,
+        max_step_tokens=512,
+        lag=0,
+        idle_frame_s=0.1,
+    )
+    return replace(base, **changes)
+
+
+class LocalPool(PoolClient):
+    """One engine as a pool. `fail` names methods whose next call raises instead of reaching the engine."""
+
+    def __init__(self, replica_id: str, built: BuiltEngine[Any]) -> None:
+        self._replica_id = replica_id
+        self.built = built
+        self.calls: list[str] = []
+
+    def replicas(self) -> ReplicaTable:
+        extra = {"channel_public_key": self.built.engine.sender.public_key} if hasattr(self.built.engine, "sender") else {}
+        return {self._replica_id: {**self.built.metadata(), **extra}}
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        assert replica_id == self._replica_id
+        self.calls.append(method)
+        if method == "replay":
+            return self.built.engine.replay(*arguments)
+        if method == "forget_peer":
+            return self.built.transfers.forget_peer(*arguments)
+        call = arguments[0]
+        try:
+            return await asyncio.wrap_future(getattr(self.built.engine, method)(call))
+        except asyncio.CancelledError:
+            self.built.engine.cancel(call.request.request_id)
+            raise
+
+
+@dataclass
+class Generated:
+    """Tokens and finish reason of each choice."""
+
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+
+
+class LocalSystem:
+    """Build once per module, use from one event loop at a time through `run`."""
+
+    def __init__(self, decode: EngineSettings, prefill: EngineSettings | None) -> None:
+        self.decode = build_decode_engine(decode, "decode-0")
+        self.prefill = build_prefill_engine(prefill, "prefill-0") if prefill else None
+        self.engines: list[BuiltEngine[Any]] = [self.decode] + ([self.prefill] if self.prefill else [])
+        for built in self.engines:
+            built.start()
+        self.metrics = IngressMetrics("test", "test", "test")
+        self._num_generations = 0
+
+    def close(self) -> None:
+        for built in self.engines:
+            built.stop()
+
+    async def start_router(self, **limits: Any) -> Router:
+        """A new router on the running loop."""
+        decode = LocalPool("decode-0", self.decode)
+        prefill = LocalPool("prefill-0", self.prefill) if self.prefill else None
+        attempt = AttemptLimits(queue_s=limits.pop("queue_s", 300.0), handoff_s=limits.pop("handoff_s", 60.0))
+        values = {"max_queued": 1000, "max_retries": 2, "block_size": 16, **limits}
+        router = Router(
+            decode=decode,
+            prefill=prefill,
+            rules=RoutingRules(prefill is not None, local_prefill_max_tokens=0, fallback_to_decode=False),
+            limits=RouterLimits(attempt=attempt, **values),
+            metrics=self.metrics,
+            channel_host="127.0.0.1",
+        )
+        await router.start()
+        router.pools_changed(decode.replicas())
+        return router
+
+    def spec(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        num_choices: int = 1,
+        stop_token_ids: frozenset[int] = frozenset(),
+        timeout_s: float = 300.0,
+    ) -> GenerationSpec:
+        self._num_generations += 1
+        name = f"generation-{self._num_generations}"
+        return GenerationSpec(name, tuple(prompt_ids), num_choices, max_tokens, stop_token_ids, sampling, timeout_s)
+
+    def run(self, specs: Sequence[GenerationSpec], **limits: Any) -> list[Generated]:
+        """Run generations side by side, each to its end. Blocks."""
+
+        async def all_of_them() -> list[Generated]:
+            router = await self.start_router(**limits)
+            try:
+                return await asyncio.gather(*(collect(router, spec) for spec in specs))
+            finally:
+                await router.stop()
+
+        return asyncio.run(all_of_them())
+
+    def ledgers(self) -> list[Ledger]:
+        return [built.engine.scheduler.ledger() for built in self.engines]
+
+    async def wait_for_baseline(self, timeout_s: float = 2.0) -> None:
+        """Return as soon as nothing is held anywhere; fail the test when that takes longer."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            ledgers = self.ledgers()
+            transfers = [built.transfers.snapshot() for built in self.engines]
+            held = [ledger for ledger in ledgers if ledger.blocks.free != ledger.blocks.total or ledger.promised_blocks]
+            open_transfers = [t for t in transfers if t.leases_open or t.reads_expected or t.reads_in_flight]
+            if not held and not open_transfers:
+                return
+            assert asyncio.get_running_loop().time() < deadline, (ledgers, transfers)
+            await asyncio.sleep(0.01)
+
+
+async def collect(router: Router, spec: GenerationSpec) -> Generated:
+    generated = Generated()
+    async for token in router.generate(spec):
+        generated.token_ids.setdefault(token.choice, []).append(token.token_id)
+        if token.finish_reason is not None:
+            generated.finish_reasons[token.choice] = token.finish_reason.value
+    return generated
+
+
+def touch(fault_dir: Path, name: str) -> None:
+    (fault_dir / name).touch()

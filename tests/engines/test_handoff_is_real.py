@@ -1,0 +1,157 @@
+"""The KV that decode uses is the KV that moved: counters exact, corruption seen, nothing shared but by transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scheduler.sampling_params import SamplingParams
+from tests.engines.local_system import LocalSystem, settings, touch
+from tests.golden.golden_set import Golden, load_goldens
+
+GOLDENS = {golden.name: golden for golden in load_goldens()}
+
+
+def _golden_of(num_tokens: int) -> Golden:
+    return next(g for g in GOLDENS.values() if len(g.prompt_ids) == num_tokens)
+
+
+def _system(fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
+    def one(pool: str) -> object:
+        base = settings(pool, lag=lag, fault_dir=str(fault_dir))
+        return replace(base, transfer=replace(base.transfer, verify_digest=verify))
+
+    return LocalSystem(one("decode"), one("prefill"))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
+def system(request: pytest.FixtureRequest, fault_dir: Path) -> Iterator[LocalSystem]:
+    system = _system(fault_dir, lag=request.param)
+    yield system
+    system.close()
+
+
+@pytest.fixture(autouse=True)
+def _clean_faults(fault_dir: Path) -> None:
+    for path in fault_dir.iterdir():
+        path.unlink()
+
+
+def _counts(system: LocalSystem) -> tuple[int, int, int, int]:
+    batch, transfers = system.decode.engine.scheduler.batch, system.decode.transfers.snapshot()
+    return (
+        batch.num_forwarded_tokens,
+        batch.num_surplus_tokens,
+        transfers.results.get("ready", 0),
+        transfers.bytes_read,
+    )
+
+
+def test_decode_forwards_exactly_the_tokens_after_the_first(system: LocalSystem) -> None:
+    golden = _golden_of(300)
+    forwarded, surplus, ready, bytes_read = _counts(system)
+    (got,) = system.run([system.spec(golden.prompt_ids, 64)])
+    golden.check(got.token_ids[0])
+    assert got.finish_reasons == {0: "length"}
+    new_forwarded, new_surplus, new_ready, new_bytes = _counts(system)
+    assert new_forwarded - forwarded == 63
+    assert new_surplus - surplus == 0
+    assert new_ready - ready == 1
+    assert new_bytes - bytes_read == 19 * system.decode.layout.block_bytes  # ceil(300 / 16) blocks
+    assert system.decode.engine.steps.num_prefilled_tokens == 0
+
+
+def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem) -> None:
+    golden = _golden_of(32)
+    stop = next(t for i, t in enumerate(golden.output_ids) if i >= 4 and t not in golden.output_ids[:i])
+    end = golden.output_ids.index(stop)
+    forwarded, surplus, _, _ = _counts(system)
+    (got,) = system.run([system.spec(golden.prompt_ids, 64, stop_token_ids=frozenset({stop}))])
+    assert got.token_ids[0] == golden.output_ids[: end + 1]
+    assert got.finish_reasons == {0: "stop"}
+    asyncio.run(system.wait_for_baseline())
+    assert _counts(system)[0] - forwarded == end
+    assert _counts(system)[1] - surplus == system.decode.settings.lag
+
+
+def test_one_token_moves_nothing(system: LocalSystem) -> None:
+    golden = _golden_of(17)
+    before = _counts(system)
+    (got,) = system.run([system.spec(golden.prompt_ids, 1)])
+    assert got.token_ids == {0: golden.output_ids[:1]}
+    assert got.finish_reasons == {0: "length"}
+    assert _counts(system) == before
+    asyncio.run(system.wait_for_baseline())
+
+
+def test_a_first_token_that_stops_moves_nothing(system: LocalSystem) -> None:
+    golden = _golden_of(17)
+    before = _counts(system)
+    (got,) = system.run([system.spec(golden.prompt_ids, 9, stop_token_ids=frozenset(golden.output_ids[:1]))])
+    assert got.token_ids == {0: golden.output_ids[:1]}
+    assert got.finish_reasons == {0: "stop"}
+    assert _counts(system) == before
+    asyncio.run(system.wait_for_baseline())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 33])
+def test_block_boundaries(system: LocalSystem, num_tokens: int) -> None:
+    golden = _golden_of(num_tokens)
+    (got,) = system.run([system.spec(golden.prompt_ids, 40)])
+    assert got.token_ids[0] == golden.output_ids[:40]
+
+
+def test_choices_share_one_transfer(system: LocalSystem) -> None:
+    golden = _golden_of(33)
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    _, _, ready, bytes_read = _counts(system)
+    (together,) = system.run([system.spec(golden.prompt_ids, 24, sampling, num_choices=3)])
+    assert _counts(system)[2] - ready == 1
+    assert _counts(system)[3] - bytes_read == 3 * system.decode.layout.block_bytes
+    assert len({tuple(ids) for ids in together.token_ids.values()}) == 3
+    (again,) = system.run([system.spec(golden.prompt_ids, 24, sampling, num_choices=3)])
+    assert again.token_ids == together.token_ids
+    asyncio.run(system.wait_for_baseline())
+
+
+def test_corruption_is_refused_and_retried(system: LocalSystem, fault_dir: Path) -> None:
+    golden = _golden_of(48)
+    corrupt = system.decode.transfers.snapshot().results.get("lost: digest mismatch", 0)
+    touch(fault_dir, "corrupt.received")
+    (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+    assert (fault_dir / "did.corrupt.received").exists()
+    assert system.decode.transfers.snapshot().results["lost: digest mismatch"] == corrupt + 1
+    assert got.token_ids[0] == golden.output_ids[:32]
+    asyncio.run(system.wait_for_baseline())
+
+
+def test_zeroing_the_source_after_confirmation_changes_nothing(system: LocalSystem, fault_dir: Path) -> None:
+    golden = _golden_of(48)
+    touch(fault_dir, "zero.source")
+    (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+    assert (fault_dir / "did.zero.source").exists()
+    assert got.token_ids[0] == golden.output_ids[:32]
+
+
+def test_corruption_changes_the_output_when_nobody_verifies(tmp_path: Path) -> None:
+    """The counter-test: it is these very blocks that decode computes on."""
+    system = _system(tmp_path, verify=False)
+    try:
+        golden = _golden_of(48)
+        (clean,) = system.run([system.spec(golden.prompt_ids, 32)])
+        assert clean.token_ids[0] == golden.output_ids[:32]
+        touch(tmp_path, "corrupt.received")
+        (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+        assert (tmp_path / "did.corrupt.received").exists()
+        assert got.token_ids[0] != golden.output_ids[:32]
+    finally:
+        system.close()

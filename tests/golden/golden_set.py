@@ -1,0 +1,57 @@
+"""The golden outputs of transformers' generate, as data, and how to judge generated ids against them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.golden.compare import Mismatch, NearTie, first_difference
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """One prompt and what the reference generates from it: greedy, float32, 64 tokens, not ended by EOS."""
+
+    name: str
+    kind: str  # "text" | "chat" | "ids"
+    source: Any  # text, messages or ids
+    prompt_ids: list[int]
+    output_ids: list[int]
+    output_text: str
+    margins: list[float]
+
+    def check(self, got_ids: list[int]) -> NearTie | None:
+        """Fail the test on a difference, but for one at a near tie of the reference: that is returned."""
+        difference = first_difference(self.output_ids, self.margins, got_ids)
+        assert not isinstance(difference, Mismatch), (
+            f"{self.name}: differs from transformers at token {difference.index}: "
+            f"{got_ids[difference.index : difference.index + 5]} instead of "
+            f"{self.output_ids[difference.index : difference.index + 5]}"
+        )
+        return difference
+
+
+def load_goldens() -> list[Golden]:
+    entries = json.loads((_FOLDER / "golden.json").read_text())["entries"]
+    return [
+        Golden(
+            entry["name"],
+            entry["kind"],
+            entry.get("text", entry.get("messages", entry["prompt_ids"])),
+            entry["prompt_ids"],
+            entry["output_ids"],
+            entry["output_text"],
+            entry["margins"],
+        )
+        for entry in entries
+    ]
+
+
+def load_sampled_requests() -> list[dict[str, Any]]:
+    """Requests with sampling; their outputs are compared between layouts."""
+    requests: list[dict[str, Any]] = json.loads((_FOLDER / "sampled_requests.json").read_text())["requests"]
+    return requests

@@ -1,0 +1,208 @@
+"""Transfer threads over the fake network: stuck reads, dead peers, strangers' bytes, a broken transport."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
+from replicas.handoff_actions import (
+    CommandRefused,
+    HandoffArrived,
+    KvReady,
+    LossReason,
+    SourceOutcome,
+)
+from replicas.kv_transport import KvTransport
+from replicas.messages import TransferPeer
+from replicas.transfer_thread import TransferThread
+from tests.replicas.transfer_engines import SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
+
+
+class Harsh(NetworkFaults):
+    def __init__(self, read_delay_s: float) -> None:
+        self.read_delay_s = read_delay_s
+
+    def read_fate(self, reader: str, source: str) -> ReadFate:
+        return ReadFate(self.read_delay_s)
+
+
+def fake_engine(network: FakeNetwork, replica_id: str) -> Engine:
+    def make(pool: torch.Tensor) -> FakeTransport:
+        block_bytes = pool[0].numel() * pool.element_size()
+        return FakeTransport(network, bytearray(SHAPE[0] * block_bytes), block_bytes, replica_id, "1")
+
+    return Engine(make, verify=False)
+
+
+def fake_pair(network: FakeNetwork) -> Pair:
+    return Pair(fake_engine(network, "prefill"), fake_engine(network, "decode"))
+
+
+def test_a_read_that_never_ends_is_quarantined_and_stop_says_so() -> None:
+    pair = fake_pair(FakeNetwork(faults=Harsh(math.inf)))
+    pair.read("stuck")
+    pair.reader.thread.cancel("stuck")
+    assert pair.lost("stuck") is LossReason.CANCELLED
+    until(lambda: pair.reader.thread.snapshot().reads_quarantined == 1)
+    assert not pair.reader.thread.stop(timeout_s=0.05)
+    assert not pair.reader.thread.is_alive()
+    assert pair.reader.seen("stuck") == ["HandoffArrived", "KvLost"]
+    assert pair.source.thread.stop()
+
+
+def test_stop_cancels_tells_the_peer_and_waits_for_reads() -> None:
+    pair = fake_pair(FakeNetwork(faults=Harsh(0.1)))
+    pair.expect("open")
+    pair.read("reading")
+    until(lambda: pair.reader.thread.snapshot().reads_in_flight == 1)
+    assert pair.reader.thread.stop()
+    assert pair.reader.seen("open") == ["KvLost"]
+    assert pair.reader.seen("reading") == ["HandoffArrived", "KvLost", "ReadReleased"]
+    assert pair.source_outcome("reading") is SourceOutcome.DROPPED
+    assert pair.source.thread.stop()
+    assert pair.source.thread.stop()
+
+
+def test_a_dead_peer_is_forgotten_on_both_sides() -> None:
+    network = FakeNetwork()
+    pair = fake_pair(network)
+    pair.arrive("dead")
+    network.kill(pair.reader.peer.agent_name)
+    pair.source.thread.forget_peer(pair.reader.peer.agent_name)
+    assert pair.source_outcome("dead") is SourceOutcome.PEER_DEAD
+    pair.reader.thread.forget_peer(pair.source.peer.agent_name)
+    assert pair.lost("dead") is LossReason.PEER_DEAD
+    pair.source.thread.stop()
+    pair.reader.thread.stop()
+
+
+def test_a_strangers_bytes_are_counted_and_change_nothing() -> None:
+    network = FakeNetwork()
+    pair = fake_pair(network)
+    pair.arrive("calm")
+    for payload in (b"", b"junk", b"\x93\x01\x02\x03", b"\x80" * 1000):
+        network.post("stranger", pair.reader.peer.agent_name, payload)
+    until(lambda: pair.reader.thread.snapshot().errors.get("malformed") == 4)
+    pair.reader.thread.read_into("calm", pair.reader_ids)
+    pair.reader.await_event(KvReady, "calm")
+    pair.source.thread.stop()
+    pair.reader.thread.stop()
+
+
+class Racing(FakeTransport):
+    """Does something just before it looks for notifications."""
+
+    before_poll: Callable[[], None] | None = None
+
+    def poll_notifications(self) -> list[tuple[str, bytes]]:
+        action, self.before_poll = self.before_poll, None
+        if action is not None:
+            action()
+        return super().poll_notifications()
+
+
+class Telling(NetworkFaults):
+    """Tells that something was sent; a poll from then on finds it."""
+
+    def __init__(self) -> None:
+        self.sent = threading.Event()
+
+    def notification_delays_s(self, sender: str, receiver: str, payload: bytes) -> Sequence[float]:
+        self.sent.set()
+        return (0.0,)
+
+
+def test_a_handoff_does_not_overtake_its_own_expect() -> None:
+    faults = Telling()
+    network = FakeNetwork(faults=faults)
+    transports: list[Racing] = []
+
+    def make(pool: torch.Tensor) -> KvTransport:
+        block_bytes = pool[0].numel() * pool.element_size()
+        transports.append(Racing(network, bytearray(SHAPE[0] * block_bytes), block_bytes, "decode", "1"))
+        return transports[0]
+
+    pair = Pair(fake_engine(network, "prefill"), Engine(make, verify=False))
+
+    def race() -> None:
+        pair.expect("race")
+        pair.offer("race")
+        assert faults.sent.wait(WAIT_S)
+
+    pair.read("first")  # so that the reader can answer the source, with a drop if it were wrong
+    pair.reader.await_event(KvReady, "first")
+    pair.source.await_idle()
+    faults.sent.clear()
+    transports[0].before_poll = race
+    pair.reader.await_event(HandoffArrived, "race")
+    assert pair.source.thread.stop()
+    assert pair.reader.thread.stop()
+
+
+class Broken(FakeTransport):
+    """Whatever this transport is asked, it raises something unexpected."""
+
+    broken = False
+
+    def poll_notifications(self) -> list[tuple[str, bytes]]:
+        self._maybe()
+        return super().poll_notifications()
+
+    def load_peer(self, peer: TransferPeer) -> None:
+        self._maybe()
+        super().load_peer(peer)
+
+    def remove_peer(self, agent_name: str) -> None:
+        self._maybe()
+        super().remove_peer(agent_name)
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        self._maybe()
+        super().notify(agent_name, payload)
+
+    def _maybe(self) -> None:
+        if self.broken:
+            raise OSError("the transport is broken")
+
+
+def test_a_broken_transport_becomes_events_not_a_dead_thread() -> None:
+    network = FakeNetwork()
+    transports: list[Broken] = []
+
+    def make(pool: torch.Tensor) -> KvTransport:
+        transports.append(Broken(network, bytearray(SHAPE[0] * 64), 64, "decode", "1"))
+        return transports[0]
+
+    pair = Pair(fake_engine(network, "prefill"), Engine(make, verify=False))
+    transports[0].broken = True
+    pair.expect("broken")
+    assert pair.lost("broken") is LossReason.PEER_UNREACHABLE
+    pair.reader.thread.offer("broken-out", pair.source.peer, (1,), 3, (), deadline_s())
+    pair.reader.await_event(CommandRefused, "broken-out")
+    pair.reader.thread.forget_peer("whoever")
+    until(lambda: pair.reader.thread.snapshot().errors.get("poll", 0) > 2)
+    transports[0].broken = False
+    pair.expect("mended", after_s=0.05)
+    assert pair.lost("mended") is LossReason.DEADLINE
+    assert pair.reader.thread.is_alive()
+    assert pair.reader.thread.stop()
+    assert pair.source.thread.stop()
+
+
+def test_a_transport_that_cannot_start_is_the_callers_exception() -> None:
+    def make() -> KvTransport:
+        raise OSError("no device")
+
+    thread = TransferThread(make, print, TIMING)
+    with pytest.raises(RuntimeError):
+        thread.cancel("too early")
+    assert thread.stop()
+    with pytest.raises(OSError, match="no device"):
+        thread.start()
+    assert thread.stop()
+    assert not thread.is_alive()
