@@ -20,7 +20,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     # how tokens are chosen

@@ -47,6 +47,7 @@ def _start_ray(config: Config) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",
+        "NIXL_LOG_LEVEL": "WARN",
     }.items():
         os.environ.setdefault(name, value)
     import ray

@@ -1,0 +1,108 @@
+"""A pretended model over a pretended paged pool, which makes every misplaced block a wrong token.
+
+A pool cell holds what was written there: a token and its position. A token is sampled as a hash of the whole
+context as read back through the block table, and of seed, choice and position. The reference below computes
+the same without any blocks. So a stale table entry, a missed copy, a block reused too early or a wrong order
+shows as a different token, and from there on as a different text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
+
+from scheduler.engine_scheduler import PoolLimits
+from scheduler.plan import SampledToken, StepOutput, StepPlan
+
+VOCAB_SIZE = 1 << 40
+_EMPTY = -1
+
+
+def _cell(token_id: int, position: int) -> int:
+    return token_id << 16 | position
+
+
+def _sampled(context: Row[int], seed: int, choice: int, position: int) -> int:
+    return hash((tuple(context), seed, choice, position)) % VOCAB_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a choice of a request should generate."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+def reference_tokens(prompt_ids: Row[int], choice: int, seed: int, max_tokens: int) -> list[int]:
+    """The first max_tokens tokens, stop tokens ignored."""
+    context = [_cell(token_id, position) for position, token_id in enumerate(prompt_ids)]
+    tokens = []
+    for _ in range(max_tokens):
+        tokens.append(_sampled(context, seed, choice, len(context)))
+        context.append(_cell(tokens[-1], len(context)))
+    return tokens
+
+
+def until_stop(token_ids: Row[int], stop_token_ids: frozenset[int]) -> Answer:
+    for index, token_id in enumerate(token_ids):
+        if token_id in stop_token_ids:
+            return Answer(tuple(token_ids[: index + 1]), "stop")
+    return Answer(tuple(token_ids), "length")
+
+
+class PagedRunner:
+    """Applies plans to the letter, as replicas.model_runner and replicas.slot_state do."""
+
+    def __init__(self, limits: PoolLimits, max_blocks: int) -> None:
+        self._block_size = limits.block_size
+        self.blocks = [[_EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
+        self.table = [[0] * max_blocks for _ in range(limits.max_sequences)]
+        self._last_token = [0] * limits.max_sequences
+        self._seed = [0] * limits.max_sequences
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """One step. Writes all KV of the step before anything reads, as a layer does."""
+        self._prepare(plan)
+        for row in plan.rows:
+            self._write(row.slot, row.position, self._last_token[row.slot])
+        for chunk in plan.chunks:
+            for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
+                self._write(chunk.slot, position, token_id)
+        sampled: list[SampledToken] = []
+        slots: list[int] = []
+        for row in plan.rows:
+            token_id = self._sample(row.slot, row.choice, row.position + 1)
+            sampled.append(SampledToken(row.request_id, row.choice, token_id))
+            slots.append(row.slot)
+        for chunk in plan.chunks:
+            for target in chunk.targets:
+                token_id = self._sample(chunk.slot, target.choice, chunk.start + len(chunk.token_ids))
+                sampled.append(SampledToken(chunk.request_id, target.choice, token_id))
+                slots.append(target.slot)
+        for slot, token in zip(slots, sampled, strict=True):
+            self._last_token[slot] = token.token_id
+        return StepOutput(plan.step_id, tuple(sampled))
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for init in plan.slot_inits:
+            self._seed[init.slot] = init.sampling.seed
+            if init.last_token is not None:
+                self._last_token[init.slot] = init.last_token
+        for write in plan.table_writes:
+            entries = self.table[write.slot]
+            assert write.start + len(write.block_ids) <= len(entries), "a table write beyond the table"
+            entries[write.start : write.start + len(write.block_ids)] = write.block_ids
+        for copy in plan.copies:
+            self.blocks[copy.destination] = list(self.blocks[copy.source])
+
+    def _write(self, slot: int, position: int, token_id: int) -> None:
+        block_id = self.table[slot][position // self._block_size]
+        self.blocks[block_id][position % self._block_size] = _cell(token_id, position)
+
+    def _sample(self, slot: int, choice: int, position: int) -> int:
+        """The token at `position`, given everything before it."""
+        cells: list[int] = []
+        for block_id in self.table[slot][: -(-position // self._block_size)]:
+            cells += self.blocks[block_id]
+        return _sampled(cells[:position], self._seed[slot], choice, position)
