@@ -1,35 +1,22 @@
-"""Pools of scripted replicas on the test's event loop, and a router in front of them that is checked to end at zero.
+"""Pools of scripted replicas, on the test's event loop.
 
-Their "model" is a function of all that a token may depend on (design law 5), so a retry that replays the right history
-gives the same tokens as an undisturbed run, and any other does not. Frames go through the router's real receiver: its
-key check, decoding, order and gap logic; only the socket is left out, unless a cluster is made with real_channel.
+Frames go through the router's real receiver, its key check, decoding, order and gap logic: only the socket is left out,
+unless a cluster is made with real_channel. What is generated, and what fails, is tests/cluster/fake_model.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import zmq
-
-from cluster.attempt import AttemptLimits
-from cluster.generation import GeneratedToken, GenerationSpec
-from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.replica_registry import ReplicaTable
-from cluster.router import Router, RouterLimits
-from cluster.routing_policy import RoutingRules
 from replicas.messages import (
     CallStatus,
-    ChannelAddress,
-    EngineLoad,
-    FinishReason,
     FirstToken,
     Frame,
     GenerateCall,
@@ -38,82 +25,17 @@ from replicas.messages import (
     PrefillCall,
     PrefillReply,
     TokenItem,
-    TransferPeer,
 )
-from replicas.token_sender import FrameGone, TokenSender
+from replicas.token_sender import FrameGone
 from replicas.wire import encode_frame
-from scheduler.memory_budget import blocks_for_generation, num_blocks_for
-from scheduler.sampling_params import SamplingParams
+from scheduler.memory_budget import blocks_for_generation
+from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, tokens_of
+from tests.cluster.fake_replica import FakeReplica
+
+if TYPE_CHECKING:
+    from replicas.token_receiver import TokenReceiver
 
 BLOCK_SIZE = 4
-VOCABULARY = 97
-SETTLE_S = 5.0
-Token = tuple[int, FinishReason | None]
-
-
-def spec_of(
-    *prompt_ids: int, n: int = 1, max_tokens: int = 8, stop: Iterable[int] = (), seed: int = 7, **values: Any
-) -> GenerationSpec:
-    """A spec whose choices part with their first token; temperature=0.0 keeps them together."""
-    temperature, timeout_s = values.get("temperature", 1.0), values.get("timeout_s", 20.0)
-    sampling = SamplingParams(temperature, 0, 1.0, seed)
-    return GenerationSpec("g", prompt_ids or (1, 2, 3, 4, 5), n, max_tokens, frozenset(stop), sampling, timeout_s)
-
-
-def model_tokens(
-    prompt_ids: tuple[int, ...], sampling: SamplingParams, choice: int, max_tokens: int, stop: frozenset[int]
-) -> list[Token]:
-    """All tokens of one choice, the last with its finish reason."""
-    noise = () if sampling.is_greedy else (sampling.seed, choice)
-    history, tokens = prompt_ids, list[Token]()
-    while not tokens or tokens[-1][1] is None:
-        token_id = hash((history, len(history), noise)) % VOCABULARY
-        history = (*history, token_id)
-        length = FinishReason.LENGTH if len(tokens) + 1 == max_tokens else None
-        tokens.append((token_id, FinishReason.STOP if token_id in stop else length))
-    return tokens
-
-
-def undisturbed(spec: GenerationSpec) -> dict[int, list[Token]]:
-    """What a client must get, whatever happens on the way."""
-    given = spec.max_tokens, spec.stop_token_ids
-    return {c: model_tokens(spec.prompt_ids, spec.sampling, c, *given) for c in range(spec.num_choices)}
-
-
-class Phase(StrEnum):
-    """Where a fault strikes: before admission; in the prefill call; after the handoff (or, without one, before the
-    first token); after `Fault.steps` frames with tokens; after the last of them."""
-
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    TRANSFER = "transfer"
-    DECODE = "decode"
-    REPLY = "reply"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """what: a status to reply, or "gone", "dead" (the whole replica), "hang", "raise", "cancelled"."""
-
-    phase: Phase
-    what: CallStatus | str
-    steps: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """How one attempt goes. answer_s: from handoff to prefill's answer; reply_s: from last frame to decode's reply."""
-
-    fault: Fault | None = None
-    admit_s: float = 0.0
-    prefill_s: float = 0.0
-    answer_s: float = 0.0
-    transfer_s: float = 0.0
-    token_s: float = 0.0
-    reply_s: float = 0.0
-
-
-PLAIN = Script()
 
 
 @dataclass(slots=True)
@@ -127,50 +49,21 @@ class Call:
 
 
 class _Reply(Exception):
+    """A script's reply instead of the real one."""
+
     def __init__(self, status: CallStatus) -> None:
         self.status = status
 
 
-class _Wire(bytes):
+class _Wire:
     """A ZeroMQ frame, as far as the receiver looks."""
 
-    key = ""
-
-    @property
-    def bytes(self) -> bytes:  # type: ignore[valid-type]
-        return bytes(self)
+    def __init__(self, frame: Frame, key: str) -> None:
+        self.bytes = encode_frame(frame)
+        self._key = key
 
     def get(self, _: str) -> str:
-        return self.key
-
-
-@dataclass(slots=True)
-class FakeReplica:
-    """total_blocks are promised to requests in the order in which memory comes free."""
-
-    replica_id: str
-    total_blocks: int
-    real_channel: bool
-    used_blocks: int = 0
-    num_queued: int = 0
-    death: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    rings: defaultdict[str, list[Frame]] = field(default_factory=lambda: defaultdict(list))
-    sender: TokenSender | None = None
-    key: str = ""
-
-    def __post_init__(self) -> None:
-        self.sender = TokenSender(self.replica_id, "e1") if self.real_channel else None
-        self.key = self.sender.public_key if self.sender else zmq.curve_keypair()[0].decode()
-
-    @property
-    def load(self) -> EngineLoad:
-        return EngineLoad(1, self.num_queued, 0, self.total_blocks - self.used_blocks, self.total_blocks, 0.001)
-
-    def metadata(self) -> dict[str, Any]:
-        peer = TransferPeer(
-            self.replica_id, "e1", f"agent-{self.replica_id}", b"m", "f", 0, 0, "DRAM", self.total_blocks, 1
-        )
-        return {"num_blocks": self.total_blocks, "channel_public_key": self.key, "peer": peer.to_metadata()}
+        return self._key
 
 
 class FakePool(PoolClient):
@@ -178,11 +71,21 @@ class FakePool(PoolClient):
 
     def __init__(self, cluster: FakeCluster, name: str, num_replicas: int, total_blocks: int) -> None:
         self.cluster = cluster
-        ids = [f"{name}-{i}" for i in range(num_replicas)]
-        self.members = {i: FakeReplica(i, total_blocks, cluster.real_channel and name == "decode") for i in ids}
+        self.members = {
+            f"{name}-{i}": FakeReplica(
+                f"{name}-{i}", total_blocks, cluster.on_sent, cluster.real_channel and name == "decode"
+            )
+            for i in range(num_replicas)
+        }
 
     def replicas(self) -> ReplicaTable:
         return {replica_id: replica.metadata() for replica_id, replica in self.members.items()}
+
+    def revive(self) -> None:
+        """Whoever died is back."""
+        for replica in self.members.values():
+            if replica.death.done():
+                replica.death = asyncio.get_running_loop().create_future()
 
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         call = Call(replica_id, method, arguments)
@@ -208,7 +111,8 @@ class FakePool(PoolClient):
             work.cancel()
 
     async def _forget_peer(self, replica: FakeReplica, agent_name: str) -> None:
-        pass
+        if self.cluster.forget_peer_hangs:
+            await asyncio.Event().wait()
 
     async def _strike(self, replica: FakeReplica, script: Script, phase: Phase, steps: int = 0) -> None:
         fault = script.fault
@@ -220,7 +124,7 @@ class FakePool(PoolClient):
         if fault.what == "gone":
             raise ReplicaLost(replica.replica_id, "has left", is_dead=False)
         if fault.what == "raise":
-            raise RuntimeError("a bug at the replica, secret-prompt-text")
+            raise RuntimeError("a bug at the replica; the prompt was a secret")
         if fault.what == "cancelled":
             raise asyncio.CancelledError
         if fault.what == "dead":
@@ -236,9 +140,10 @@ class FakePrefill(FakePool):
             await self._strike(replica, script, Phase.PREFILL)
         except _Reply as reply:
             return PrefillReply(reply.status, "scripted", (), 0.0, 0.0, replica.load)
-        firsts = tuple(FirstToken(c, *tokens[0]) for c, tokens in _all_tokens(request).items())
-        if any(first.finish_reason is None for first in firsts):
-            self.cluster.handoffs[request.request_id].set_result(None)
+        firsts = tuple(FirstToken(c, *tokens[0]) for c, tokens in tokens_of(request).items())
+        handoff = self.cluster.handoffs.get(request.request_id)
+        if handoff is not None and any(first.finish_reason is None for first in firsts):
+            handoff.set_result(None)
         await asyncio.sleep(script.answer_s)
         return PrefillReply(CallStatus.OK, "", firsts, 0.0, 0.0, replica.load)
 
@@ -249,21 +154,20 @@ class FakeDecode(FakePool):
         sent: Counter[int] = Counter()
         status = CallStatus.OK
         try:
-            with self._queued(replica):
+            with replica.queued():
                 await asyncio.sleep(script.admit_s)
                 await self._strike(replica, script, Phase.QUEUE)
             async with self._memory(replica, call):
-                await self._tokens(replica, call, script, sent)
+                await self._send_tokens(replica, call, script, sent)
             await asyncio.sleep(script.reply_s)
             await self._strike(replica, script, Phase.REPLY)
         except _Reply as reply:
             status = reply.status
         return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, 0.0, 0.0)
 
-    async def _tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
+    async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
         request = call.request
-        await self._send(replica, call.channel, (request.request_id,), ())
-        tokens = _all_tokens(request)
+        tokens = tokens_of(request)
         if call.source is not None:
             await self.cluster.handoffs[request.request_id]
             await asyncio.sleep(script.transfer_s)
@@ -273,49 +177,26 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.DECODE, step)
             now = [TokenItem(request.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
-            await self._send(replica, call.channel, (), tuple(now))
+            await replica.send(call.channel, tokens=tuple(now))
             await asyncio.sleep(script.token_s)
-
-    async def _send(
-        self, replica: FakeReplica, channel: ChannelAddress, admitted: tuple[str, ...], tokens: tuple[TokenItem, ...]
-    ) -> None:
-        if replica.sender is not None:
-            replica.sender.open(channel)
-            replica.sender.send(channel.router_id, replica.load, admitted, tokens)
-            while replica.sender.has_unsent:
-                await asyncio.sleep(0.001)
-                replica.sender.flush()
-            return
-        ring = replica.rings[channel.router_id]
-        frame = Frame(replica.replica_id, "e1", len(ring), replica.load, admitted, tokens)
-        ring.append(frame)
-        for arrived in self.cluster.on_wire(frame):
-            self.cluster.deliver(arrived)
-
-    @contextmanager
-    def _queued(self, replica: FakeReplica) -> Iterator[None]:
-        replica.num_queued += 1
-        try:
-            yield
-        finally:
-            replica.num_queued -= 1
 
     @asynccontextmanager
     async def _memory(self, replica: FakeReplica, call: GenerateCall) -> AsyncIterator[None]:
+        """Wait for memory; say that it is there; afterwards that it is free again."""
         request = call.request
         blocks = blocks_for_generation(len(request.prompt_ids), request.max_tokens, len(request.choices), BLOCK_SIZE)
         assert blocks <= replica.total_blocks, "the router lets nothing pass that never fits"
-        with self._queued(replica):
+        with replica.queued():
             while replica.used_blocks + blocks > replica.total_blocks:
                 await asyncio.sleep(0.001)
-        replica.used_blocks += blocks
         self.cluster.handoffs[request.request_id] = asyncio.get_running_loop().create_future()
         try:
-            yield
+            with replica.promised(blocks):
+                await replica.send(call.channel, admitted=(request.request_id,))
+                yield
         finally:
-            replica.used_blocks -= blocks
             del self.cluster.handoffs[request.request_id]
-            self.cluster.deliver_load(replica, call.channel)
+            await replica.send(call.channel)
 
     async def _replay(self, replica: FakeReplica, router_id: str, from_seq: int) -> list[Frame]:
         await asyncio.sleep(0)
@@ -326,3 +207,78 @@ class FakeDecode(FakePool):
         if self.cluster.replay == "wrong":
             from_seq += 1
         return replica.rings[router_id][from_seq:]
+
+
+class FakeCluster:
+    """Both pools. script: how an attempt goes, asked once for each. on_wire: the frames that arrive when one is sent.
+
+    replay: "ok", or how the call for missing frames fails: "gone", "hang", "wrong".
+    """
+
+    def __init__(
+        self,
+        num_decode: int = 1,
+        num_prefill: int = 1,
+        decode_blocks: int = 10_000,
+        prefill_blocks: int = 10_000,
+        real_channel: bool = False,
+    ) -> None:
+        self.real_channel = real_channel
+        self.calls: list[Call] = []
+        self.struck: list[Fault] = []
+        self.scripts: dict[str, Script] = {}
+        self.requests: list[GenerationRequest] = []
+        self.handoffs: dict[str, asyncio.Future[None]] = {}
+        self.script: Callable[[GenerationRequest], Script] = lambda _: PLAIN
+        self.on_wire: Callable[[Frame], Iterable[Frame]] = lambda frame: (frame,)
+        self.replay = "ok"
+        self.forget_peer_hangs = False
+        self.receiver: TokenReceiver | None = None
+        self.decode = FakeDecode(self, "decode", num_decode, decode_blocks)
+        self.prefill = FakePrefill(self, "prefill", num_prefill, prefill_blocks) if num_prefill else None
+
+    @property
+    def pools(self) -> list[FakePool]:
+        return [self.decode, self.prefill] if self.prefill else [self.decode]
+
+    def play(self, *scripts: Script) -> None:
+        """The first attempts go by these, all later ones plainly."""
+        left = list(scripts)
+        self.script = lambda _: left.pop(0) if left else PLAIN
+
+    def fail(self, *faults: Fault) -> None:
+        """The first attempts meet these faults, later ones none."""
+        self.play(*(Script(fault) for fault in faults))
+
+    def begin(self, request: GenerationRequest) -> Script:
+        assert request.request_id not in self.scripts, "an attempt has an id of its own"
+        self.requests.append(request)
+        self.scripts[request.request_id] = self.script(request)
+        return self.scripts[request.request_id]
+
+    def of(self, method: str) -> list[Call]:
+        return [call for call in self.calls if call.method == method]
+
+    def kill(self, replica_id: str) -> None:
+        """Its calls fail and it sends nothing more. As in Serve it stays in the table until somebody removes it."""
+        (replica,) = (pool.members[replica_id] for pool in self.pools if replica_id in pool.members)
+        if not replica.death.done():
+            replica.death.set_result(None)
+
+    def remove(self, replica_id: str) -> FakeReplica:
+        """It takes no new calls; what runs there goes on."""
+        (replica,) = (pool.members.pop(replica_id) for pool in self.pools if replica_id in pool.members)
+        return replica
+
+    def on_sent(self, replica: FakeReplica, frame: Frame) -> None:
+        for arrived in self.on_wire(frame):
+            self.deliver(replica, arrived)
+
+    def deliver(self, replica: FakeReplica, frame: Frame) -> None:
+        if self.receiver is not None:
+            self.receiver._take([_Wire(frame, replica.public_key)])  # type: ignore[list-item]
+
+    def close(self) -> None:
+        for replica in self.decode.members.values():
+            if replica.sender is not None:
+                replica.sender.shut_down(linger_s=0)

@@ -1,0 +1,90 @@
+"""What the fake replicas generate, and scripts of how they fail.
+
+The "model" is a function of all that a token may depend on (design law 5), so a retry that replays the right history
+gives the same tokens as an undisturbed run, and any other does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from cluster.generation import GenerationSpec
+from replicas.messages import CallStatus, FinishReason, GenerationRequest
+from scheduler.sampling_params import SamplingParams
+
+VOCABULARY = 97
+Token = tuple[int, FinishReason | None]
+
+
+def spec_of(
+    *prompt_ids: int, n: int = 1, max_tokens: int = 8, stop: Iterable[int] = (), seed: int = 7, **values: Any
+) -> GenerationSpec:
+    """A spec whose choices part with their first token; temperature=0.0 keeps them together."""
+    temperature, timeout_s = values.get("temperature", 1.0), values.get("timeout_s", 20.0)
+    sampling = SamplingParams(temperature, 0, 1.0, seed)
+    return GenerationSpec("g", prompt_ids or (1, 2, 3, 4, 5), n, max_tokens, frozenset(stop), sampling, timeout_s)
+
+
+def model_tokens(
+    prompt_ids: tuple[int, ...], sampling: SamplingParams, choice: int, max_tokens: int, stop: frozenset[int]
+) -> list[Token]:
+    """All tokens of one choice, the last with its finish reason."""
+    noise = () if sampling.is_greedy else (sampling.seed, choice)
+    history, tokens = prompt_ids, list[Token]()
+    while not tokens or tokens[-1][1] is None:
+        token_id = hash((history, len(history), noise)) % VOCABULARY
+        history = (*history, token_id)
+        length = FinishReason.LENGTH if len(tokens) + 1 == max_tokens else None
+        tokens.append((token_id, FinishReason.STOP if token_id in stop else length))
+    return tokens
+
+
+def tokens_of(request: GenerationRequest) -> dict[int, list[Token]]:
+    """What an attempt generates, by choice."""
+    given = request.max_tokens, request.stop_token_ids
+    return {c: model_tokens(request.prompt_ids, request.sampling, c, *given) for c in request.choices}
+
+
+def undisturbed(spec: GenerationSpec) -> dict[int, list[Token]]:
+    """What a client must get, whatever happens on the way."""
+    given = spec.max_tokens, spec.stop_token_ids
+    return {c: model_tokens(spec.prompt_ids, spec.sampling, c, *given) for c in range(spec.num_choices)}
+
+
+class Phase(StrEnum):
+    """Where a fault strikes: before admission; in the prefill call; after the handoff (or, without one, before the
+    first token); after `Fault.steps` frames with tokens; after the last of them."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    REPLY = "reply"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """what: a status to reply, or "gone", "dead" (the whole replica), "hang", "raise", "cancelled"."""
+
+    phase: Phase
+    what: CallStatus | str
+    steps: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How one attempt goes. answer_s: from handoff to prefill's answer; reply_s: from last frame to decode's reply."""
+
+    fault: Fault | None = None
+    admit_s: float = 0.0
+    prefill_s: float = 0.0
+    answer_s: float = 0.0
+    transfer_s: float = 0.0
+    token_s: float = 0.0
+    reply_s: float = 0.0
+
+
+PLAIN = Script()

@@ -1,0 +1,73 @@
+"""One scripted replica: its memory, its life, and the frames it sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+
+from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem, TransferPeer
+from replicas.token_sender import TokenSender
+
+EPOCH = "e1"
+
+
+class FakeReplica:
+    """death: done when the replica has died. rings: every frame sent, by router."""
+
+    def __init__(
+        self, replica_id: str, total_blocks: int, on_wire: Callable[[FakeReplica, Frame], None], real_channel: bool
+    ) -> None:
+        """on_wire: called with each frame, in the socket's place. real_channel: a real socket instead."""
+        self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
+        self.used_blocks = self.num_queued = 0
+        self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.rings: defaultdict[str, list[Frame]] = defaultdict(list)
+        self.sender = TokenSender(replica_id, EPOCH) if real_channel else None
+        self.public_key = self.sender.public_key if self.sender else zmq.curve_keypair()[0].decode()
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(1, self.num_queued, 0, self.total_blocks - self.used_blocks, self.total_blocks, 0.001)
+
+    def metadata(self) -> dict[str, Any]:
+        agent = f"agent-{self.replica_id}"
+        peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", "f", 0, 0, "DRAM", self.total_blocks, 1)
+        return {"num_blocks": self.total_blocks, "channel_public_key": self.public_key, "peer": peer.to_metadata()}
+
+    async def send(
+        self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[TokenItem, ...] = ()
+    ) -> None:
+        if self.death.done():
+            return
+        if self.sender is not None:
+            self.sender.open(channel)
+            self.sender.send(channel.router_id, self.load, admitted, tokens)
+            while self.sender.has_unsent:
+                await asyncio.sleep(0.001)
+                self.sender.flush()
+            return
+        ring = self.rings[channel.router_id]
+        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens)
+        ring.append(frame)
+        self._on_wire(self, frame)
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        self.num_queued += 1
+        try:
+            yield
+        finally:
+            self.num_queued -= 1
+
+    @contextmanager
+    def promised(self, blocks: int) -> Iterator[None]:
+        self.used_blocks += blocks
+        try:
+            yield
+        finally:
+            self.used_blocks -= blocks

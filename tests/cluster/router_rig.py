@@ -1,0 +1,121 @@
+"""A router in front of fake pools, that must be back at zero at the end: calls, tasks, mailboxes, counts, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.attempt import AttemptLimits
+from cluster.generation import GenerationSpec
+from cluster.ingress_metrics import IngressMetrics
+from cluster.router import Router, RouterLimits
+from cluster.routing_policy import RoutingRules
+from tests.cluster.fake_model import Token
+from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
+
+PATIENCE_S = 5.0
+Tokens = dict[int, list[Token]]
+
+
+@dataclass
+class Rig:
+    """metrics: count(name, labels). problems: what asyncio told its exception handler."""
+
+    cluster: FakeCluster
+    router: Router
+    metrics: IngressMetrics
+    baseline: set[asyncio.Task[Any]] = field(default_factory=set)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+
+    async def tokens(self, spec: GenerationSpec) -> Tokens:
+        """Consume a generation to its end."""
+        got: Tokens = {choice: [] for choice in range(spec.num_choices)}
+        async with aclosing(self.router.generate(spec)) as tokens:
+            async for token in tokens:
+                got[token.choice].append((token.token_id, token.finish_reason))
+        return got
+
+    def start(self, spec: GenerationSpec) -> asyncio.Task[Tokens]:
+        return asyncio.create_task(self.tokens(spec))
+
+    def count(self, name: str, **labels: str) -> float:
+        """A counter's value, summed over the labels not given."""
+        (family,) = (family for family in self.metrics.snapshot() if family["name"] == name)
+        wanted = labels.items()
+        return sum(v for suffix, of, v in family["samples"] if suffix == "_total" and wanted <= of.items())
+
+    def remains(self) -> dict[str, Any]:
+        """Everything that must be empty once nothing is going on."""
+        view = self.router._view
+        tasks = asyncio.all_tasks() - self.baseline - {asyncio.current_task()}
+        every = {
+            "tasks": tasks,
+            "calls": [call for call in self.cluster.calls if call.end is None],
+            "mailboxes": self.router.num_in_flight,
+            "waiting": self.router.num_waiting,
+            "in flight": dict(view._in_flight),
+            "unheard": dict(view._unheard_blocks),
+            "prompts": dict(view._prompt_tokens),
+            "handoffs": self.cluster.handoffs,
+            "memory": sum(r.used_blocks + r.num_queued for pool in self.cluster.pools for r in pool.members.values()),
+        }
+        return {name: value for name, value in every.items() if value}
+
+    async def settle(self) -> None:
+        """Wait until nothing remains; fails telling what does."""
+        await until(lambda: not self.remains(), self.remains)
+
+
+@asynccontextmanager
+async def running_router(
+    cluster: FakeCluster,
+    *,
+    max_queued: int = 1000,
+    max_retries: int = 3,
+    queue_s: float = PATIENCE_S,
+    handoff_s: float = PATIENCE_S,
+    tail_s: float = PATIENCE_S,
+    local_prefill_max_tokens: int = 0,
+    fallback: bool = False,
+) -> AsyncIterator[Rig]:
+    metrics = IngressMetrics("model", "1", "2")
+    router = Router(
+        decode=cluster.decode,
+        prefill=cluster.prefill,
+        rules=RoutingRules(cluster.prefill is not None, local_prefill_max_tokens, fallback),
+        limits=RouterLimits(
+            max_queued, max_retries, BLOCK_SIZE, AttemptLimits(queue_s, handoff_s, tail_s), retry_delay_s=0.001
+        ),
+        metrics=metrics,
+        channel_host="127.0.0.1",
+    )
+    rig = Rig(cluster, router, metrics)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: rig.problems.append(context))
+    await router.start()
+    router.pools_changed(cluster.decode.replicas())
+    cluster.receiver = router._receiver
+    rig.baseline = asyncio.all_tasks()
+    try:
+        yield rig
+        await rig.settle()
+    finally:
+        cluster.receiver = None
+        await router.stop()
+        cluster.close()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not rig.problems, rig.problems
+    assert router._receiver.counts.callback_errors == 0
+
+
+async def until(condition: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"not in time: {why()}"
+        await asyncio.sleep(0.001)

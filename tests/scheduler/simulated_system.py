@@ -1,0 +1,317 @@
+"""Clients, a router and KV transfers around a prefill and a decode engine, all pretended and seeded.
+
+Requests arrive at random, are cancelled in any state, run out of time, lose their KV on the way. Reads copy
+the source's pool cells at the moment they run and write into the reader's, also after the reader has given up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_scheduler import PoolLimits
+from scheduler.outcome import NeverFits, PromptDone, TokenEvent
+from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.request import Request, RequestState
+from scheduler.sampling_params import SamplingParams
+from tests.scheduler.paged_model import VOCAB_SIZE, reference_tokens, until_stop
+from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
+
+_LONGEST_PROMPT = 30
+_MOST_TOKENS = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """local_share: part of the requests that decode prefills itself. Rates are per request; those of faults per step."""
+
+    seed: int
+    lag: int
+    num_requests: int = 300
+    local_share: float = 0.5
+    cancel_rate: float = 0.2
+    short_deadline_rate: float = 0.1
+    lost_read_rate: float = 0.05
+    faults: FaultRates = field(default_factory=FaultRates)
+
+
+class Status(Enum):
+    OPEN = auto()
+    FINISHED = auto()
+    ENDED = auto()  # cancelled, timed out, failed
+    REFUSED = auto()  # can never fit
+
+
+@dataclass(slots=True)
+class Client:
+    """One request as its client sees it."""
+
+    request: Request
+    remote: bool
+    status: Status = Status.OPEN
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
+    reasons: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One handoff. unread: pairs (source block, reader block) still to copy, in random order."""
+
+    request_id: str
+    done: PromptDone
+    wait: int  # ticks until the next thing happens
+    unread: list[tuple[int, int]] | None = None  # None: not begun
+    released: bool = False  # the reader's scheduler knows that the read has ended
+    lost: bool = False
+
+
+class SimulatedSystem:
+    """`run` plays the whole workload and checks it."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.rng = rng = random.Random(workload.seed)
+        block_size = rng.choice([1, 2, 3, 4])
+        max_sequences = rng.randint(3, 8)
+        decode_blocks = rng.randint(45, 120) // block_size + 4
+        prefill_blocks = rng.randint(25, 60) // block_size + 2
+        decode = PoolLimits(decode_blocks, block_size, max_sequences, max_sequences + rng.randint(0, 16))
+        prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), rng.randint(1, 16))
+        max_blocks = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // block_size)
+        self.now_s = 0.0
+        self.clients: dict[str, Client] = {}
+        self.num_handed_over = 0
+        self._open: dict[str, float] = {}  # -> when its client loses patience
+        self._transfers: dict[str, Transfer] = {}
+        self.decode = SimulatedEngine(
+            DecodeScheduler(decode), max_blocks, workload.lag, rng, workload.faults, self._end_both
+        )
+        self.prefill = SimulatedEngine(
+            PrefillScheduler(prefill), max_blocks, workload.lag, rng, workload.faults, self._end_both
+        )
+
+    def run(self) -> None:
+        rng = self.rng
+        actions = [self._move_transfers, self._iterate_decode, self._iterate_prefill, self._run_devices]
+        most_open = 10
+        while len(self.clients) < self.workload.num_requests or self._open or self._transfers:
+            if rng.random() < 0.05:
+                most_open = rng.choice([1, 4, 10, 20])  # quiet and busy times
+            while len(self.clients) < self.workload.num_requests and len(self._open) < most_open:
+                self._arrive()
+            self._lose_patience()
+            rng.shuffle(actions)
+            for action in actions:
+                if rng.random() < 0.85:
+                    action()
+            self.now_s += rng.random()
+            assert self.now_s < 100.0 * self.workload.num_requests, "requests hang"
+        for _ in range(3):  # steps in flight behind the last stop
+            self._iterate_decode()
+            self._iterate_prefill()
+        self._check_end()
+
+    # -- clients -----------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        request_id = f"r{len(self.clients)}"
+        num_choices = rng.choice([1, 1, 1, 2, 3, 4])
+        max_tokens = rng.choice([1, 2, rng.randint(1, _MOST_TOKENS), rng.randint(1, _MOST_TOKENS)])
+        prompt_len = rng.randint(1, rng.choice([4, 12, _LONGEST_PROMPT]))
+        prompt_ids = tuple(rng.randrange(1000) for _ in range(prompt_len))
+        choices = tuple(sorted(rng.sample(range(6), num_choices)))
+        seed = rng.randrange(1 << 30)
+        stops: set[int] = {VOCAB_SIZE + 1}
+        if rng.random() < 0.6:
+            tokens = reference_tokens(prompt_ids, rng.choice(choices), seed, max_tokens)
+            stops.add(rng.choice(tokens))
+        if rng.random() < 0.1:  # every choice ends with its first token
+            stops.update(reference_tokens(prompt_ids, choice, seed, 1)[0] for choice in choices)
+        urgent = rng.random() < self.workload.short_deadline_rate
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            choices=choices,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(stops),
+            sampling=SamplingParams(seed=seed),
+            deadline_s=self.now_s + (rng.uniform(0.0, 20.0) if urgent else 2_000.0),
+            local_prefill=rng.random() < self.workload.local_share,
+        )
+        client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
+        scheduler = self.decode.scheduler
+        fits = scheduler.blocks_needed(request) <= scheduler.limits.num_blocks
+        fits = fits and num_choices <= scheduler.limits.max_sequences
+        try:
+            self.decode.submit(request, self.now_s)
+            assert fits
+            patient = rng.random() >= self.workload.cancel_rate
+            self._open[request_id] = inf if patient else self.now_s + rng.uniform(0.0, 25.0)
+        except NeverFits:
+            assert not fits
+            client.status = Status.REFUSED
+
+    def _lose_patience(self) -> None:
+        for request_id in [request_id for request_id, until_s in self._open.items() if until_s <= self.now_s]:
+            self._end_both(request_id)
+
+    def _end_both(self, request_id: str) -> None:
+        """The router gives up, or one engine did: whatever is left on either side ends, each in its own way."""
+        if self._open.pop(request_id, None) is not None:
+            self.clients[request_id].status = Status.ENDED
+        self.decode.end(request_id, RequestState.CANCELLED, self.now_s)
+        on_prefill = self.prefill.scheduler.get(request_id)
+        if on_prefill is None:
+            return
+        if on_prefill.state is not RequestState.LEASED or self.rng.random() < 0.3:
+            self.prefill.end(request_id, RequestState.CANCELLED, self.now_s)
+        if self.rng.random() < 0.5:  # the drop reaches the source at once; else when the transfer sees it
+            self._end_lease(request_id)
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def _iterate_decode(self) -> None:
+        admitted, events = self.decode.iterate(self.now_s)
+        for request in admitted:
+            client = self.clients[request.request_id]
+            if client.remote and client.status is Status.OPEN:
+                self._prefill(request)
+        for event in events:
+            assert isinstance(event, TokenEvent)
+            self._receive(event)
+
+    def _prefill(self, request: Request) -> None:
+        copy = Request(
+            request.request_id,
+            request.prompt_ids,
+            request.choices,
+            request.max_tokens,
+            request.stop_token_ids,
+            request.sampling,
+            request.deadline_s + self.rng.uniform(-2.0, 2.0),
+        )
+        try:
+            self.prefill.submit(copy, self.now_s)
+        except NeverFits:
+            self._end_both(request.request_id)
+
+    def _iterate_prefill(self) -> None:
+        _, reports = self.prefill.iterate(self.now_s)
+        for done in reports:
+            assert isinstance(done, PromptDone)
+            for event in done.first_tokens:
+                self._receive(event)
+            if done.block_ids:
+                self._transfers[done.request_id] = Transfer(done.request_id, done, self.rng.randint(0, 4))
+            else:
+                self.decode.end(done.request_id, RequestState.CANCELLED, self.now_s)
+
+    def _run_devices(self) -> None:
+        self.decode.run_some()
+        self.prefill.run_some()
+
+    def _receive(self, event: TokenEvent) -> None:
+        client = self.clients[event.request_id]
+        assert client.status is Status.OPEN, "a token of a request that is over"
+        tokens = client.tokens.setdefault(event.choice, [])
+        assert event.index == len(tokens)
+        assert event.choice not in client.reasons, "a token behind the last one"
+        tokens.append(event.token_id)
+        if event.finish_reason is not None:
+            client.reasons[event.choice] = event.finish_reason
+            if len(client.reasons) == len(client.request.choices):
+                client.status = Status.FINISHED
+                del self._open[event.request_id]
+
+    # -- transfers ---------------------------------------------------------------------------------
+
+    def _move_transfers(self) -> None:
+        for transfer in list(self._transfers.values()):
+            transfer.wait -= 1
+            if transfer.wait < 0:
+                self._advance(transfer)
+                self.decode.check()
+                self.prefill.check()
+
+    def _advance(self, transfer: Transfer) -> None:
+        rng, request_id = self.rng, transfer.request_id
+        on_decode = self.decode.scheduler.get(request_id)
+        if transfer.unread is None:
+            if on_decode is None:
+                self._drop(transfer)
+                return
+            block_ids = self.decode.scheduler.begin_load(request_id, self.now_s)
+            transfer.unread = list(zip(transfer.done.block_ids, block_ids, strict=True))
+            rng.shuffle(transfer.unread)
+            transfer.lost = rng.random() < self.workload.lost_read_rate
+        elif transfer.unread:
+            for _ in range(rng.randint(1, len(transfer.unread))):
+                source, target = transfer.unread.pop()
+                self.decode.runner.blocks[target] = list(self.prefill.runner.blocks[source])
+            if on_decode is None:  # an orphan: its last writes come late
+                self._end_lease(request_id)
+                transfer.wait = rng.choice([0, 3, 30])
+        elif not transfer.released and (on_decode is None or transfer.lost or rng.random() < 0.6):
+            self.decode.scheduler.transfer_ended(request_id)
+            transfer.released = True
+            transfer.wait = rng.randint(0, 2)
+        else:
+            self._confirm(transfer, on_decode)
+
+    def _confirm(self, transfer: Transfer, on_decode: Request | None) -> None:
+        """The read is over. It counts if the lease was alive throughout."""
+        request_id = transfer.request_id
+        on_prefill = self.prefill.scheduler.get(request_id)
+        alive = on_prefill is not None and on_prefill.state is RequestState.LEASED
+        if on_decode is None or transfer.lost or not alive:
+            self._end_both(request_id)
+            self._drop(transfer)
+            return
+        self.num_handed_over += 1
+        firsts = {event.choice: (event.token_id, event.finish_reason) for event in transfer.done.first_tokens}
+        self._end_lease(request_id)
+        self.decode.scheduler.kv_ready(request_id, firsts, self.now_s)
+        self._drop(transfer)
+
+    def _drop(self, transfer: Transfer) -> None:
+        self.decode.scheduler.transfer_ended(transfer.request_id)
+        self._end_lease(transfer.request_id)
+        del self._transfers[transfer.request_id]
+
+    def _end_lease(self, request_id: str) -> None:
+        for _ in range(self.rng.choice([1, 1, 2])):  # told twice now and then
+            self.prefill.scheduler.lease_ended(request_id, self.now_s)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        self.decode.check_at_rest()
+        self.prefill.check_at_rest()
+        for client in self.clients.values():
+            self._check_text(client)
+        batch = self.decode.scheduler.batch
+        num_tokens = sum(len(tokens) for client in self.clients.values() for tokens in client.tokens.values())
+        num_firsts = sum(len(client.tokens) for client in self.clients.values())
+        assert batch.num_forwarded_tokens == num_tokens - num_firsts
+        num_local_firsts = sum(len(client.tokens) for client in self.clients.values() if not client.remote)
+        assert self.decode.num_sampled == batch.num_forwarded_tokens + num_local_firsts + batch.num_surplus_tokens
+
+    def _check_text(self, client: Client) -> None:
+        request = client.request
+        if client.status is Status.FINISHED:
+            assert client.tokens.keys() == set(request.choices)
+        for choice, tokens in client.tokens.items():
+            whole = reference_tokens(request.prompt_ids, choice, request.sampling.seed, request.max_tokens)
+            answer = until_stop(whole, request.stop_token_ids)
+            if choice in client.reasons:
+                assert (tuple(tokens), client.reasons[choice]) == (answer.token_ids, answer.finish_reason)
+            else:
+                assert tuple(tokens) == answer.token_ids[: len(tokens)]
+
+    def statuses(self) -> Counter[Status]:
+        return Counter(client.status for client in self.clients.values())

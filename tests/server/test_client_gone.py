@@ -1,0 +1,190 @@
+"""A client that goes away, in every phase: all that was held for it is free again within 2 s, everywhere.
+
+The lease is 60 s, so nothing here is freed by expiry. Phases are held open by gates (`testing.fault_dir`).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.golden.golden_set import load_goldens
+from tests.server.generate import golden_request, post
+from tests.server.running_server import RunningServer, run_server
+
+GOLDENS = {golden.name: golden for golden in load_goldens()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    changes = {"transfer.lease_s": 60.0, "pools.prefill.max_batch_tokens": 64}
+    with run_server("local.yaml", tmp_path_factory.mktemp("gone"), changes) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _clean(server: RunningServer) -> None:
+    server.clear_faults()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """gates: held from the start. reached: whether the server is in the phase now."""
+
+    gates: tuple[str, ...]
+    reached: Callable[[RunningServer], bool]
+
+
+def _in_flight(server: RunningServer, pool: str) -> float:
+    return server.total("splitserve_requests_in_flight", pool=pool)
+
+
+def _blocks(server: RunningServer, pool: str, state: str) -> float:
+    return server.total("splitserve_kv_blocks", pool=pool, state=state)
+
+
+PHASES = {
+    "queued": Phase(
+        ("decode.admit",), lambda server: server.total("splitserve_requests_queued", pool="decode") == 1
+    ),
+    "admitted": Phase(
+        ("prefill.admit",),
+        lambda server: _blocks(server, "decode", "reserved") > 0
+        and server.total("splitserve_requests_queued", pool="prefill") == 1,
+    ),
+    "prefilling": Phase(("prefill.step",), lambda server: _blocks(server, "prefill", "active") > 0),
+    "handoff not sent": Phase(
+        ("send_handoff",), lambda server: server.was_held("send_handoff") and _blocks(server, "prefill", "leased") > 0
+    ),
+    "reading KV": Phase(
+        ("start_read",), lambda server: server.was_held("start_read") and _blocks(server, "decode", "active") > 0
+    ),
+    "before decode's first step": Phase(
+        ("decode.step",),
+        lambda server: _in_flight(server, "decode") == 1
+        and _blocks(server, "decode", "active") > 0
+        and server.total("splitserve_kv_transfers_open") == 0,
+    ),
+}
+
+
+class Client:
+    """One request on a connection of its own, which can be cut."""
+
+    def __init__(self, server: RunningServer, streamed: bool, num_tokens: int = 150) -> None:
+        self.num_chunks = 0
+        self._client = server.client()
+        body = {"prompt": [11] * 100, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": streamed}
+        self._thread = threading.Thread(target=self._run, args=(body,))
+        self._thread.start()
+
+    def _run(self, body: dict[str, object]) -> None:
+        try:
+            with self._client.stream("POST", "/v1/completions", json=body) as response:
+                for _ in response.iter_raw():
+                    self.num_chunks += 1
+        except (httpx.HTTPError, OSError, RuntimeError):
+            pass  # the connection was cut: that is the point
+
+    def cut(self) -> None:
+        """Close the connection under the request."""
+        for connection in self._client._transport._pool.connections:  # type: ignore[attr-defined]
+            stream = connection._connection._network_stream
+            stream.get_extra_info("socket").shutdown(2)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self._client.close()
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the phase was not reached"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", PHASES)
+def test_everything_is_free_again(server: RunningServer, name: str, streamed: bool) -> None:
+    server.wait_for_baseline()
+    phase = PHASES[name]
+    for gate in phase.gates:
+        server.hold(gate)
+    client = Client(server, streamed)
+    _wait(lambda: phase.reached(server))
+    assert server.held()
+    client.cut()
+    # A phase that is one step or one read ends when that does: the gate opens, as the step would end.
+    if name in ("reading KV", "handoff not sent"):
+        server.clear_faults()
+    server.wait_for_baseline()
+    server.clear_faults()
+    _still_serves(server)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_everything_is_free_again_mid_decode(server: RunningServer, streamed: bool) -> None:
+    server.wait_for_baseline()
+    before = server.total("splitserve_forwarded_tokens_total")
+    client = Client(server, streamed, num_tokens=500)
+    _wait(lambda: server.total("splitserve_forwarded_tokens_total") > before + 5)
+    if streamed:
+        assert client.num_chunks > 0
+    client.cut()
+    server.wait_for_baseline()
+    assert server.total("splitserve_forwarded_tokens_total") < before + 400
+    _still_serves(server)
+
+
+def _still_serves(server: RunningServer) -> None:
+    golden = next(g for g in GOLDENS.values() if g.kind == "text" and len(g.prompt_ids) == 17)
+    with server.client() as client:
+        (answer,) = post(client, *golden_request(golden, 8))
+    assert answer.token_ids == golden.output_ids[:8]
+
+
+@pytest.mark.timeout(600)
+def test_five_hundred_mixed_requests_leave_nothing_behind(server: RunningServer) -> None:
+    rng = random.Random(17)
+    goldens = [golden for golden in GOLDENS.values() if len(golden.prompt_ids) <= 64]
+
+    def one(index: int) -> str:
+        kind = ("exact", "exact", "sampled", "choices", "bad", "gone", "first only", "stop")[index % 8]
+        golden = goldens[index % len(goldens)]
+        path, body = golden_request(golden, 2 + index % 7)
+        with server.client() as client:
+            if kind == "exact":
+                (answer,) = post(client, path, body)
+                assert answer.token_ids == golden.output_ids[: body["max_tokens"]], golden.name
+            elif kind == "sampled":
+                post(client, path, {**body, "temperature": 1.0, "seed": index})
+            elif kind == "choices":
+                assert len(post(client, path, {**body, "temperature": 1.0, "n": 3})) == 3
+            elif kind == "bad":
+                assert client.post(path, json={**body, "max_tokens": -1}).status_code == 400
+            elif kind == "first only":
+                (answer,) = post(client, path, {**body, "max_tokens": 1})
+                assert answer.token_ids == golden.output_ids[:1]
+            elif kind == "stop":
+                (answer,) = post(client, path, {**body, "stop_token_ids": [golden.output_ids[1]]})
+                assert answer.finish_reason in ("stop", "length")
+            else:
+                try:
+                    client.post(path, json={**body, "max_tokens": 200, "stream": bool(index % 2)}, timeout=rng.random())
+                except httpx.TimeoutException:
+                    pass
+        return kind
+
+    with ThreadPoolExecutor(16) as pool:
+        kinds = list(pool.map(one, range(500)))
+    assert len(kinds) == 500
+    server.wait_for_baseline()
+    assert server.total("splitserve_requests_total", outcome="server_error") == 0
+    assert server.total("splitserve_metric_errors_total") == 0
