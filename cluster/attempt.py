@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+import logging
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from cluster.api_error import ApiError
 from cluster.attempt_mailboxes import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.generation import Leg
 from cluster.pool_client import PoolClient, ReplicaLost
@@ -32,6 +35,8 @@ from replicas.messages import (
     PrefillReply,
     TokenItem,
 )
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -52,14 +57,25 @@ class AttemptFailed(Exception):
         super().__init__(stage, status, detail, may_retry)
         self.stage, self.status, self.detail, self.may_retry = stage, status, detail, may_retry
 
+    def api_error(self, has_emitted: bool) -> ApiError:
+        """What the client is told if this is the end. has_emitted: it has got tokens."""
+        if self.status is CallStatus.TIMEOUT and self.stage is Stage.QUEUE and not has_emitted:
+            text = f"no decode replica had room in time ({self.detail}); try again later"
+            return ApiError(429, text, code="queue_timeout", retry_after_s=1.0)
+        if self.status is CallStatus.TIMEOUT:
+            return ApiError(504, f"the request timed out at {self.stage}: {self.detail}", code="timeout")
+        if self.status is CallStatus.REJECTED:
+            return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
+        return ApiError(500, f"the request failed at {self.stage}: {self.detail}", code="failed")
+
     def __str__(self) -> str:
         return f"{self.stage}: {self.status}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """queue_s: for admission. handoff_s: from prefill's answer to the first token decode adds. tail_s: for
-    frames that the reply counts and that have not come."""
+    """queue_s: for admission. handoff_s: from there to the first token that decode adds, prefill included. tail_s: for
+    what is still on its way once the other side has said that it is done."""
 
     queue_s: float
     handoff_s: float
@@ -67,7 +83,7 @@ class AttemptLimits:
 
 
 class Attempt:
-    """One try of one leg on one route. Use once: `await run()`."""
+    """One try of one leg on one route. Use once: `open()`, `await run()`; `close()` whatever happened between."""
 
     def __init__(
         self,
@@ -82,152 +98,195 @@ class Attempt:
         mailboxes: Mailboxes,
         channel: ChannelAddress,
         limits: AttemptLimits,
-        on_left_queue: Callable[[], None],
     ) -> None:
-        self._leg, self._request, self._route, self._need = leg, request, route, need
+        self.route = route
+        self.stage = Stage.QUEUE  # where it is now
+        self._leg, self._request, self._need = leg, request, need
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
-        self._on_left_queue = on_left_queue  # called once: admitted, or over without
+        self._generate: asyncio.Task[GenerateReply] | None = None
         self._is_unheard = True
+        self._is_closed = False
+
+    def open(self) -> None:
+        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
+        self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
+        self._view.sent(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
-        decode_id = self._route.decode_id
-        self._box = self._mailboxes.open(self._request.request_id, decode_id)
-        self._view.sent(decode_id, self._need.decode_blocks)
         self._generate = _start(self._call_generate())
         try:
             await self._wait_admitted()
-            if self._route.prefill_id is not None:
-                await self._run_prefill(self._route.prefill_id)
-            await self._take_tokens()
+            handoff_by_s = time.monotonic() + self._limits.handoff_s
+            if self.route.prefill_id is not None:
+                await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
+            await self._take_tokens(handoff_by_s)
         finally:
-            self._generate_over()
-            self._mailboxes.close(self._request.request_id)
-            self._heard()
-            self._view.ended(decode_id)
+            self.close()
+
+    def close(self) -> None:
+        """No call, mailbox or count of it remains. Idempotent; needed even if `run` never got to run."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_generate()
+        self._mailboxes.close(self._request.request_id)
+        self._heard()
+        self._view.ended(self.route.decode_id)
 
     # -- the phases --------------------------------------------------------------------------------
 
     async def _wait_admitted(self) -> None:
-        mail = await self._next_mail(self._limits.queue_s, Stage.QUEUE)
+        mail = await self._next_mail(self._limits.queue_s)
+        if isinstance(mail, ChannelLost):
+            raise self._failed(CallStatus.ERROR, mail.detail)
         if not isinstance(mail, Admitted):
-            raise AttemptFailed(Stage.QUEUE, CallStatus.ERROR, f"{type(mail).__name__} before admission", True)
+            raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
+        self.stage = Stage.PREFILL
 
-    async def _run_prefill(self, prefill_id: str) -> None:
+    async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
         assert self._prefill is not None
         try:
-            reader = self._view.decode_peer(self._route.decode_id)
+            reader = self._view.decode_peer(self.route.decode_id)
         except KeyError:
-            raise AttemptFailed(Stage.DECODE, CallStatus.ERROR, "the decode replica has left", True) from None
+            error = ReplicaLost(self.route.decode_id, "has left", is_dead=False)
+            raise self._failed(CallStatus.ERROR, str(error), Stage.DECODE) from error
         num_tokens = len(self._request.prompt_ids)
         self._view.prompt_sent(prefill_id, num_tokens)
         call = _start(self._prefill.call(prefill_id, "prefill", PrefillCall(self._request, reader)))
         try:
-            await asyncio.wait({call, self._generate}, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():  # decode gave up first: its reply says why
-                self._raise_generate_failed(Stage.DECODE)
-            reply: PrefillReply = call.result()
-        except ReplicaLost as error:
-            raise AttemptFailed(Stage.PREFILL, CallStatus.ERROR, str(error), True) from error
+            await _wait(call, generate, timeout_s=handoff_by_s - time.monotonic())
+            if not call.done() and generate.done():
+                # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
+                self._check_generate(Stage.DECODE)
+                await _wait(call, timeout_s=self._limits.tail_s)
+            if not call.done():
+                raise self._failed(CallStatus.TIMEOUT, "prefill has not answered in time")
+            reply: PrefillReply = self._result(call, Stage.PREFILL)
         finally:
             call.cancel()
             self._view.prompt_answered(prefill_id, num_tokens)
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
-            raise _failure(Stage.PREFILL, reply.status, reply.detail)
+            raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
         self._leg.take_first(reply.first_tokens)
+        self.stage = Stage.TRANSFER
 
-    async def _take_tokens(self) -> None:
-        stage, timeout_s = Stage.TRANSFER, self._limits.handoff_s
-        if self._route.prefill_id is None:
-            stage, timeout_s = Stage.PREFILL, self._request.timeout_s
+    async def _take_tokens(self, handoff_by_s: float) -> None:
         while not self._leg.is_done:
-            mail = await self._next_mail(timeout_s, stage)
+            is_handing_over = self.stage is Stage.TRANSFER
+            mail = await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None)
             if isinstance(mail, ChannelLost):
-                raise AttemptFailed(Stage.DECODE, CallStatus.ERROR, mail.detail, True)
+                raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
             if isinstance(mail, TokenItem):
                 self._leg.take(mail)
-                stage, timeout_s = Stage.DECODE, self._request.timeout_s
+                self.stage = Stage.DECODE
 
-    async def _next_mail(self, timeout_s: float, stage: Stage) -> Mail:
-        """The next thing decode says. Raises AttemptFailed when its call ended and nothing more can come."""
-        if self._box.empty():
-            get = asyncio.ensure_future(self._box.get())
-            try:
-                await asyncio.wait({get, self._generate}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if get.done():
-                    return get.result()
-                if not self._generate.done():
-                    raise AttemptFailed(stage, CallStatus.TIMEOUT, f"nothing for {timeout_s:g} s", True)
-                return await self._tail_mail(get, stage)
-            finally:
-                get.cancel()
-        return self._box.get_nowait()
+    # -- mail --------------------------------------------------------------------------------------
 
-    async def _tail_mail(self, get: asyncio.Future[Mail], stage: Stage) -> Mail:
-        """The reply is here, its frames may still be on the way: wait for what it counts, no longer."""
-        reply = self._generate_reply(stage)
-        if reply.status is CallStatus.OK and any(n > self._leg_frames(c) for c, n in reply.num_tokens_sent):
-            await asyncio.wait({get}, timeout=self._limits.tail_s)
-            if get.done():
-                return get.result()
-            raise AttemptFailed(stage, CallStatus.ERROR, "frames that decode counts have not come", True)
-        self._raise_generate_failed(stage)
+    async def _next_mail(self, timeout_s: float | None) -> Mail:
+        """The next thing decode says. Raises AttemptFailed when its call ended and nothing more can come.
 
-    def _leg_frames(self, choice: int) -> int:
+        timeout_s None: there is only the deadline of the whole request.
+        """
+        assert self._generate is not None
+        if not self._box.empty():
+            return self._box.get_nowait()
+        # A cancelled get leaves the item in the box, and a finished one is looked at: nothing gets lost here.
+        get = asyncio.ensure_future(self._box.get())
+        try:
+            await _wait(get, self._generate, timeout_s=timeout_s)
+            if not get.done() and self._generate.done():
+                # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
+                reply = self._check_generate(self.stage)
+                if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
+                    raise self._failed(CallStatus.ERROR, "decode ended without the last token")
+                await _wait(get, timeout_s=self._limits.tail_s)
+                if not get.done():
+                    raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
+            if not get.done():
+                raise self._failed(CallStatus.TIMEOUT, "nothing heard in time")
+            return get.result()
+        finally:
+            get.cancel()
+
+    def _num_from_decode(self, choice: int) -> int:
         """Tokens of a choice that came in frames: all but the one that came from prefill."""
-        return self._leg.num_taken(choice) - (1 if self._route.prefill_id is not None else 0)
+        return self._leg.num_taken(choice) - (1 if self.route.prefill_id is not None else 0)
 
     # -- the generate call -------------------------------------------------------------------------
 
     async def _call_generate(self) -> GenerateReply:
         source = None
-        if self._route.prefill_id is not None:
+        if self.route.prefill_id is not None:
             try:
-                source = self._view.prefill_peer(self._route.prefill_id)
+                source = self._view.prefill_peer(self.route.prefill_id)
             except KeyError:
-                raise ReplicaLost(self._route.prefill_id, "has left", is_dead=False) from None
+                raise ReplicaLost(self.route.prefill_id, "has left", is_dead=False) from None
         call = GenerateCall(self._request, self._channel, source)
-        reply: GenerateReply = await self._decode.call(self._route.decode_id, "generate", call)
+        reply: GenerateReply = await self._decode.call(self.route.decode_id, "generate", call)
         return reply
 
-    def _generate_reply(self, stage: Stage) -> GenerateReply:
-        try:
-            return self._generate.result()
-        except ReplicaLost as error:
-            raise AttemptFailed(stage, CallStatus.ERROR, str(error), True) from error
+    def _check_generate(self, stage: Stage) -> GenerateReply:
+        """The reply that has come. Raises AttemptFailed unless it is OK."""
+        assert self._generate is not None
+        reply = self._result(self._generate, stage)
+        if reply.status is not CallStatus.OK:
+            stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
+            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status is not CallStatus.TIMEOUT)
+        return reply
 
-    def _raise_generate_failed(self, stage: Stage) -> NoReturn:
-        reply = self._generate_reply(stage)
-        if reply.status is CallStatus.OK:
-            raise AttemptFailed(stage, CallStatus.ERROR, "decode ended without the last token", True)
-        raise _failure(Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage, reply.status, reply.detail)
-
-    def _generate_over(self) -> None:
-        """A finished leg's call is about to answer by itself, unless prefill's token ended it or it failed."""
-        ended_by_decode = self._leg.is_done and any(self._leg_frames(c) > 0 for c in self._request.choices)
-        if not ended_by_decode:
+    def _end_generate(self) -> None:
+        """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
+        if self._generate is None or self._generate.done():
+            return
+        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._request.choices):
+            timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
+            self._generate.add_done_callback(lambda _: timer.cancel())
+        else:
             self._generate.cancel()
-        self._generate.add_done_callback(retrieve)
 
     def _heard(self) -> None:
         if self._is_unheard:
             self._is_unheard = False
-            self._view.admitted(self._route.decode_id, self._need.decode_blocks)
-            self._on_left_queue()
+            self._view.admitted(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
 
+    # -- failures ----------------------------------------------------------------------------------
 
-def _failure(stage: Stage, status: CallStatus, detail: str) -> AttemptFailed:
-    return AttemptFailed(stage, status, detail, may_retry=status is not CallStatus.TIMEOUT)
+    def _result(self, call: asyncio.Task[_T], stage: Stage) -> _T:
+        """What a finished call returned. Raises AttemptFailed, whatever it failed with."""
+        if call.cancelled():
+            raise self._failed(CallStatus.ERROR, "its call was cancelled", stage)
+        error = call.exception()
+        if error is None:
+            return call.result()
+        if isinstance(error, ReplicaLost):
+            raise self._failed(CallStatus.ERROR, str(error), stage) from error
+        # The client gets no more than its name: the text could be anything.
+        logger.error("call failed", exc_info=error, extra={"event": "call_failed", "stage": stage})
+        raise self._failed(CallStatus.ERROR, type(error).__name__, stage) from error
+
+    def _failed(
+        self, status: CallStatus, detail: str, stage: Stage | None = None, may_retry: bool = True
+    ) -> AttemptFailed:
+        return AttemptFailed(stage or self.stage, status, detail, may_retry)
 
 
 def _start(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    return asyncio.create_task(coroutine, context=contextvars.Context())
+    task = asyncio.create_task(coroutine, context=contextvars.Context())
+    task.add_done_callback(retrieve)
+    return task
+
+
+async def _wait(*futures: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Until one of them is done, or the time is up."""
+    timeout_s = None if timeout_s is None else max(0.0, timeout_s)
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for this result any more; do not let asyncio log it as never retrieved."""
+    """Perhaps nobody waits for this result any more: do not let asyncio log it as never retrieved."""
     if not task.cancelled():
         task.exception()

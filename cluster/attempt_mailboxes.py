@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.messages import Frame, TokenItem
+from cluster.pool_client import PoolClient
+from replicas.messages import ChannelAddress, Frame, TokenItem
+from replicas.token_receiver import TokenReceiver
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +67,51 @@ class Mailboxes:
     def _put(self, replica_id: str, request_id: str, mail: Mail) -> None:
         if self._replica_of.get(request_id) == replica_id:
             self._boxes[request_id].put_nowait(mail)
+
+
+class FrameIntake:
+    """The router's end of the token channels: frames in order to on_frame, and missing ones fetched again.
+
+    When they cannot be had, every attempt at their replica is told: none of them is complete any more.
+    """
+
+    def __init__(
+        self,
+        router_id: str,
+        host: str,
+        decode: PoolClient,
+        mailboxes: Mailboxes,
+        *,
+        on_frame: Callable[[Frame], None],
+        on_gap: Callable[[], None],
+        replay_timeout_s: float,
+    ) -> None:
+        """on_gap: something is missing and is being fetched."""
+        self._router_id, self._decode, self._mailboxes = router_id, decode, mailboxes
+        self._on_gap, self._replay_timeout_s = on_gap, replay_timeout_s
+        self._replays: set[asyncio.Task[None]] = set()
+        self.receiver = TokenReceiver(router_id, host, on_frame, self._fetch)
+
+    @property
+    def address(self) -> ChannelAddress:
+        return self.receiver.address
+
+    def _fetch(self, replica_id: str, epoch: str, from_seq: int) -> None:
+        self._on_gap()
+        task = asyncio.create_task(self._replay(replica_id, epoch, from_seq), context=contextvars.Context())
+        self._replays.add(task)
+        task.add_done_callback(self._replays.discard)
+
+    async def _replay(self, replica_id: str, epoch: str, from_seq: int) -> None:
+        logger.warning("frames missing", extra={"event": "frame_gap", "replica": replica_id, "from_seq": from_seq})
+        try:
+            async with asyncio.timeout(self._replay_timeout_s):
+                frames: list[Frame] = await self._decode.call(replica_id, "replay", self._router_id, from_seq)
+            if not any(frame.epoch == epoch and frame.seq == from_seq for frame in frames):
+                raise LookupError("the replay does not begin there")
+            self.receiver.deliver_replayed(frames)
+        except Exception as error:  # gone, or the replica is
+            extra = {"event": "frames_lost", "replica": replica_id, "from_seq": from_seq, "reason": repr(error)}
+            logger.warning("frames lost", extra=extra)
+            self._mailboxes.lose(replica_id, "tokens were lost on their way from decode")
+            self.receiver.skip_gap(replica_id, epoch)

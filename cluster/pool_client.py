@@ -29,7 +29,10 @@ class PoolClient(ABC):
 
     @abstractmethod
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        """The method's result. Cancelling this cancels the method at the replica. Raises ReplicaLost."""
+        """The method's result. Cancelling this cancels the method at the replica.
+
+        Raises ReplicaLost, also when somebody else cancelled it there; and whatever the method raised.
+        """
 
 
 class ServePool(PoolClient):
@@ -54,7 +57,11 @@ class ServePool(PoolClient):
             return await response
         except asyncio.CancelledError:
             response.cancel()
-            raise
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Serve's word for a method that was cancelled at the replica. Passed on, it would end our own task.
+            raise ReplicaLost(replica_id, "the call was cancelled there", is_dead=False) from None
         except ReplicaGone as error:
             raise ReplicaLost(replica_id, str(error), is_dead=False) from error
         except RayActorError as error:

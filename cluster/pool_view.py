@@ -11,7 +11,7 @@ from replicas.messages import EngineLoad, Frame, TransferPeer
 
 
 class PoolView:
-    """Loads are half a second old at worst (an idle engine sends a frame that often) and corrected by our own unheard work."""
+    """Loads are half a second old at worst (an idle engine sends a frame that often), less our own unheard work."""
 
     def __init__(self, decodes: Callable[[], ReplicaTable], prefills: Callable[[], ReplicaTable]) -> None:
         self._decodes = decodes
@@ -21,6 +21,7 @@ class PoolView:
         self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
         self._in_flight: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
+        self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
         return [
@@ -29,6 +30,7 @@ class PoolView:
                 total_blocks=metadata["num_blocks"],
                 free_blocks=self._free_blocks(replica_id, metadata["num_blocks"]),
                 num_in_flight=self._in_flight[replica_id],
+                num_queued=self._load[replica_id].num_queued if replica_id in self._load else 0,
             )
             for replica_id, metadata in self._decodes().items()
         ]
@@ -53,17 +55,23 @@ class PoolView:
     def heard_prefill(self, replica_id: str, load: EngineLoad) -> None:
         self._load[replica_id] = load
 
-    def sent(self, replica_id: str, blocks: int) -> None:
+    def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
         self._in_flight[replica_id] += 1
         self._unheard_blocks[replica_id] += blocks
+        self.num_waiting += must_wait
 
-    def admitted(self, replica_id: str, blocks: int) -> None:
-        """No longer unheard: the replica's own figures cover it (or it is over)."""
+    def admitted(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+        """No longer unheard: the replica's own figures cover it (or it is over). Once for each `sent`."""
         self._unheard_blocks[replica_id] -= blocks
+        self.num_waiting -= must_wait
+        assert self._unheard_blocks[replica_id] >= 0, "admitted twice"
+        assert self.num_waiting >= 0, "admitted twice"
 
     def ended(self, replica_id: str) -> None:
+        """Once for each `sent`, after its `admitted`."""
         self._in_flight[replica_id] -= 1
         if not self._in_flight[replica_id]:
+            assert not self._unheard_blocks[replica_id], "ended before admitted"
             del self._in_flight[replica_id], self._unheard_blocks[replica_id]
 
     def prompt_sent(self, replica_id: str, num_tokens: int) -> None:
@@ -71,6 +79,7 @@ class PoolView:
 
     def prompt_answered(self, replica_id: str, num_tokens: int) -> None:
         self._prompt_tokens[replica_id] -= num_tokens
+        assert self._prompt_tokens[replica_id] >= 0, "answered twice"
         if not self._prompt_tokens[replica_id]:
             del self._prompt_tokens[replica_id]
 

@@ -6,7 +6,6 @@ Nothing of it is visible to the client but the tokens and, at the end, one error
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import time
@@ -16,15 +15,14 @@ from dataclasses import dataclass
 
 from cluster.api_error import ApiError
 from cluster.attempt import Attempt, AttemptFailed, AttemptLimits, Stage, retrieve
-from cluster.attempt_mailboxes import Mailboxes
+from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.generation import ChoiceState, GeneratedToken, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
-from cluster.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable, choose_route
+from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from replicas.messages import CallStatus, Frame
-from replicas.token_receiver import TokenReceiver
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 logger = logging.getLogger(__name__)
@@ -39,6 +37,20 @@ class RouterLimits:
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What became of a leg's attempts so far, those before it was split included. excluded: replicas to avoid."""
+
+    num_failed: int = 0
+    excluded: frozenset[str] = frozenset()
+
+    def after(self, failure: AttemptFailed, route: Route) -> _Past:
+        cause = failure.__cause__
+        # If it is not known which of the two was at fault, both are avoided.
+        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
+        return _Past(self.num_failed + 1, self.excluded.union(id_ for id_ in at_fault if id_ is not None))
 
 
 class Router:
@@ -58,23 +70,32 @@ class Router:
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
         self._mailboxes = Mailboxes()
-        self._num_waiting = 0
         self._background: set[asyncio.Task[None]] = set()
-        self.router_id = f"router-{uuid.uuid4().hex[:12]}"
-        self._receiver = TokenReceiver(self.router_id, channel_host, self._on_frame, self._on_gap)
+        self._intake = FrameIntake(
+            f"router-{uuid.uuid4().hex[:12]}",
+            channel_host,
+            decode,
+            self._mailboxes,
+            on_frame=self._on_frame,
+            on_gap=lambda: metrics.retried("frames"),
+            replay_timeout_s=limits.attempt.tail_s,
+        )
 
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
-        await self._receiver.start()
+        await self._intake.receiver.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
-        await self._receiver.stop()
+        await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
-        """Only decode replicas that are there now may send frames. On the router's event loop."""
+        """Frames are taken from these; also still from replicas that left, which may have work of ours to end.
+
+        On the router's event loop.
+        """
         for metadata in decodes.values():
-            self._receiver.allow(metadata["channel_public_key"])
+            self._intake.receiver.allow(metadata["channel_public_key"])
 
     @property
     def num_in_flight(self) -> int:
@@ -82,7 +103,7 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._view.num_waiting
 
     async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
         """Tokens of all choices as they come, in order within each choice. Raises ApiError.
@@ -92,10 +113,15 @@ class Router:
         deadline_s = time.monotonic() + spec.timeout_s
         output: asyncio.Queue[GeneratedToken | None] = asyncio.Queue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
-        # Decided before anything is awaited, so that a refusal costs nobody anything.
-        self._check_room(leg)
-        run = asyncio.create_task(self._run_leg(leg, deadline_s), context=contextvars.Context())
+        # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
+        # together each sees those before it.
+        route, need = self._route(leg)
+        self._check_room(route)
+        first = self._open_attempt(leg, route, need, deadline_s)
+        run = asyncio.create_task(self._run_leg(leg, deadline_s, _Past(), first), context=contextvars.Context())
+        run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
         run.add_done_callback(lambda _: output.put_nowait(None))
+        run.add_done_callback(retrieve)
         try:
             while (token := await output.get()) is not None:
                 yield token
@@ -103,42 +129,51 @@ class Router:
         finally:
             run.cancel()
             await asyncio.wait({run})
-            retrieve(run)
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
-    async def _run_leg(self, leg: Leg, deadline_s: float) -> None:
-        excluded: set[str] = set()
-        for attempt in range(self._limits.max_retries + 1):
-            route, need = self._route(leg, excluded)
+    async def _run_leg(self, leg: Leg, deadline_s: float, past: _Past, attempt: Attempt | None = None) -> None:
+        while True:
+            attempt = attempt or self._open_attempt(leg, *self._route(leg, past.excluded), deadline_s)
             try:
-                await self._run_attempt(leg, route, need, deadline_s)
+                await self._run_attempt(attempt, deadline_s)
                 return
             except AttemptFailed as failure:
-                self._log_failure(leg, route, failure, attempt)
-                if not failure.may_retry or attempt == self._limits.max_retries or time.monotonic() > deadline_s:
-                    raise _api_error(failure) from failure
-                excluded |= {route.decode_id, route.prefill_id or route.decode_id}
+                self._log_failure(leg, attempt.route, failure, past.num_failed)
+                past = past.after(failure, attempt.route)
+                if not self._may_retry(leg, failure, past, deadline_s):
+                    raise failure.api_error(leg.has_emitted) from failure
                 self._metrics.retried(failure.stage)
-            await asyncio.sleep(self._limits.retry_delay_s * 2**attempt)
+            attempt = None
+            await asyncio.sleep(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
             legs = leg.split()
             if len(legs) > 1:
-                await self._run_apart(legs, deadline_s)
+                await self._run_apart(legs, deadline_s, past)
                 return
-            leg = legs[0]
+            (leg,) = legs
 
-    async def _run_apart(self, legs: list[Leg], deadline_s: float) -> None:
+    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: _Past) -> None:
         """Choices that have parted go on each by itself; the first error ends them all."""
         try:
             async with asyncio.TaskGroup() as group:
                 for leg in legs:
-                    group.create_task(self._run_leg(leg, deadline_s))
-        except* ApiError as errors:
+                    group.create_task(self._run_leg(leg, deadline_s, past))
+        except ExceptionGroup as errors:
+            # Not `except*`: what that raises is a group again.
             raise errors.exceptions[0] from None
 
-    async def _run_attempt(self, leg: Leg, route: Route, need: Need, deadline_s: float) -> None:
-        timeout_s = max(0.0, deadline_s - time.monotonic())
-        request = leg.request(uuid.uuid4().hex, timeout_s)
+    async def _run_attempt(self, attempt: Attempt, deadline_s: float) -> None:
+        try:
+            # Not `wait_for`: it would run the attempt in a task of its own, which a cancellation can miss.
+            async with asyncio.timeout(deadline_s - time.monotonic()) as limit:
+                await attempt.run()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
+
+    def _open_attempt(self, leg: Leg, route: Route, need: Need, deadline_s: float) -> Attempt:
+        request = leg.request(uuid.uuid4().hex, max(0.0, deadline_s - time.monotonic()))
         attempt = Attempt(
             leg,
             request,
@@ -148,35 +183,39 @@ class Router:
             prefill=self._prefill,
             view=self._view,
             mailboxes=self._mailboxes,
-            channel=self._receiver.address,
+            channel=self._intake.address,
             limits=self._limits.attempt,
-            on_left_queue=lambda: self._wait_over(route),
         )
+        attempt.open()
         self._metrics.routed(route.kind)
-        self._num_waiting += route.must_wait
-        try:
-            await asyncio.wait_for(attempt.run(), timeout_s)
-        except TimeoutError:
-            raise AttemptFailed(Stage.DECODE, CallStatus.TIMEOUT, "the request's time is up", False) from None
-
-    def _wait_over(self, route: Route) -> None:
-        self._num_waiting -= route.must_wait
+        if route.kind is RouteKind.FALLBACK:
+            extra = {"event": "fallback", "generation": leg.spec.generation_id, "decode": route.decode_id}
+            logger.warning("no prefill replica: decode computes the prompt", extra=extra)
+        return attempt
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def _check_room(self, leg: Leg) -> None:
-        route, _ = self._route(leg, set())
-        if route.must_wait and self._num_waiting >= self._limits.max_queued:
+    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: _Past, deadline_s: float) -> bool:
+        if not failure.may_retry or past.num_failed > self._limits.max_retries or time.monotonic() > deadline_s:
+            return False
+        if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
+            # It has waited as long as anybody may. Another replica is asked only if that one has room.
+            route, _ = self._route(leg, past.excluded)
+            return not route.must_wait and route.decode_id not in past.excluded
+        return True
+
+    def _check_room(self, route: Route) -> None:
+        if route.must_wait and self.num_waiting >= self._limits.max_queued:
             self._metrics.rejected("queue_full")
+            logger.warning("request shed", extra={"event": "queue_full", "num_waiting": self.num_waiting})
             raise ApiError(
                 429,
-                f"{self._num_waiting} requests are waiting for KV memory, the most allowed; try again later",
-                type="rate_limit_error",
+                f"{self.num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
                 code="queue_full",
                 retry_after_s=self._retry_after_s(),
             )
 
-    def _route(self, leg: Leg, excluded: set[str]) -> tuple[Route, Need]:
+    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> tuple[Route, Need]:
         request = leg.request("", 0.0)
         prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
         need = Need(
@@ -205,77 +244,51 @@ class Router:
                 raise ApiError(
                     503,
                     f"no {pool} replica is available now; try again later",
-                    type="server_error",
                     code="unavailable",
                     retry_after_s=1.0,
                 )
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
-        return float(max(1, self._num_waiting // max(1, len(self._decode.replicas()))))
+        return float(max(1, self.num_waiting // max(1, len(self._decode.replicas()))))
 
-    # -- frames ------------------------------------------------------------------------------------
+    # -- what the replicas say ---------------------------------------------------------------------
 
     def _on_frame(self, frame: Frame) -> None:
         self._view.heard(frame)
         self._mailboxes.deliver(frame)
 
-    def _on_gap(self, replica_id: str, epoch: str, from_seq: int) -> None:
-        self._spawn(self._fill_gap(replica_id, epoch, from_seq))
-
-    async def _fill_gap(self, replica_id: str, epoch: str, from_seq: int) -> None:
-        logger.warning("frames missing", extra={"event": "frame_gap", "replica": replica_id, "from_seq": from_seq})
-        self._metrics.retried("frames")
-        try:
-            self._receiver.deliver_replayed(await self._decode.call(replica_id, "replay", self.router_id, from_seq))
-        except Exception as error:  # gone, or the replica is: its requests can't be complete any more
-            self._mailboxes.lose(replica_id, f"frames from {from_seq} on are lost: {error}")
-            self._receiver.skip_gap(replica_id, epoch)
-
-    def _spawn(self, coroutine: object) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine, context=contextvars.Context())  # type: ignore[arg-type]
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        logger.warning(
-            "attempt failed",
-            extra={
-                "event": "attempt_failed",
-                "generation": leg.spec.generation_id,
-                "stage": failure.stage,
-                "status": failure.status,
-                "detail": failure.detail,
-                "decode": route.decode_id,
-                "prefill": route.prefill_id,
-                "attempt": attempt,
-            },
-        )
+        extra = {
+            "event": "attempt_failed",
+            "generation": leg.spec.generation_id,
+            "stage": failure.stage,
+            "status": failure.status,
+            "detail": failure.detail,
+            "decode": route.decode_id,
+            "prefill": route.prefill_id,
+            "attempt": attempt,
+        }
+        logger.warning("attempt failed", extra=extra)
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:
-            self._spawn(self._forget_dead(cause.replica_id))
+            task = asyncio.create_task(self._forget_dead(cause.replica_id), context=contextvars.Context())
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
 
     async def _forget_dead(self, replica_id: str) -> None:
         """A replica died: whoever holds a lease for it, or waits for it, lets go now instead of at expiry."""
         agent_name = self._view.forget(replica_id)
         if agent_name is None:
             return
-        for pool in (self._decode, self._prefill):
-            for survivor in pool.replicas() if pool else ():
-                with contextlib.suppress(ReplicaLost):
-                    assert pool is not None
-                    await pool.call(survivor, "forget_peer", agent_name)
+        pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        survivors = [(pool, name) for pool in pools for name in pool.replicas() if name != replica_id]
+        await asyncio.gather(*(self._tell_to_forget(pool, name, agent_name) for pool, name in survivors))
 
-
-def _api_error(failure: AttemptFailed) -> ApiError:
-    if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
-        return ApiError(
-            429,
-            f"no decode replica had room in time ({failure.detail}); try again later",
-            type="rate_limit_error",
-            code="queue_timeout",
-            retry_after_s=1.0,
-        )
-    if failure.status is CallStatus.TIMEOUT:
-        return ApiError(504, f"the request timed out: {failure.detail}", type="server_error", code="timeout")
-    return ApiError(500, f"the request failed at {failure.stage}: {failure.detail}", type="server_error", code="failed")
+    async def _tell_to_forget(self, pool: PoolClient, replica_id: str, agent_name: str) -> None:
+        try:
+            async with asyncio.timeout(self._limits.attempt.tail_s):
+                await pool.call(replica_id, "forget_peer", agent_name)
+        except Exception as error:  # its leases and waits expire by themselves, only later
+            extra = {"event": "forget_failed", "replica": replica_id, "reason": repr(error)}
+            logger.warning("forget_peer failed", extra=extra)

@@ -12,13 +12,19 @@ class DecodeCandidate:
     """One decode replica as this router knows it.
 
     free_blocks: not promised to anyone by its last frame, less what this router has sent since and not yet
-    heard admitted. num_in_flight: this router's own requests there.
+    heard admitted. num_in_flight: this router's own requests there. num_queued: anybody's that waited there for
+    memory or a slot, by its last frame; whoever comes now waits too.
     """
 
     replica_id: str
     total_blocks: int
     free_blocks: int
     num_in_flight: int
+    num_queued: int = 0
+
+    def must_wait(self, needed_blocks: int) -> bool:
+        """Whether a request that comes now is not admitted at once."""
+        return self.free_blocks < needed_blocks or self.num_queued > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ def choose_route(
     decode = choose_decode(need.decode_blocks, decodes, excluded)
     if not isinstance(decode, DecodeCandidate):
         return decode
-    must_wait = decode.free_blocks < need.decode_blocks
+    must_wait = decode.must_wait(need.decode_blocks)
     if not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens:
         return Route(RouteKind.LOCAL, decode.replica_id, None, must_wait)
     prefill = choose_prefill(need.prefill_blocks, prefills, excluded)
@@ -105,14 +111,14 @@ def choose_route(
 def choose_decode(
     needed_blocks: int, candidates: Sequence[DecodeCandidate], excluded: Collection[str] = ()
 ) -> DecodeCandidate | NeverFits | Unavailable:
-    """The replica with the most room left; among equals the one with the fewest of our requests."""
+    """One that admits it at once, if any does; of these the one with the most room, then the fewest of our requests."""
     if not candidates:
         return Unavailable("decode")
     fitting = [c for c in candidates if c.total_blocks >= needed_blocks]
     if not fitting:
         return NeverFits("decode", needed_blocks, max(c.total_blocks for c in candidates))
     fresh = [c for c in fitting if c.replica_id not in excluded] or fitting
-    return max(fresh, key=lambda c: (c.free_blocks, -c.num_in_flight, c.replica_id))
+    return max(fresh, key=lambda c: (not c.must_wait(needed_blocks), c.free_blocks, -c.num_in_flight, c.replica_id))
 
 
 def choose_prefill(

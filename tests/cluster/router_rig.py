@@ -83,6 +83,7 @@ async def running_router(
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
 ) -> AsyncIterator[Rig]:
+    gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
     router = Router(
         decode=cluster.decode,
@@ -99,7 +100,7 @@ async def running_router(
     loop.set_exception_handler(lambda _, context: rig.problems.append(context))
     await router.start()
     router.pools_changed(cluster.decode.replicas())
-    cluster.receiver = router._receiver
+    cluster.receiver = router._intake.receiver
     rig.baseline = asyncio.all_tasks()
     try:
         yield rig
@@ -111,7 +112,7 @@ async def running_router(
     gc.collect()
     await asyncio.sleep(0)
     assert not rig.problems, rig.problems
-    assert router._receiver.counts.callback_errors == 0
+    assert router._intake.receiver.counts.callback_errors == 0
 
 
 async def until(condition: Callable[[], bool], why: Callable[[], object] = lambda: "") -> None:

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from scheduler.block_allocator import BlockCounts
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import Ledger, PromptDone, TokenEvent
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
-from scheduler.request import TERMINAL_STATES, Request, RequestState
+from scheduler.request import Request, RequestState
 from tests.scheduler.paged_model import PagedRunner
 
 SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
-EventT = TypeVar("EventT", TokenEvent, PromptDone)
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class FaultRates:
 
 
 class SimulatedEngine(Generic[SchedulerT]):
-    """`on_end` hears of requests that the engine itself ended early (deadline, fault)."""
+    """`on_event` hears what commits report, `on_end` of requests that the engine itself ended early."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class SimulatedEngine(Generic[SchedulerT]):
         lag: int,
         rng: random.Random,
         faults: FaultRates,
+        on_event: Callable[[TokenEvent | PromptDone], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.scheduler = scheduler
         self.runner = PagedRunner(scheduler.limits, max_blocks)
         self.num_steps = self.num_rows = self.num_sampled = 0
-        self._lag, self._rng, self._faults, self._on_end = lag, rng, faults, on_end
+        self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
         self._in_flight: deque[_Step] = deque()
         self._waiting: list[str] = []  # in order of arrival
         self._prompt_progress: dict[str, int] = {}
@@ -79,22 +80,21 @@ class SimulatedEngine(Generic[SchedulerT]):
         self.check()
         return ended
 
-    def iterate(self, now_s: float) -> tuple[tuple[Request, ...], list[TokenEvent | PromptDone]]:
-        """One round of the loop: who was admitted, and what its commits reported."""
+    def iterate(self, now_s: float) -> tuple[Request, ...]:
+        """One round of the loop; who was admitted."""
         for request_id in self.scheduler.expired(now_s):
             self._expire(request_id, now_s)
         admitted = self._admit(now_s)
         if self._rng.random() < self._faults.engine:
             self._fail(now_s)
-            return admitted, []
+            return admitted
         plan = self.scheduler.plan(now_s)
         if plan is not None:
             self._launch(plan, now_s)
-        self.check()
-        events: list[TokenEvent | PromptDone] = []
+            self.check()
         while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
-            events += self._commit(now_s)
-        return admitted, events
+            self._commit(now_s)
+        return admitted
 
     def run_some(self) -> None:
         """The device gets round to some of the steps in flight."""
@@ -124,7 +124,8 @@ class SimulatedEngine(Generic[SchedulerT]):
             assert (
                 blocks > self.scheduler.budget.available or slots > self.scheduler.limits.max_sequences - used_slots
             ), "the head of the queue would have fitted"
-        self.check()
+        if admitted:
+            self.check()
         return admitted
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
@@ -151,7 +152,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         if step.output is None:
             step.output = self.runner.run(step.plan)
 
-    def _commit(self, now_s: float) -> list[TokenEvent | PromptDone]:
+    def _commit(self, now_s: float) -> None:
         step = self._in_flight.popleft()
         self._run(step)
         assert step.output is not None
@@ -164,9 +165,9 @@ class SimulatedEngine(Generic[SchedulerT]):
             self._on_end(victim)
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
-        events = list(self.scheduler.commit(output, now_s))
+        for event in self.scheduler.commit(output, now_s):
+            self._on_event(event)
         self.check()
-        return events
 
     def _victim(self, plan: StepPlan, rate: float) -> str | None:
         if plan.is_empty or self._rng.random() >= rate:
@@ -222,63 +223,55 @@ class SimulatedEngine(Generic[SchedulerT]):
             assert choices == (request.choices if end == request.prompt_len else ())
 
     def check(self) -> None:
-        """Everything that must hold at any time, recomputed from nothing. O(blocks + requests)."""
+        """Everything that must hold at any time, recounted from nothing. O(blocks + requests)."""
         scheduler = self.scheduler
         scheduler.allocator.check_integrity()
-        requests = scheduler._requests.values()
-        sequences = [sequence for request in requests for sequence in request.sequences]
-        assert scheduler.allocator._request_refs == Counter(b for s in sequences for b in s.block_ids)
-        assert scheduler.allocator._transfer_refs == Counter(b for ids in scheduler._transfers.values() for b in ids)
+        held: list[int] = []
+        in_transfer: list[int] = []
+        slots = list(scheduler._free_slots)
+        states: Counter[str] = Counter()
+        num_unplanned = 0
+        for request in scheduler._requests.values():
+            own = [block_id for sequence in request.sequences for block_id in sequence.block_ids]
+            held += own
+            in_transfer += scheduler._transfers.get(request.request_id, ())
+            slots += [sequence.slot for sequence in request.sequences]
+            state = "OVER" if request.is_over else request.state.name
+            states[state] += 1
+            if request.local_prefill and state != "OVER":
+                num_unplanned += request.prompt_len - request.num_prefilled
+            self._check_promise(request, own, state)
+        assert scheduler.allocator._request_refs == Counter(held)
+        assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
+        assert sorted(slots) == list(range(scheduler.limits.max_sequences))
+        assert list(scheduler._queue) == self._waiting
+        assert len(scheduler._deadlines) <= len(scheduler._requests) - states["OVER"]
+        promised = scheduler.budget._promised
+        assert promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
+        assert sum(promised.values()) <= scheduler.limits.num_blocks
         free = set(scheduler.allocator._free)
         for step in self._in_flight:
-            assert not step.block_ids & free, f"step {step.plan.step_id} in flight computes on freed blocks"
-        slots = [sequence.slot for sequence in sequences]
-        assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_sequences))
-        self._check_promises()
-        assert list(scheduler._queue) == self._waiting
-        assert scheduler.ledger() == self._expected_ledger(free)
-        live = {request.request_id: request.deadline_s for request in requests if not request.is_over}
-        assert len(scheduler._deadlines) <= len(live)
-        assert (scheduler.next_deadline_s is None) or scheduler.next_deadline_s in live.values()
-
-    def _check_promises(self) -> None:
-        scheduler = self.scheduler
-        promised = scheduler.budget._promised
-        assert scheduler.budget.promised == sum(promised.values()) <= scheduler.limits.num_blocks
-        assert promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
-        for request_id, num_blocks in promised.items():
-            request = scheduler._requests[request_id]
-            held = {block_id for sequence in request.sequences for block_id in sequence.block_ids}
-            in_transfer = set(scheduler._transfers.get(request_id, ()))
-            assert len(held | in_transfer) <= num_blocks, f"{request_id} holds more than it was promised"
-            if request.is_over and not held:
-                assert num_blocks == len(in_transfer), f"{request_id} keeps a promise it cannot use"
-
-    def _expected_ledger(self, free: set[int]) -> Ledger:
-        scheduler = self.scheduler
-        requests = list(scheduler._requests.values())
-        by_state = Counter(request.state for request in requests)
-        held = {b for request in requests for sequence in request.sequences for b in sequence.block_ids}
-        unplanned = sum(
-            request.prompt_len - request.num_prefilled
-            for request in requests
-            if request.local_prefill and not request.is_over
-        )
-        counts = scheduler.allocator.counts()
-        assert (counts.free, counts.request) == (len(free), len(held))
-        assert counts.total == counts.free + counts.request + counts.transfer_only == scheduler.limits.num_blocks
-        return Ledger(
-            blocks=counts,
-            promised_blocks=sum(scheduler.budget._promised.values()),
+            assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
+        assert scheduler.ledger() == Ledger(
+            blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
+            promised_blocks=sum(promised.values()),
             budget_blocks=scheduler.limits.num_blocks,
-            num_queued=by_state[RequestState.QUEUED],
-            queued_prompt_tokens=unplanned,
-            num_active=sum(by_state[state] for state in _ACTIVE),
-            num_leased=by_state[RequestState.LEASED],
-            num_ending=sum(by_state[state] for state in TERMINAL_STATES),
-            used_slots=sum(len(request.sequences) for request in requests),
+            num_queued=states["QUEUED"],
+            queued_prompt_tokens=num_unplanned,
+            num_active=sum(states[name] for name in ("ADMITTED", "PREFILLING", "LOADING", "RUNNING")),
+            num_leased=states["LEASED"],
+            num_ending=states["OVER"],
+            used_slots=len(slots) - len(scheduler._free_slots),
         )
+
+    def _check_promise(self, request: Request, own: list[int], state: str) -> None:
+        num_promised = self.scheduler.budget._promised.get(request.request_id, 0)
+        in_transfer = self.scheduler._transfers.get(request.request_id, ())
+        num_held = len({*own, *in_transfer})
+        assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
+        if state == "OVER" and not own:
+            assert num_promised == len(in_transfer), f"{request.request_id} keeps a promise it cannot use"
 
     def check_at_rest(self) -> None:
         """Nothing is left of anything."""
@@ -288,9 +281,6 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert not self.scheduler._ending
         assert len(self.scheduler._deadlines) == len(self.scheduler.prompts) == 0
         assert self.scheduler.next_deadline_s is None
-
-
-_ACTIVE = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LOADING, RequestState.RUNNING)
 
 
 def needs_of(scheduler: EngineScheduler, request: Request) -> tuple[int, int]:

@@ -27,11 +27,11 @@ _MOST_TOKENS = 14
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """local_share: part of the requests that decode prefills itself. Rates are per request; those of faults per step."""
+    """local_share: part of the requests that decode prefills itself. Rates are per request, of faults per step."""
 
     seed: int
     lag: int
-    num_requests: int = 300
+    num_requests: int = 200
     local_share: float = 0.5
     cancel_rate: float = 0.2
     short_deadline_rate: float = 0.1
@@ -88,10 +88,10 @@ class SimulatedSystem:
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
         self.decode = SimulatedEngine(
-            DecodeScheduler(decode), max_blocks, workload.lag, rng, workload.faults, self._end_both
+            DecodeScheduler(decode), max_blocks, workload.lag, rng, workload.faults, self._on_decode, self._end_both
         )
         self.prefill = SimulatedEngine(
-            PrefillScheduler(prefill), max_blocks, workload.lag, rng, workload.faults, self._end_both
+            PrefillScheduler(prefill), max_blocks, workload.lag, rng, workload.faults, self._on_prefill, self._end_both
         )
 
     def run(self) -> None:
@@ -176,14 +176,10 @@ class SimulatedSystem:
     # -- engines -----------------------------------------------------------------------------------
 
     def _iterate_decode(self) -> None:
-        admitted, events = self.decode.iterate(self.now_s)
-        for request in admitted:
+        for request in self.decode.iterate(self.now_s):
             client = self.clients[request.request_id]
             if client.remote and client.status is Status.OPEN:
                 self._prefill(request)
-        for event in events:
-            assert isinstance(event, TokenEvent)
-            self._receive(event)
 
     def _prefill(self, request: Request) -> None:
         copy = Request(
@@ -201,15 +197,20 @@ class SimulatedSystem:
             self._end_both(request.request_id)
 
     def _iterate_prefill(self) -> None:
-        _, reports = self.prefill.iterate(self.now_s)
-        for done in reports:
-            assert isinstance(done, PromptDone)
-            for event in done.first_tokens:
-                self._receive(event)
-            if done.block_ids:
-                self._transfers[done.request_id] = Transfer(done.request_id, done, self.rng.randint(0, 4))
-            else:
-                self.decode.end(done.request_id, RequestState.CANCELLED, self.now_s)
+        self.prefill.iterate(self.now_s)
+
+    def _on_prefill(self, done: TokenEvent | PromptDone) -> None:
+        assert isinstance(done, PromptDone)
+        for event in done.first_tokens:
+            self._receive(event)
+        if done.block_ids:
+            self._transfers[done.request_id] = Transfer(done.request_id, done, self.rng.randint(0, 4))
+        else:
+            self.decode.end(done.request_id, RequestState.CANCELLED, self.now_s)
+
+    def _on_decode(self, event: TokenEvent | PromptDone) -> None:
+        assert isinstance(event, TokenEvent)
+        self._receive(event)
 
     def _run_devices(self) -> None:
         self.decode.run_some()
@@ -236,7 +237,8 @@ class SimulatedSystem:
             if transfer.wait < 0:
                 self._advance(transfer)
                 self.decode.check()
-                self.prefill.check()
+        if self._transfers:
+            self.prefill.check()
 
     def _advance(self, transfer: Transfer) -> None:
         rng, request_id = self.rng, transfer.request_id

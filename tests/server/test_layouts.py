@@ -56,7 +56,7 @@ def test_alone_equals_transformers(server: RunningServer) -> None:
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=1))
 
 
-@pytest.mark.slow  # every prompt alone takes 5 to 7 minutes a layout on 2 cores: `make test-all`
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
 def test_every_prompt_alone_equals_transformers(server: RunningServer) -> None:
     _check(GOLDENS, post_all(server, [golden_request(golden) for golden in GOLDENS], num_at_once=1))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.golden.golden_set import load_goldens
@@ -40,8 +42,7 @@ def test_sixteen_requests_of_two_hundred_tokens(server: RunningServer) -> None:
         assert len(answer.token_ids) == 200 - len(golden.prompt_ids)
         assert answer.finish_reason == "length"
     with server.client() as client:
-        for request, together in list(zip(requests, answers, strict=True))[:2]:
-            assert post(client, *request) == together
+        assert post(client, *requests[0]) == answers[0]
     server.wait_for_baseline()
 
 
@@ -52,31 +53,22 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers(server: RunningS
         elapsed_s = time.monotonic() - started_s
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert "1008" in message  # 18 shared blocks and 3 x 15 of their own, of 16 tokens
+    assert "960" in message  # 18 shared blocks and 3 x 14 of their own, of 16 tokens
     assert str(CAPACITY_TOKENS) in message
     assert elapsed_s < 2.0
     server.wait_for_baseline()
 
 
 def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) -> None:
+    """One runs, 14 may wait: of 24 that come while nothing moves, 9 are turned away at once."""
+    body = {"prompt": [5] * 100, "max_tokens": 400, "temperature": 0}
     server.hold("decode.step")
-    try:
-        with server.client() as client:
-            import concurrent.futures
-
-            body = {"prompt": [5] * 100, "max_tokens": 400, "temperature": 0}
-            with concurrent.futures.ThreadPoolExecutor(24) as pool:
-                waiting = [pool.submit(client.post, "/v1/completions", json=body, timeout=15) for _ in range(24)]
-                rejected = []
-                for future in concurrent.futures.as_completed(waiting):
-                    if future.exception() is None:
-                        rejected.append(future.result())
-                        if len(rejected) >= 5:
-                            break
-                server.clear_faults()
-    finally:
-        server.clear_faults()
-    assert {response.status_code for response in rejected} == {429}
-    assert all(int(response.headers["retry-after"]) >= 1 for response in rejected)
-    assert server.total("splitserve_request_rejections_total", reason="queue_full") >= 5
+    with server.client() as client, ThreadPoolExecutor(24) as pool:
+        futures = [pool.submit(client.post, "/v1/completions", json=body, timeout=10) for _ in range(24)]
+        answers = [future.result() for future in futures if not isinstance(future.exception(), httpx.TimeoutException)]
+    server.clear_faults()
+    assert [answer.status_code for answer in answers] == [429] * 9
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    assert all(answer.json()["error"]["code"] == "queue_full" for answer in answers)
+    assert server.total("splitserve_request_rejections_total", reason="queue_full") == 9
     server.wait_for_baseline(timeout_s=5)

@@ -1,0 +1,72 @@
+"""Short ways to make requests and to play a step, for the unit tests."""
+
+from __future__ import annotations
+
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_scheduler import PoolLimits
+from scheduler.outcome import TokenEvent
+from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.request import Request, Sequence
+from scheduler.sampling_params import SamplingParams
+
+STOP = 999
+
+
+def make_request(
+    request_id: str = "r",
+    prompt_len: int = 3,
+    max_tokens: int = 4,
+    choices: tuple[int, ...] = (0,),
+    deadline_s: float = 100.0,
+    local_prefill: bool = True,
+) -> Request:
+    """Prompt tokens 100, 101, ...; STOP is its only stop token."""
+    return Request(
+        request_id=request_id,
+        prompt_ids=tuple(range(100, 100 + prompt_len)),
+        choices=choices,
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset({STOP}),
+        sampling=SamplingParams(seed=1),
+        deadline_s=deadline_s,
+        local_prefill=local_prefill,
+    )
+
+
+def limits(num_blocks: int = 20, block_size: int = 4, max_sequences: int = 4, max_step_tokens: int = 16) -> PoolLimits:
+    return PoolLimits(num_blocks, block_size, max_sequences, max_step_tokens)
+
+
+def sampled(plan: StepPlan, token_id: int = 7, **of_request: int) -> StepOutput:
+    """What a runner returns that samples `token_id` everywhere, or what `of_request` says by request id."""
+    names = [(row.request_id, row.choice) for row in plan.rows]
+    names += [(chunk.request_id, target.choice) for chunk in plan.chunks for target in chunk.targets]
+    tokens = tuple(SampledToken(rid, choice, of_request.get(rid, token_id)) for rid, choice in names)
+    return StepOutput(plan.step_id, tokens)
+
+
+def running(scheduler: DecodeScheduler, request: Request) -> Request:
+    """Submit, admit and load it; the first token of each choice is 7."""
+    assert not request.local_prefill
+    scheduler.submit(request, 0.0)
+    assert scheduler.admit(0.0) == (request,)
+    scheduler.begin_load(request.request_id, 0.0)
+    scheduler.kv_ready(request.request_id, dict.fromkeys(request.choices, (7, None)), 0.0)
+    return request
+
+
+def step(scheduler: DecodeScheduler, token_id: int = 7, **of_request: int) -> tuple[StepPlan, tuple[TokenEvent, ...]]:
+    """Plan and commit one step without lag."""
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    return plan, scheduler.commit(sampled(plan, token_id, **of_request), 0.0)
+
+
+def written_blocks(request: Request, plan: StepPlan, block_size: int) -> dict[int, int]:
+    """Choice -> the block its row writes."""
+    by_choice: dict[int, Sequence] = {sequence.choice: sequence for sequence in request.sequences}
+    return {
+        row.choice: by_choice[row.choice].block_ids[row.position // block_size]
+        for row in plan.rows
+        if row.request_id == request.request_id
+    }

@@ -1,0 +1,131 @@
+"""Prompts packed into steps: budget, order, and every prompt token exactly once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.plan import PrefillChunk, SampleTarget
+from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.request import Request, RequestState, Sequence
+from tests.scheduler.short_requests import make_request
+
+
+def admitted(request_id: str, prompt_len: int, choices: tuple[int, ...] = (0,), num_slots: int = 1) -> Request:
+    request = make_request(request_id, prompt_len, choices=choices)
+    request.enter(RequestState.ADMITTED, 0.0)
+    request.sequences = [Sequence(choice, slot=10 + index) for index, choice in enumerate(choices[:num_slots])]
+    return request
+
+
+def batcher_of(*requests: Request) -> PrefillBatcher:
+    batcher = PrefillBatcher()
+    for request in requests:
+        batcher.add(request)
+    return batcher
+
+
+def spans(chunks: list[PrefillChunk]) -> list[tuple[str, int, int]]:
+    return [(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+
+
+def test_short_prompts_share_a_step() -> None:
+    a, b = admitted("a", 3), admitted("b", 2)
+    batcher = batcher_of(a, b)
+    chunks, completed = batcher.plan_chunks(10, 5, 1.0)
+    assert spans(chunks) == [("a", 0, 3), ("b", 0, 2)]
+    assert completed == [a, b]
+    assert [chunk.targets for chunk in chunks] == [(SampleTarget(10, 0),), (SampleTarget(10, 0),)]
+    assert a.last_step_id == b.last_step_id == 5
+    assert a.entered_s[RequestState.PREFILLING] == 1.0
+    assert len(batcher) == batcher.num_pending_tokens == 0
+
+
+def test_a_long_prompt_goes_in_chunks_and_the_next_takes_what_is_left() -> None:
+    a, b = admitted("a", 7), admitted("b", 4)
+    batcher = batcher_of(a, b)
+    assert spans(batcher.plan_chunks(4, 0, 0.0)[0]) == [("a", 0, 4)]
+    assert batcher.num_pending_tokens == 7
+    chunks, completed = batcher.plan_chunks(4, 1, 0.0)
+    assert spans(chunks) == [("a", 4, 7), ("b", 0, 1)]
+    assert completed == [a]
+    assert [bool(chunk.targets) for chunk in chunks] == [True, False]
+    assert spans(batcher.plan_chunks(4, 2, 0.0)[0]) == [("b", 1, 4)]
+
+
+def test_a_chunk_that_fills_the_budget_exactly_leaves_nothing_for_the_next() -> None:
+    batcher = batcher_of(admitted("a", 4), admitted("b", 1))
+    chunks, completed = batcher.plan_chunks(4, 0, 0.0)
+    assert spans(chunks) == [("a", 0, 4)]
+    assert len(completed) == 1
+
+
+@pytest.mark.parametrize("budget", [0, -3])
+def test_no_budget_plans_nothing(budget: int) -> None:
+    request = admitted("a", 4)
+    assert batcher_of(request).plan_chunks(budget, 0, 0.0) == ([], [])
+    assert request.state is RequestState.ADMITTED
+    assert request.last_step_id == -1
+
+
+def test_targets_of_several_choices() -> None:
+    forked = admitted("a", 2, choices=(1, 4, 5), num_slots=3)
+    (chunk,), _ = batcher_of(forked).plan_chunks(10, 0, 0.0)
+    assert chunk.targets == (SampleTarget(10, 1), SampleTarget(11, 4), SampleTarget(12, 5))
+    one_slot = admitted("b", 2, choices=(1, 4, 5), num_slots=1)  # a prefill engine
+    (chunk,), _ = batcher_of(one_slot).plan_chunks(10, 0, 0.0)
+    assert chunk.targets == (SampleTarget(10, 1), SampleTarget(10, 4), SampleTarget(10, 5))
+
+
+def test_a_discarded_prompt_is_gone_in_any_stage() -> None:
+    a, b, c = admitted("a", 6), admitted("b", 5), admitted("c", 4)
+    batcher = batcher_of(a, b, c)
+    batcher.plan_chunks(4, 0, 0.0)
+    batcher.discard("b")
+    assert batcher.num_pending_tokens == 2 + 4
+    batcher.discard("a")  # half done
+    batcher.discard("a")
+    batcher.discard("unknown")
+    assert batcher.num_pending_tokens == 4
+    assert spans(batcher.plan_chunks(9, 1, 0.0)[0]) == [("c", 0, 4)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_prompts_are_covered_once_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    batcher = PrefillBatcher()
+    arrived: list[Request] = []
+    given_up: set[str] = set()
+    planned: dict[str, list[int]] = {}
+    finished: list[str] = []
+    step_id = 0
+    while step_id < 60 or len(batcher):
+        if step_id < 60 and rng.random() < 0.6:
+            request = admitted(f"r{len(arrived)}", rng.randint(1, 25))
+            arrived.append(request)
+            batcher.add(request)
+        if rng.random() < 0.1 and arrived:
+            request = rng.choice(arrived)
+            if request.request_id not in finished:
+                given_up.add(request.request_id)
+                batcher.discard(request.request_id)
+        waiting = [r for r in arrived if r.request_id not in given_up and r.request_id not in finished]
+        pending = sum(r.prompt_len - len(planned.get(r.request_id, [])) for r in waiting)
+        assert batcher.num_pending_tokens == pending
+        budget = rng.randint(-2, 12)
+        chunks, completed = batcher.plan_chunks(budget, step_id, 0.0)
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        assert num_tokens == min(max(budget, 0), pending), "a step takes all that fits"
+        # Only the oldest are served, each once.
+        assert [chunk.request_id for chunk in chunks] == [r.request_id for r in waiting[: len(chunks)]]
+        for chunk in chunks:
+            so_far = planned.setdefault(chunk.request_id, [])
+            assert chunk.start == len(so_far)
+            so_far += chunk.token_ids
+        finished += [request.request_id for request in completed]
+        step_id += 1
+    for request in arrived:
+        if request.request_id not in given_up:
+            assert tuple(planned[request.request_id]) == request.prompt_ids
+    assert finished == [r.request_id for r in arrived if r.request_id not in given_up], "first come first served"
