@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from cluster import openai_response as openai
 from cluster.api_error import ApiError
@@ -40,6 +42,7 @@ def build_http_app(ingress: Ingress) -> FastAPI:
     _add_operation_routes(app, ingress)
     app.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
     return app
 
@@ -108,7 +111,7 @@ async def _serve_generation(
     except ApiError as error:
         timer.over(_outcome(error), [])
         raise
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, ClientDisconnect):
         timer.over("cancelled", [])
         raise
     except Exception:
@@ -130,8 +133,9 @@ async def _whole(generation: TextGeneration, answer: openai.Answer, timer: Reque
         openai.Choice(index, texts[index], reasons[index], tuple(ids[index]) if answer.return_token_ids else None)
         for index in sorted(texts)
     ]
+    response = _json(answer.whole(choices, generation.usage))
     timer.over("ok", list(reasons.values()))
-    return _json(answer.whole(choices, generation.usage))
+    return response
 
 
 async def _stream(generation: TextGeneration, answer: openai.Answer, timer: RequestTimer) -> Response:
@@ -142,40 +146,57 @@ async def _stream(generation: TextGeneration, answer: openai.Answer, timer: Requ
     except BaseException:
         await deltas.aclose()
         raise
-    events = _events(first, deltas, generation, answer, timer)
-    return StreamingResponse(events, media_type="text/event-stream", headers=_STREAM_HEADERS)
+    return _EventStream(first, deltas, generation, answer, timer)
 
 
-async def _events(
-    first: TextDelta,
-    deltas: AsyncGenerator[TextDelta, None],
-    generation: TextGeneration,
-    answer: openai.Answer,
-    timer: RequestTimer,
-) -> AsyncIterator[bytes]:
-    opened: set[int] = set()
-    reasons: list[str] = []
-    outcome = "cancelled"
-    try:
-        for event in _chunks(first, answer, opened, reasons):
-            yield event
-        async for delta in deltas:
-            for event in _chunks(delta, answer, opened, reasons):
+class _EventStream(StreamingResponse):
+    """A streamed answer. However it ends, even before it began: its generation is closed, its outcome counted once."""
+
+    def __init__(
+        self,
+        first: TextDelta,
+        deltas: AsyncGenerator[TextDelta, None],
+        generation: TextGeneration,
+        answer: openai.Answer,
+        timer: RequestTimer,
+    ) -> None:
+        self._first, self._deltas, self._generation = first, deltas, generation
+        self._answer, self._timer = answer, timer
+        self._reasons: list[str] = []
+        self._outcome = "cancelled"  # unless it comes to another end
+        self._bytes = self._events()
+        super().__init__(self._bytes, media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            # Not left to the generators' own `finally`: one that waits for its consumer ends when it is collected.
+            self._timer.over(self._outcome, self._reasons)
+            await self._bytes.aclose()
+            await self._deltas.aclose()
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        opened: set[int] = set()
+        try:
+            for event in _chunks(self._first, self._answer, opened, self._reasons):
                 yield event
-        if answer.include_usage:
-            yield openai.sse_event(answer.usage_chunk(generation.usage))
-        outcome = "ok"
-        yield openai.SSE_DONE
-    except ApiError as error:
-        outcome = _outcome(error)
-        yield openai.sse_error(error)
-    except Exception:
-        outcome = "server_error"
-        logger.exception("stream failed", extra={"event": "stream_failed"})
-        yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
-    finally:
-        timer.over(outcome, reasons)
-        await deltas.aclose()
+            async for delta in self._deltas:
+                for event in _chunks(delta, self._answer, opened, self._reasons):
+                    yield event
+            if self._answer.include_usage:
+                yield openai.sse_event(self._answer.usage_chunk(self._generation.usage))
+            self._outcome = "ok"
+            yield openai.SSE_DONE
+        except ApiError as error:
+            self._outcome = _outcome(error)
+            yield openai.sse_error(error)
+        except Exception:
+            self._outcome = "server_error"
+            logger.exception("stream failed", extra={"event": "stream_failed"})
+            yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
 
 
 def _chunks(delta: TextDelta, answer: openai.Answer, opened: set[int], reasons: list[str]) -> list[bytes]:
@@ -229,6 +250,10 @@ async def _on_http_exception(_: Request, error: HTTPException) -> Response:
     return _json(
         ApiError(error.status_code, str(error.detail)).envelope(), error.status_code, dict(error.headers or {})
     )
+
+
+async def _on_disconnect(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # gone while it sent its body: nobody reads this
 
 
 async def _on_exception(_: Request, error: Exception) -> Response:

@@ -116,7 +116,7 @@ class Ingress:
         return missing
 
     async def render_metrics(self) -> bytes:
-        """Every replica's series of every pool, Prometheus text. A replica that does not answer is left out and counted."""
+        """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""
         answers = await asyncio.gather(*(self._broadcast(name, "metrics_snapshot") for name in self._handles))
         snapshots: dict[str, list[FamilySnapshot]] = {}
         for name, results in zip(self._handles, answers, strict=True):

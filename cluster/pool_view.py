@@ -70,6 +70,7 @@ class PoolView:
     def ended(self, replica_id: str) -> None:
         """Once for each `sent`, after its `admitted`."""
         self._in_flight[replica_id] -= 1
+        assert self._in_flight[replica_id] >= 0, "ended twice"
         if not self._in_flight[replica_id]:
             assert not self._unheard_blocks[replica_id], "ended before admitted"
             del self._in_flight[replica_id], self._unheard_blocks[replica_id]

@@ -23,12 +23,16 @@ class ReplicaRegistry:
         self._listeners: list[Listener] = []
 
     def update(self, deployment: str, replicas: ReplicaTable) -> None:
-        """Replace one deployment's table and tell the listeners, on the caller's thread."""
+        """Replace one deployment's table and tell the listeners, on the caller's thread.
+
+        A replica that has published nothing (Serve's default is an empty dict) can't be routed to: it is left out.
+        """
+        table = {replica_id: metadata for replica_id, metadata in replicas.items() if metadata}
         with self._lock:
-            self._tables[deployment] = dict(replicas)
+            self._tables[deployment] = table
             listeners = list(self._listeners)
         for listener in listeners:
-            listener(deployment, replicas)
+            listener(deployment, table)
 
     def replicas(self, deployment: str) -> ReplicaTable:
         with self._lock:

@@ -145,7 +145,7 @@ class Router:
                     raise failure.api_error(leg.has_emitted) from failure
                 self._metrics.retried(failure.stage)
             attempt = None
-            await asyncio.sleep(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
+            await asyncio.sleep(self._pause_s(past))
             legs = leg.split()
             if len(legs) > 1:
                 await self._run_apart(legs, deadline_s, past)
@@ -196,13 +196,17 @@ class Router:
     # -- decisions ---------------------------------------------------------------------------------
 
     def _may_retry(self, leg: Leg, failure: AttemptFailed, past: _Past, deadline_s: float) -> bool:
-        if not failure.may_retry or past.num_failed > self._limits.max_retries or time.monotonic() > deadline_s:
+        is_too_late = time.monotonic() + self._pause_s(past) >= deadline_s
+        if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
             route, _ = self._route(leg, past.excluded)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
+
+    def _pause_s(self, past: _Past) -> float:
+        return float(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
 
     def _check_room(self, route: Route) -> None:
         if route.must_wait and self.num_waiting >= self._limits.max_queued:

@@ -87,3 +87,4 @@ class TextGeneration:
                 num_open -= delta.finish_reason is not None
                 if not num_open:
                     return
+        raise AssertionError("the tokens ended before every choice had")

@@ -24,7 +24,7 @@ from replicas.engine_metrics import EngineMetrics
 from replicas.engine_status import EngineStatus, StepClock
 from replicas.fault_points import FaultPoints
 from replicas.messages import CallStatus, EngineLoad
-from replicas.model_runner import ModelRunner, StepHandle
+from replicas.model_runner import NOT_A_TOKEN, ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
@@ -161,7 +161,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
-        broken = {token.request_id for token in output.tokens if token.token_id < 0}
+        broken = {token.request_id for token in output.tokens if token.token_id == NOT_A_TOKEN}
         for request_id in broken:
             self._end(request_id, RequestState.FAILED, CallStatus.ERROR, "the model's output was not a number")
         good = tuple(token for token in output.tokens if token.request_id not in broken)

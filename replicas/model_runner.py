@@ -45,6 +45,16 @@ class StepHandle:
         return StepOutput(self.plan.step_id, tuple(SampledToken(rid, choice, t) for (rid, choice), t in tokens))
 
 
+# What a row gets whose logits are no numbers: its request fails, instead of going on with some token.
+NOT_A_TOKEN = -1
+
+
+def _checked(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """tokens [R], NOT_A_TOKEN where the chosen logit is not finite. NaN wins every argmax, so that shows it anywhere."""
+    chosen = logits.gather(1, tokens[:, None])[:, 0]
+    return torch.where(chosen.isfinite(), tokens, NOT_A_TOKEN)
+
+
 class ModelRunner:
     """Owns the model, the pool's contents and the slots. Engine thread only."""
 
@@ -61,7 +71,7 @@ class ModelRunner:
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
         logits = self._forward(plan)
-        tokens = sample(logits, self._slots.sampling_batch(plan))
+        tokens = _checked(sample(logits, self._slots.sampling_batch(plan)), logits)
         outputs: list[DecodeRow | SampleTarget] = list(plan.rows)
         outputs += [target for chunk in plan.chunks for target in chunk.targets]
         self._slots.store_tokens(outputs, tokens)

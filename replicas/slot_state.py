@@ -45,4 +45,6 @@ class SlotState:
 
     def store_tokens(self, outputs: list[DecodeRow | SampleTarget], tokens: torch.Tensor) -> None:
         """Feed back: tokens [n] become the last tokens of the outputs' slots. Mutates."""
-        self.last_token[torch.tensor([output.slot for output in outputs], dtype=torch.int64)] = tokens
+        slots = torch.tensor([output.slot for output in outputs], dtype=torch.int64)
+        # No token (a failed row) must still be some id: the next step may be planned already, and is dropped.
+        self.last_token[slots] = tokens.clamp(min=0)

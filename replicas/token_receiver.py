@@ -192,7 +192,12 @@ class TokenReceiver:
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
             for _ in range(FRAMES_PER_TURN):
-                parts = await socket.recv_multipart(copy=False)
+                try:
+                    parts = await socket.recv_multipart(copy=False)
+                except zmq.Again:
+                    # Seen while a connection is being made on a busy machine: pyzmq announces a message and then
+                    # finds none. Its future fails for good, the socket is fine.
+                    continue
                 self._take(parts)
             await asyncio.sleep(0)
 

@@ -18,7 +18,7 @@ from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
 from scheduler.plan import StepPlan
 from scheduler.plan_builder import PlanBuilder
 from scheduler.prefill_batcher import PrefillBatcher
-from scheduler.request import Request, RequestState, Sequence
+from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class EngineScheduler(ABC):
         """Everything held. O(requests): for now and then, not for every step."""
         states = [request.state for request in self._requests.values()]
         num_leased = states.count(RequestState.LEASED)
-        num_over = sum(1 for request in self._requests.values() if request.is_over)
+        num_over = sum(states.count(state) for state in TERMINAL_STATES)
         return Ledger(
             blocks=self.allocator.counts(),
             promised_blocks=self.budget.promised,

@@ -17,6 +17,7 @@ from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.replica_registry import ReplicaTable
 from replicas.messages import (
     CallStatus,
+    ChannelAddress,
     FirstToken,
     Frame,
     GenerateCall,
@@ -269,6 +270,11 @@ class FakeCluster:
         """It takes no new calls; what runs there goes on."""
         (replica,) = (pool.members.pop(replica_id) for pool in self.pools if replica_id in pool.members)
         return replica
+
+    async def signs_of_life(self, channel: ChannelAddress) -> None:
+        """A frame without items of each decode replica, as idle engines send: it shows what went missing before."""
+        for replica in self.decode.members.values():
+            await replica.send(channel)
 
     def on_sent(self, replica: FakeReplica, frame: Frame) -> None:
         for arrived in self.on_wire(frame):

@@ -40,6 +40,12 @@ class Rig:
                 got[token.choice].append((token.token_id, token.finish_reason))
         return got
 
+    async def signs_of_life(self) -> None:
+        """Until cancelled, what idle engines send twice a second, more often."""
+        while True:
+            await asyncio.sleep(0.01)
+            await self.cluster.signs_of_life(self.router._intake.address)
+
     def start(self, spec: GenerationSpec) -> asyncio.Task[Tokens]:
         return asyncio.create_task(self.tokens(spec))
 
@@ -82,6 +88,7 @@ async def running_router(
     tail_s: float = PATIENCE_S,
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
+    retry_delay_s: float = 0.001,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -90,7 +97,7 @@ async def running_router(
         prefill=cluster.prefill,
         rules=RoutingRules(cluster.prefill is not None, local_prefill_max_tokens, fallback),
         limits=RouterLimits(
-            max_queued, max_retries, BLOCK_SIZE, AttemptLimits(queue_s, handoff_s, tail_s), retry_delay_s=0.001
+            max_queued, max_retries, BLOCK_SIZE, AttemptLimits(queue_s, handoff_s, tail_s), retry_delay_s=retry_delay_s
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import zmq
+import zmq.asyncio
 
 from replicas import token_receiver
 from replicas.messages import ChannelAddress, Frame
@@ -168,3 +169,23 @@ async def test_several_parts_are_malformed() -> None:
         with raw_push(router.receiver.address, keys) as socket:
             socket.send_multipart([encode_frame(frame_of(0)), b"more"])
             await until(lambda: router.receiver.counts.malformed == 1)
+
+
+async def test_a_wake_up_without_a_message_does_not_end_reception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyzmq's future sometimes fails with Again while a connection is made on a busy machine."""
+    receive = zmq.asyncio.Socket.recv_multipart
+    num_failures = 0
+
+    def flaky(socket: zmq.asyncio.Socket, *arguments: object, **options: object) -> object:
+        nonlocal num_failures
+        if num_failures < 3:
+            num_failures += 1
+            raise zmq.Again
+        return receive(socket, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", flaky)
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            send(encode_frame(frame_of(0)))
+            await until(lambda: router.seqs == [0])
+    assert num_failures == 3

@@ -45,6 +45,11 @@ def sampled(plan: StepPlan, token_id: int = 7, **of_request: int) -> StepOutput:
     return StepOutput(plan.step_id, tokens)
 
 
+def works_on(plan: StepPlan) -> list[str]:
+    """Ids of the requests that a step computes for, one for each row and chunk."""
+    return [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
+
+
 def running(scheduler: DecodeScheduler, request: Request) -> Request:
     """Submit, admit and load it; the first token of each choice is 7."""
     assert not request.local_prefill

@@ -20,6 +20,7 @@ from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request, RequestState
 from tests.scheduler.paged_model import PagedRunner
+from tests.scheduler.short_requests import works_on
 
 SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 
@@ -112,7 +113,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         self._on_end(request_id)
 
     def _admit(self, now_s: float) -> tuple[Request, ...]:
-        admitted = self.scheduler.admit(now_s)
+        admitted: tuple[Request, ...] = self.scheduler.admit(now_s)
         names = [request.request_id for request in admitted]
         assert names == self._waiting[: len(names)], "not first come first served"
         del self._waiting[: len(names)]
@@ -130,9 +131,8 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
-        requests = {work.request_id for work in (*plan.rows, *plan.chunks)}
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
-        for request_id in requests:
+        for request_id in works_on(plan):
             request = self.scheduler.get(request_id)
             assert request is not None, f"{request_id} is over and planned"
             block_ids.update(block_id for sequence in request.sequences for block_id in sequence.block_ids)
@@ -172,7 +172,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def _victim(self, plan: StepPlan, rate: float) -> str | None:
         if plan.is_empty or self._rng.random() >= rate:
             return None
-        return self._rng.choice([work.request_id for work in (*plan.rows, *plan.chunks)])
+        return self._rng.choice(works_on(plan))
 
     def _fail(self, now_s: float) -> None:
         """As replicas.engine after an exception anywhere, sometimes in the middle of a plan."""
@@ -267,7 +267,7 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _check_promise(self, request: Request, own: list[int], state: str) -> None:
         num_promised = self.scheduler.budget._promised.get(request.request_id, 0)
-        in_transfer = self.scheduler._transfers.get(request.request_id, ())
+        in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
         if state == "OVER" and not own:

@@ -1,0 +1,1 @@
+"""The engine alone, in this process, without Ray: step times, prompts, sampling, streams against transformers."""

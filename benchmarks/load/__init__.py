@@ -1,0 +1,1 @@
+"""An open-loop load generator for OpenAI-compatible servers: `python -m benchmarks.load --help`."""

@@ -1,0 +1,124 @@
+"""An ingress without Ray: the real service over a tokenizer of bytes and a scripted source of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, cast
+
+from fastapi import FastAPI
+
+from cluster.api_error import ApiError
+from cluster.config import Config
+from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.generation_service import GenerationService
+from cluster.http_app import build_http_app
+from cluster.ingress import Ingress
+from cluster.ingress_metrics import IngressMetrics
+from cluster.service_config import LimitsConfig
+from cluster.tokenizer import Tokenizer
+from replicas.messages import FinishReason
+
+MODEL = "the-model"
+EOS = 256
+HANG = "hang"
+Step = GeneratedToken | Exception | str
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def text(
+    choice: int, content: str | bytes, end: FinishReason | None = None, *, eos: bool = False
+) -> list[GeneratedToken]:
+    """One token for each byte; the last one ends the choice, if end is given. eos: that is one more, without text."""
+    ids = list(content.encode() if isinstance(content, str) else content) + [EOS] * eos
+    return [GeneratedToken(choice, token_id, end if i == len(ids) else None) for i, token_id in enumerate(ids, 1)]
+
+
+class ByteTokenizer:
+    """Token ids are bytes, and one that ends an answer."""
+
+    eos_token_ids = frozenset({EOS})
+    visible_bytes: Mapping[int, bytes] = {value: bytes([value]) for value in range(256)}
+
+    def encode_prompt(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> list[int]:
+        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise ApiError(400, "too long", param="prompt", code="context_length_exceeded")
+        return ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
+        return self.encode_prompt("".join(message["content"] for message in messages), max_tokens)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        pass
+
+
+class ScriptedSource:
+    """In the router's place. script: prompt text -> what comes, step by step. open_prompts: whose work goes on."""
+
+    def __init__(self, **script: Sequence[Step]) -> None:
+        self.script = script
+        self.specs: list[GenerationSpec] = []
+        self.open_prompts: list[str] = []
+
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
+        prompt = bytes(spec.prompt_ids).decode()
+        self.specs.append(spec)
+        self.open_prompts.append(prompt)
+        try:
+            for step in self.script[prompt]:
+                await asyncio.sleep(0)
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, str):
+                    await asyncio.Event().wait()
+                else:
+                    yield step
+        finally:
+            try:
+                await asyncio.sleep(0)  # ending takes a moment, in which it may be cancelled again
+            finally:
+                self.open_prompts.remove(prompt)
+
+
+class FakeIngress:
+    """What build_http_app asks of an Ingress."""
+
+    model_name, max_model_len, started_at = MODEL, 512, 1_700_000_000
+
+    def __init__(self, source: ScriptedSource, **limits: int) -> None:
+        config = Config.model_validate(
+            {
+                "model": {"name": MODEL, "max_model_len": self.max_model_len},
+                "pools": {"prefill": {"kv_capacity_tokens": 4096}, "decode": {"kv_capacity_tokens": 4096}},
+                "limits": limits,
+            }
+        )
+        self.limits: LimitsConfig = config.limits
+        self.missing: list[str] = []
+        self.source = source
+        self.metrics = IngressMetrics(MODEL, "1", "2")
+        self.service = GenerationService(config, cast("Tokenizer", ByteTokenizer()), source, self.metrics)
+
+    def app(self) -> FastAPI:
+        return build_http_app(cast("Ingress", self))
+
+    def missing_pools(self) -> list[str]:
+        return self.missing
+
+    async def render_metrics(self) -> bytes:
+        return b"# EOF\n"
+
+    def samples(self, name: str, suffix: str = "_total", **labels: str) -> float:
+        """Sum of a family's samples with these labels."""
+        (family,) = (family for family in self.metrics.snapshot() if family["name"] == name)
+        return sum(v for end, of, v in family["samples"] if end == suffix and labels.items() <= of.items())
+
+    def outcomes(self) -> dict[str, float]:
+        """Requests ended, by outcome, those of no request left out."""
+        (family,) = (family for family in self.metrics.snapshot() if family["name"] == "splitserve_requests")
+        return {of["outcome"]: value for end, of, value in family["samples"] if end == "_total" and value}
+
+    @property
+    def num_in_flight(self) -> float:
+        return self.samples("splitserve_requests_in_flight", "")

@@ -1,0 +1,159 @@
+"""A leg's books over attempts and splits, and the mailboxes its tokens come through."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.attempt_mailboxes import Admitted, ChannelLost, Mailboxes
+from cluster.generation import ChoiceState, GeneratedToken, Leg, ProtocolError
+from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, TokenItem
+from tests.cluster.fake_model import spec_of
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+LOAD = EngineLoad(0, 0, 0, 10, 10, 0.0)
+Output = asyncio.Queue[GeneratedToken | None]
+
+
+def new_leg(n: int, output: Output | None = None, max_tokens: int = 6) -> Leg:
+    spec = spec_of(1, 2, 3, n=n, max_tokens=max_tokens)
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or asyncio.Queue())
+
+
+def item(choice: int, index: int, token_id: int, reason: FinishReason | None = None) -> TokenItem:
+    return TokenItem("request", choice, index, token_id, reason)
+
+
+def emitted(output: Output) -> list[tuple[int, int]]:
+    tokens = [output.get_nowait() for _ in range(output.qsize())]
+    return [(token.choice, token.token_id) for token in tokens if token is not None]
+
+
+# -- a leg -----------------------------------------------------------------------------------------
+
+
+def test_the_first_attempt_asks_for_everything() -> None:
+    request = new_leg(3).request("id", 2.5)
+    assert (request.request_id, request.timeout_s) == ("id", 2.5)
+    assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2), 6)
+
+
+def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
+    output: Output = asyncio.Queue()
+    leg = new_leg(2, output, max_tokens=3)
+    assert not leg.has_emitted
+    leg.take_first((FirstToken(0, 10, None), FirstToken(1, 20, STOP)))
+    assert leg.has_emitted
+    leg.take(item(0, 1, 11))
+    assert not leg.is_done
+    leg.take(item(0, 2, 12, LENGTH))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (1, 20), (0, 11), (0, 12)]
+    assert [leg.num_taken(choice) for choice in (0, 1)] == [3, 1]
+
+
+@pytest.mark.parametrize("bad", [item(0, 0, 9), item(0, 2, 9), item(1, 1, 9)], ids=["again", "ahead", "after its end"])
+def test_a_token_out_of_turn_is_not_passed_on(bad: TokenItem) -> None:
+    output: Output = asyncio.Queue()
+    leg = new_leg(2, output)
+    leg.take(item(0, 0, 10))
+    leg.take(item(1, 0, 20, STOP))
+    with pytest.raises(ProtocolError):
+        leg.take(bad)
+    assert emitted(output) == [(0, 10), (1, 20)]
+
+
+def test_choices_with_one_history_stay_together() -> None:
+    leg = new_leg(3)
+    for choice in range(3):
+        leg.take(item(choice, 0, 10))
+    (again,) = leg.split()
+    request = again.request("id", 1.0)
+    assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3, 10), (0, 1, 2), 5)
+    again.take(item(1, 0, 11))
+    assert (again.num_taken(1), again.num_taken(0)) == (1, 0)
+
+
+@pytest.mark.parametrize("ahead", [10, 99], ids=["one is a token ahead", "other tokens"])
+def test_choices_that_have_parted_go_on_each_by_itself(ahead: int) -> None:
+    leg = new_leg(3)
+    leg.take(item(0, 0, 10))
+    leg.take(item(0, 1, 11))
+    leg.take(item(1, 0, ahead))
+    leg.take(item(2, 0, 5, STOP))
+    requests = [part.request("id", 1.0) for part in leg.split()]
+    assert [(r.prompt_ids, r.choices, r.max_tokens) for r in requests] == [
+        ((1, 2, 3, 10, 11), (0,), 4),
+        ((1, 2, 3, ahead), (1,), 5),
+    ]
+
+
+def test_a_finished_choice_is_never_asked_for_again() -> None:
+    leg = new_leg(2)
+    leg.take(item(0, 0, 10, STOP))
+    leg.take(item(1, 0, 10))
+    (rest,) = leg.split()
+    assert rest.open_choices == (1,)
+    assert rest.request("id", 1.0).prompt_ids == (1, 2, 3, 10)
+    rest.take(item(1, 0, 11, STOP))
+    assert rest.is_done
+    assert leg.is_done
+
+
+def test_three_attempts_keep_one_account() -> None:
+    output: Output = asyncio.Queue()
+    leg = new_leg(1, output)
+    for start in (0, 2, 4):
+        request = leg.request("id", 1.0)
+        assert request.prompt_ids == (1, 2, 3, *range(10, 10 + start))
+        assert request.max_tokens == 6 - start
+        leg.take(item(0, 0, 10 + start))
+        leg.take(item(0, 1, 11 + start, LENGTH if start == 4 else None))
+        if not leg.is_done:
+            (leg,) = leg.split()
+    assert emitted(output) == [(0, token_id) for token_id in range(10, 16)]
+
+
+# -- mailboxes -------------------------------------------------------------------------------------
+
+
+def frame(replica_id: str, admitted: tuple[str, ...] = (), tokens: tuple[TokenItem, ...] = ()) -> Frame:
+    return Frame(replica_id, "e", 0, LOAD, admitted, tokens)
+
+
+def contents(box: asyncio.Queue[object]) -> list[object]:
+    return [box.get_nowait() for _ in range(box.qsize())]
+
+
+def test_admission_comes_before_the_tokens_of_the_same_frame() -> None:
+    boxes = Mailboxes()
+    box = boxes.open("request", "decode")
+    boxes.deliver(frame("decode", ("request",), (item(0, 0, 1), item(0, 1, 2))))
+    assert contents(box) == [Admitted(), item(0, 0, 1), item(0, 1, 2)]
+
+
+def test_mail_goes_to_its_request_and_only_from_its_replica() -> None:
+    boxes = Mailboxes()
+    box, other = boxes.open("request", "decode"), boxes.open("other", "decode")
+    boxes.deliver(frame("stranger", ("request",), (item(0, 0, 1),)))
+    boxes.deliver(frame("decode", ("unknown",), (item(0, 0, 2),)))
+    assert (contents(box), contents(other)) == ([item(0, 0, 2)], [])
+
+
+def test_a_closed_box_takes_nothing() -> None:
+    boxes = Mailboxes()
+    box = boxes.open("request", "decode")
+    assert len(boxes) == 1
+    boxes.close("request")
+    boxes.close("request")
+    boxes.deliver(frame("decode", ("request",), (item(0, 0, 1),)))
+    boxes.lose("decode", "gone")
+    assert (len(boxes), contents(box)) == (0, [])
+
+
+def test_lost_frames_are_told_to_everybody_at_that_replica() -> None:
+    boxes = Mailboxes()
+    here, too, elsewhere = (boxes.open(name, name[0]) for name in ("a1", "a2", "b1"))
+    boxes.lose("a", "gone")
+    assert [contents(box) for box in (here, too, elsewhere)] == [[ChannelLost("gone")], [ChannelLost("gone")], []]

@@ -1,0 +1,190 @@
+"""What the router knows of the replicas, and the pool behind a Serve handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from cluster.pool_client import ReplicaLost, ServePool
+from cluster.pool_view import PoolView
+from cluster.replica_registry import ReplicaRegistry, ReplicaTable
+from cluster.routing_policy import DecodeCandidate, PrefillCandidate
+from replicas.messages import EngineLoad, Frame, TransferPeer
+
+
+def metadata(replica_id: str) -> dict[str, Any]:
+    peer = TransferPeer(replica_id, "e", f"agent-{replica_id}", b"\x00m", "f", 0, 0, "DRAM", 100, 1)
+    return {"num_blocks": 100, "peer": peer.to_metadata()}
+
+
+def load(free: int = 100, queued: int = 0, tokens: int = 0) -> EngineLoad:
+    return EngineLoad(1, queued, tokens, free, 100, 0.01)
+
+
+def frame(replica_id: str, of: EngineLoad) -> Frame:
+    return Frame(replica_id, "e", 0, of, (), ())
+
+
+class Pools:
+    def __init__(self) -> None:
+        self.decodes = {"d": metadata("d")}
+        self.prefills = {"p": metadata("p")}
+        self.view = PoolView(lambda: self.decodes, lambda: self.prefills)
+
+    @property
+    def decode(self) -> DecodeCandidate:
+        (candidate,) = self.view.decode_candidates()
+        return candidate
+
+    @property
+    def prefill(self) -> PrefillCandidate:
+        (candidate,) = self.view.prefill_candidates()
+        return candidate
+
+
+def test_room_is_what_was_heard_less_what_was_sent_since() -> None:
+    pools = Pools()
+    assert pools.decode == DecodeCandidate("d", 100, 100, 0, 0), "nothing heard: all of it"
+    pools.view.heard(frame("d", load(free=60, queued=2)))
+    assert pools.decode == DecodeCandidate("d", 100, 60, 0, 2)
+    pools.view.sent("d", 50, must_wait=False)
+    pools.view.sent("d", 30, must_wait=True)
+    assert pools.decode == DecodeCandidate("d", 100, -20, 2, 2)
+    assert pools.view.num_waiting == 1
+    pools.view.heard(frame("d", load(free=10)))
+    pools.view.admitted("d", 50, must_wait=False)
+    assert pools.decode == DecodeCandidate("d", 100, -20, 2, 0)
+    pools.view.ended("d")
+    pools.view.admitted("d", 30, must_wait=True)
+    pools.view.ended("d")
+    assert pools.decode == DecodeCandidate("d", 100, 10, 0, 0)
+    assert pools.view.num_waiting == 0
+
+
+def test_the_queue_at_prefill_is_the_longer_of_what_it_says_and_what_we_sent() -> None:
+    pools = Pools()
+    pools.view.prompt_sent("p", 70)
+    assert pools.prefill.queued_tokens == 70
+    pools.view.heard_prefill("p", load(tokens=90))
+    assert pools.prefill.queued_tokens == 90
+    pools.view.prompt_sent("p", 50)
+    assert pools.prefill.queued_tokens == 120
+    for num_tokens in (70, 50):
+        pools.view.prompt_answered("p", num_tokens)
+    assert pools.prefill.queued_tokens == 90
+
+
+TWICE: dict[str, Callable[[PoolView], None]] = {
+    "admitted": lambda view: view.admitted("d", 5, must_wait=True),
+    "answered": lambda view: view.prompt_answered("p", 5),
+    "ended": lambda view: view.ended("d"),
+}
+
+
+@pytest.mark.parametrize("call", TWICE)
+def test_counting_down_twice_is_our_bug_and_noticed(call: str) -> None:
+    view = Pools().view
+    view.sent("d", 5, must_wait=True)
+    view.prompt_sent("p", 5)
+    view.admitted("d", 5, must_wait=True)
+    view.prompt_answered("p", 5)
+    view.ended("d")
+    with pytest.raises(AssertionError):
+        TWICE[call](view)
+
+
+def test_a_replica_that_left_is_no_candidate_and_no_peer() -> None:
+    pools = Pools()
+    pools.view.sent("d", 5, must_wait=False)
+    pools.decodes.clear()
+    pools.prefills.clear()
+    assert pools.view.decode_candidates() == pools.view.prefill_candidates() == []
+    with pytest.raises(KeyError):
+        pools.view.decode_peer("d")
+    with pytest.raises(KeyError):
+        pools.view.prefill_peer("p")
+    pools.view.admitted("d", 5, must_wait=False)  # its last request may still end there
+    pools.view.ended("d")
+
+
+def test_a_dead_replica_is_forgotten_once_and_its_agent_named_if_anybody_used_it() -> None:
+    pools = Pools()
+    assert pools.view.decode_peer("d").agent_metadata == b"\x00m"
+    pools.view.heard(frame("d", load(free=1)))
+    assert pools.view.forget("d") == "agent-d"
+    assert pools.view.forget("d") is None
+    assert pools.view.forget("p") is None
+    assert pools.decode.free_blocks == 100
+
+
+def test_the_registry_tells_of_replicas_that_have_published_something() -> None:
+    registry = ReplicaRegistry()
+    registry.update("decode", {"a": {"num_blocks": 1}})
+    heard: list[tuple[str, ReplicaTable]] = []
+    registry.listen(lambda deployment, table: heard.append((deployment, table)))
+    registry.update("decode", {"a": {"num_blocks": 1}, "new": {}})
+    registry.update("prefill", {})
+    only_a = {"a": {"num_blocks": 1}}
+    assert heard == [("decode", only_a), ("decode", only_a), ("prefill", {})]
+    assert (registry.replicas("decode"), registry.replicas("unheard of")) == (only_a, {})
+
+
+# -- Serve's calls ---------------------------------------------------------------------------------
+
+
+class FakeResponse:
+    """A Serve response that ends with an exception, or never."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.is_cancelled = error, False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if self.error is not None:
+            raise self.error
+        return (yield from asyncio.Event().wait().__await__())
+
+
+class FakeHandle:
+    """A Serve handle: every call gets the one response."""
+
+    def __init__(self, response: FakeResponse) -> None:
+        self.response = response
+
+    def options(self, **_: str) -> FakeHandle:
+        return self
+
+    def remote(self, *_: object) -> FakeResponse:
+        return self.response
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at import
+async def test_serve_cancels_by_itself_or_for_us() -> None:
+    """A CancelledError that nobody here asked for must not end the task it comes up in."""
+    with pytest.raises(ReplicaLost, match="cancelled there"):
+        await ServePool(FakeHandle(FakeResponse(asyncio.CancelledError())), "decode").call("r", "generate")
+    response = FakeResponse(None)
+    call = asyncio.create_task(ServePool(FakeHandle(response), "decode").call("r", "generate"))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert response.is_cancelled
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_serve_says_who_is_lost() -> None:
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    from cluster.target_router import ReplicaGone
+
+    cases = [(ReplicaGone("r"), False), (ActorUnavailableError("m", b"x" * 16), False), (ActorDiedError(), True)]
+    for error, is_dead in cases:
+        with pytest.raises(ReplicaLost) as caught:
+            await ServePool(FakeHandle(FakeResponse(error)), "decode").call("r", "generate")
+        assert (caught.value.replica_id, caught.value.is_dead) == ("r", is_dead)

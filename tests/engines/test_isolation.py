@@ -1,0 +1,76 @@
+"""One request's failure is nobody else's: batch-mates get the tokens that they get alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.api_error import ApiError
+from scheduler.plan import StepPlan
+from tests.engines.local_system import Generated, LocalSystem, collect, settings
+from tests.golden.golden_set import load_goldens
+
+GOLDENS = [golden for golden in load_goldens() if 15 <= len(golden.prompt_ids) <= 33][:4]
+POISON_PROMPT = [17] * 21
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
+def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
+    system = LocalSystem(settings("decode", lag=request.param), None)
+    yield system
+    system.close()
+
+
+def _poisoned_rows(plan: StepPlan, poisoned: set[str]) -> list[int]:
+    names = [row.request_id for row in plan.rows]
+    names += [chunk.request_id for chunk in plan.chunks for _ in chunk.targets]
+    return [index for index, name in enumerate(names) if name in poisoned]
+
+
+def _run_beside_poison(system: LocalSystem) -> tuple[list[Generated], ApiError]:
+    async def run() -> tuple[list[Generated], ApiError]:
+        router = await system.start_router(max_retries=0)
+        try:
+            bad = asyncio.create_task(collect(router, system.spec(POISON_PROMPT, 32)))
+            good = await asyncio.gather(*(collect(router, system.spec(g.prompt_ids, 24)) for g in GOLDENS))
+            with pytest.raises(ApiError) as raised:
+                await bad
+            await system.wait_for_baseline()
+            return good, raised.value
+        finally:
+            await router.stop()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["raises", "not a number"])
+def test_a_poisoned_request_fails_alone(system: LocalSystem, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = system.decode.engine.runner
+    forward = runner._forward
+    poisoned: set[str] = set()
+    hits: list[str] = []
+
+    def faulty(plan: StepPlan) -> Any:
+        poisoned.update(chunk.request_id for chunk in plan.chunks if list(chunk.token_ids) == POISON_PROMPT)
+        rows = _poisoned_rows(plan, poisoned)
+        decoding = any(row.request_id in poisoned and row.position > 25 for row in plan.rows)
+        if not (rows and decoding):
+            return forward(plan)
+        hits.append(fault)
+        if fault == "raises":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        logits = forward(plan)
+        logits[rows] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "_forward", faulty)
+    good, error = _run_beside_poison(system)
+    assert hits
+    assert error.status == 500
+    for golden, generated in zip(GOLDENS, good, strict=True):
+        assert generated.token_ids == {0: golden.output_ids[:24]}
+    assert system.decode.engine.is_healthy(max_silence_s=10)
