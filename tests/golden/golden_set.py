@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.golden.compare import Mismatch, NearTie, first_difference
+from tests.model_folder import model_folder
 
 _FOLDER = Path(__file__).parent
 
@@ -21,8 +23,13 @@ class Golden:
     source: Any  # text, messages or ids
     prompt_ids: list[int]
     output_ids: list[int]
-    output_text: str
     margins: list[float]
+
+    @property
+    def text(self) -> str:
+        """The output as a client gets it: without control tokens."""
+        text: str = _reference_tokenizer().decode(self.output_ids, skip_special_tokens=True)
+        return text
 
     def check(self, got_ids: list[int]) -> NearTie | None:
         """Fail the test on a difference, but for one at a near tie of the reference: that is returned."""
@@ -35,6 +42,13 @@ class Golden:
         return difference
 
 
+@cache
+def _reference_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_folder())
+
+
 def load_goldens() -> list[Golden]:
     entries = json.loads((_FOLDER / "golden.json").read_text())["entries"]
     return [
@@ -44,7 +58,6 @@ def load_goldens() -> list[Golden]:
             entry.get("text", entry.get("messages", entry["prompt_ids"])),
             entry["prompt_ids"],
             entry["output_ids"],
-            entry["output_text"],
             entry["margins"],
         )
         for entry in entries

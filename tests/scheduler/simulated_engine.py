@@ -18,9 +18,11 @@ from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import Ledger, PromptDone, TokenEvent
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
-from scheduler.request import Request, RequestState
+from scheduler.request import TERMINAL_STATES, Request, RequestState
 from tests.scheduler.paged_model import PagedRunner
 from tests.scheduler.short_requests import works_on
+
+_ACTIVE = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LOADING, RequestState.RUNNING)
 
 SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 
@@ -85,6 +87,8 @@ class SimulatedEngine(Generic[SchedulerT]):
         """One round of the loop; who was admitted."""
         for request_id in self.scheduler.expired(now_s):
             self._expire(request_id, now_s)
+        for request in self.scheduler._requests.values():
+            assert request.is_over or request.deadline_s > now_s or request.state is RequestState.LEASED
         admitted = self._admit(now_s)
         if self._rng.random() < self._faults.engine:
             self._fail(now_s)
@@ -121,10 +125,8 @@ class SimulatedEngine(Generic[SchedulerT]):
             head = self.scheduler.get(self._waiting[0])
             assert head is not None
             blocks, slots = needs_of(self.scheduler, head)
-            used_slots = self.scheduler.ledger().used_slots
-            assert (
-                blocks > self.scheduler.budget.available or slots > self.scheduler.limits.max_sequences - used_slots
-            ), "the head of the queue would have fitted"
+            free_slots = self.scheduler.limits.max_sequences - self.scheduler.num_running
+            assert blocks > self.scheduler.budget.available or slots > free_slots, "the head would have fitted"
         if admitted:
             self.check()
         return admitted
@@ -229,24 +231,24 @@ class SimulatedEngine(Generic[SchedulerT]):
         held: list[int] = []
         in_transfer: list[int] = []
         slots = list(scheduler._free_slots)
-        states: Counter[str] = Counter()
+        states = [request.state for request in scheduler._requests.values()]
+        num_over = sum(states.count(state) for state in TERMINAL_STATES)
         num_unplanned = 0
         for request in scheduler._requests.values():
             own = [block_id for sequence in request.sequences for block_id in sequence.block_ids]
             held += own
             in_transfer += scheduler._transfers.get(request.request_id, ())
             slots += [sequence.slot for sequence in request.sequences]
-            state = "OVER" if request.is_over else request.state.name
-            states[state] += 1
-            if request.local_prefill and state != "OVER":
+            is_over = request.is_over
+            if request.local_prefill and not is_over:
                 num_unplanned += request.prompt_len - request.num_prefilled
-            self._check_promise(request, own, state)
+            self._check_promise(request, own, is_over)
         assert scheduler.allocator._request_refs == Counter(held)
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
         assert list(scheduler._queue) == self._waiting
-        assert len(scheduler._deadlines) <= len(scheduler._requests) - states["OVER"]
+        assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         promised = scheduler.budget._promised
         assert promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
         assert sum(promised.values()) <= scheduler.limits.num_blocks
@@ -257,20 +259,20 @@ class SimulatedEngine(Generic[SchedulerT]):
             blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
             promised_blocks=sum(promised.values()),
             budget_blocks=scheduler.limits.num_blocks,
-            num_queued=states["QUEUED"],
+            num_queued=states.count(RequestState.QUEUED),
             queued_prompt_tokens=num_unplanned,
-            num_active=sum(states[name] for name in ("ADMITTED", "PREFILLING", "LOADING", "RUNNING")),
-            num_leased=states["LEASED"],
-            num_ending=states["OVER"],
+            num_active=sum(states.count(state) for state in _ACTIVE),
+            num_leased=states.count(RequestState.LEASED),
+            num_ending=num_over,
             used_slots=len(slots) - len(scheduler._free_slots),
         )
 
-    def _check_promise(self, request: Request, own: list[int], state: str) -> None:
+    def _check_promise(self, request: Request, own: list[int], is_over: bool) -> None:
         num_promised = self.scheduler.budget._promised.get(request.request_id, 0)
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
-        if state == "OVER" and not own:
+        if is_over and not own:
             assert num_promised == len(in_transfer), f"{request.request_id} keeps a promise it cannot use"
 
     def check_at_rest(self) -> None:

@@ -38,7 +38,7 @@ def _check(goldens: list[Golden], answers: list[list[Completed]]) -> None:
         if tie is not None:
             ties.append(f"{golden.name} at {tie.index}")
         else:
-            assert answer.text == golden.output_text, golden.name
+            assert answer.text == golden.text, golden.name
         assert answer.finish_reason == "length"
     print(f"{len(goldens)} prompts compared, near ties: {ties or 'none'}")
 

@@ -1,0 +1,61 @@
+"""CPU time of this process's descendants by what they are, from /proc; empty where there is none."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# In this order: what a command line contains, and what it is called here.
+_KINDS = (
+    (":ingress", "ingress"),
+    (":decode", "decode"),
+    (":prefill", "prefill"),
+    ("HAProxyManager", "haproxy manager"),
+    ("haproxy", "haproxy"),
+    ("ProxyActor", "proxy"),
+    ("ServeController", "controller"),
+    ("raylet", "raylet"),
+    ("gcs_server", "gcs"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    parent: int
+    cpu_s: float
+    command: str
+
+
+def cpu_by_kind() -> Counter[str]:
+    """Seconds so far. Subtract an earlier one to get what was used between."""
+    children: dict[int, list[_Process]] = {}
+    for process in _processes():
+        children.setdefault(process.parent, []).append(process)
+    seconds: Counter[str] = Counter()
+    waiting = [os.getpid()]
+    while waiting:
+        for process in children.get(waiting.pop(), ()):
+            seconds[_kind(process.command)] += process.cpu_s
+            waiting.append(process.pid)
+    return seconds
+
+
+def _kind(command: str) -> str:
+    return next((name for part, name in _KINDS if part in command), "other")
+
+
+def _processes() -> Iterator[_Process]:
+    for folder in _PROC.glob("[0-9]*"):
+        try:
+            fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
+            command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        cpu_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        yield _Process(int(folder.name), int(fields[1]), cpu_s, command)

@@ -1,0 +1,90 @@
+"""The control-path benchmark in each of Serve's modes, as data and as tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import table
+
+MODES: dict[str, dict[str, str]] = {
+    "defaults": {},
+    "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
+    "haproxy": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"},
+}
+_ROOT = Path(__file__).parents[2]
+_TIMEOUT_S = 300.0
+
+
+def run_control_path_benchmark(modes: Sequence[str], short: bool) -> dict[str, Any]:
+    """Results by mode; {"error": ...} for one that failed. Blocks for about a minute a mode."""
+    return {mode: _run_mode(mode, short) for mode in modes}
+
+
+def _run_mode(mode: str, short: bool) -> dict[str, Any]:
+    """In a network of its own that is loopback and nothing else: HAProxy and some of Ray bind to every interface."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "tests/loopback_only.py", sys.executable, "-m", "benchmarks.control_path.one_mode"]
+        command += [str(output), *(["--short"] if short else [])]
+        done = subprocess.run(
+            command,
+            cwd=_ROOT,
+            env=_environment(mode),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_TIMEOUT_S,
+            text=True,
+        )
+        if done.returncode or not output.exists():
+            return {"error": "\n".join(done.stderr.splitlines()[-15:])}
+        result: dict[str, Any] = json.loads(output.read_text())
+        return result
+
+
+def _environment(mode: str) -> dict[str, str]:
+    """Ours, without any other of Serve's switches."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
+    fixed = {
+        "PYTHONPATH": str(_ROOT),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return ours | fixed | MODES[mode]
+
+
+def control_path_tables(result: dict[str, Any]) -> str:
+    """For people."""
+    latency, streams, errors = [], [], []
+    for mode, measured in result.items():
+        if "error" in measured:
+            errors.append(f"{mode} failed:\n{measured['error']}")
+            continue
+        latency += [
+            [mode, path, f"{row['p50_ms']:.1f}", f"{row['p90_ms']:.1f}", f"{row['p99_ms']:.1f}"]
+            for path, row in measured["latency"].items()
+        ]
+        streams += [_stream_row(mode, row) for row in measured["streams"]]
+    return "\n\n".join(
+        [
+            "one request at a time, max_tokens 2, not streamed",
+            table(["mode", "path", "p50 ms", "p90 ms", "p99 ms"], latency),
+            "all streams at once, one token each every 7 ms; cores taken by each process",
+            table(["mode", "path", "streams", "tok/s", "TTFT p50", "ITL p50", "ITL p99", "cores"], streams),
+            *errors,
+        ]
+    )
+
+
+def _stream_row(mode: str, row: dict[str, Any]) -> list[str]:
+    cores = " ".join(f"{name} {value:.2f}" for name, value in row["cpu_cores"].items())
+    times = [f"{row[name]:.1f}" for name in ("ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")]
+    return [mode, row["path"], str(row["streams"]), f"{row['tokens_per_s']:.0f}", *times, cores]

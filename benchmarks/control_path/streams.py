@@ -1,0 +1,69 @@
+"""Many streams at once at a fixed step: tokens a second through the whole path, and through Serve alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.control_path.process_cpu import cpu_by_kind
+from benchmarks.control_path.serve_cluster import GREEDY, TOKEN_ID
+from benchmarks.load.client import Target
+from benchmarks.load.load_plan import LoadPlan
+from benchmarks.load.processes import LoadResult, run_load
+from benchmarks.load.report import latencies_s, percentile
+from benchmarks.load.workload import LengthRange
+
+
+def streamed_throughput(
+    targets: Mapping[str, Target], num_streams: int, num_tokens: int, num_rounds: int
+) -> list[dict[str, Any]]:
+    """One row a target, the best of its rounds; they take turns. All streams start at once. Blocks."""
+    best: dict[str, dict[str, Any]] = {}
+    for _ in range(num_rounds):
+        for name, target in targets.items():
+            row = {"path": name, **_run(target, num_streams, num_tokens)}
+            if name not in best or row["tokens_per_s"] > best[name]["tokens_per_s"]:
+                best[name] = row
+    return list(best.values())
+
+
+def _run(target: Target, num_streams: int, num_tokens: int) -> dict[str, Any]:
+    plan = LoadPlan(
+        target=target,
+        rate_per_s=math.inf,
+        num_requests=num_streams,
+        inputs=LengthRange(16, 16),
+        outputs=LengthRange(num_tokens, num_tokens),
+        token_ids=(TOKEN_ID, TOKEN_ID),
+        num_warmup=2,
+        body=GREEDY,
+    )
+    before = cpu_by_kind()
+    result = run_load(plan)
+    used = cpu_by_kind()
+    used.subtract(before)
+    return _figures(result, num_streams, num_tokens) | {"cpu_cores": _cores(used, result)}
+
+
+def _figures(result: LoadResult, num_streams: int, num_tokens: int) -> dict[str, Any]:
+    for record in result.records:
+        if not record.is_ok or len(record.token_times_s) != num_tokens:
+            raise RuntimeError(f"{len(record.token_times_s)} of {num_tokens} tokens: {record.error}")
+    latencies = latencies_s(result.records)
+    return {
+        "streams": num_streams,
+        "tokens": num_tokens,
+        "tokens_per_s": num_streams * num_tokens / result.duration_s,
+        "ttft_p50_ms": 1000 * percentile(latencies["ttft"], 50),
+        "itl_p50_ms": 1000 * percentile(latencies["itl"], 50),
+        "itl_p99_ms": 1000 * percentile(latencies["itl"], 99),
+    }
+
+
+def _cores(used: Counter[str], result: LoadResult) -> dict[str, float]:
+    """Cores taken while the run lasted, its start-up included where it cannot be told apart (never the client's)."""
+    cores = {name: round(cpu_s / result.duration_s, 2) for name, cpu_s in used.most_common()}
+    cores = {name: value for name, value in cores.items() if value >= 0.03 and name != "other"}
+    return cores | {"client": round(sum(client.cores for client in result.clients), 2)}

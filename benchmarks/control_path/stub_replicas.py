@@ -1,0 +1,105 @@
+"""Serve replicas with the methods and the metadata of the real ones, around nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
+from replicas.messages import (
+    CallStatus,
+    FirstToken,
+    Frame,
+    GenerateCall,
+    GenerateReply,
+    PrefillCall,
+    PrefillReply,
+    TransferPeer,
+)
+from replicas.token_sender import TokenSender
+
+BLOCK_SIZE = 16
+
+
+class StubDecodeReplica:
+    """In place of replicas.decode_replica.DecodeReplica."""
+
+    def __init__(self, step_s: float) -> None:
+        self._replica_id, epoch = _own_id(), uuid.uuid4().hex[:12]
+        self._epoch = epoch
+        self._engine = StubDecodeEngine(TokenSender(self._replica_id, epoch), step_s)
+        self._engine.start()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        return _metadata(self._replica_id, self._epoch) | {"channel_public_key": self._engine.sender.public_key}
+
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        future = asyncio.wrap_future(self._engine.generate(call))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._engine.cancel(call.request.request_id)
+            raise
+
+    async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
+        return self._engine.replay(router_id, from_seq)
+
+    async def forget_peer(self, agent_name: str) -> None:
+        pass
+
+    async def metrics_snapshot(self) -> tuple[str, list[Any]]:
+        return self._replica_id, []
+
+
+class StubPrefillReplica:
+    """In place of replicas.prefill_replica.PrefillReplica."""
+
+    def __init__(self) -> None:
+        self._replica_id, self._epoch = _own_id(), uuid.uuid4().hex[:12]
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        return _metadata(self._replica_id, self._epoch)
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        token_id = call.request.prompt_ids[0]
+        first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
+        return PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load())
+
+    async def forget_peer(self, agent_name: str) -> None:
+        pass
+
+    async def metrics_snapshot(self) -> tuple[str, list[Any]]:
+        return self._replica_id, []
+
+    async def nothing(self, call: PrefillCall) -> None:
+        """What one Serve call of this size costs."""
+
+
+def _own_id() -> str:
+    from ray import serve
+
+    replica_id: str = serve.get_replica_context().replica_id.unique_id
+    return replica_id
+
+
+def _metadata(replica_id: str, epoch: str) -> dict[str, Any]:
+    """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's over UCX: it travels in every call."""
+    peer = TransferPeer(
+        replica_id=replica_id,
+        epoch=epoch,
+        agent_name=f"{replica_id}-{epoch}",
+        agent_metadata=bytes(2_000),
+        fingerprint="stub",
+        base_address=0,
+        device_id=0,
+        mem_type="DRAM",
+        num_blocks=NUM_BLOCKS,
+        block_bytes=1,
+    )
+    return {
+        "peer": peer.to_metadata(),
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "kv_bytes_per_token": 1,
+    }
