@@ -139,8 +139,6 @@ class Attempt:
 
     async def _wait_admitted(self) -> None:
         mail = await self._next_mail(self._limits.queue_s)
-        if isinstance(mail, ChannelLost):
-            raise self._failed(CallStatus.ERROR, mail.detail)
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()

@@ -141,11 +141,7 @@ async def _whole(generation: TextGeneration, answer: openai.Answer, timer: Reque
 async def _stream(generation: TextGeneration, answer: openai.Answer, timer: RequestTimer) -> Response:
     """Headers leave only with the first token: what fails before is still a plain HTTP error."""
     deltas = generation.deltas()
-    try:
-        first = await anext(deltas)
-    except BaseException:
-        await deltas.aclose()
-        raise
+    first = await anext(deltas)  # if this raises, the deltas have ended with it
     return _EventStream(first, deltas, generation, answer, timer)
 
 

@@ -99,8 +99,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             needs = f"{request.prompt_len} prompt tokens and max_tokens {request.max_tokens}"
             self._reply(opened, CallStatus.REJECTED, f"{needs}, {len(request.choices)} choices: {error}")
             return
-        except ValueError as error:
-            self._reply(opened, CallStatus.ERROR, f"unusable token channel: {error}")
+        except ValueError as error:  # an unusable channel address, or a known id
+            self._reply(opened, CallStatus.ERROR, str(error))
             return
         self._calls[request.request_id] = opened
 
@@ -150,7 +150,11 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         opened = self._calls[transfer_id]
         firsts = opened.first_tokens
         by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
-        self.scheduler.kv_ready(transfer_id, by_choice, time.monotonic())
+        try:
+            self.scheduler.kv_ready(transfer_id, by_choice, time.monotonic())
+        except ValueError as error:  # the handoff's first tokens are not those of this request
+            self._end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
+            return
         self.metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
 
     # -- tokens ------------------------------------------------------------------------------------

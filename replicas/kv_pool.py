@@ -6,6 +6,7 @@ Measured 30-50 times faster to move than per-layer pieces, and free for the atte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,13 @@ class KvPool:
     def layer_values(self, layer: int) -> torch.Tensor:
         """View [num_blocks, block_size, num_kv_heads, head_dim] of one layer's values."""
         return self.tensor[:, layer, 1]
+
+    def clear(self, block_ids: torch.Tensor, tails: Sequence[tuple[int, int]]) -> None:
+        """Zero whole blocks (int64 [n]), and of each (block, offset) the tokens from offset on. Mutates the pool."""
+        if len(block_ids):
+            self.tensor.index_fill_(0, block_ids, 0)
+        for block_id, offset in tails:
+            self.tensor[block_id, :, :, offset:] = 0
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy all layers of one block. Mutates the pool."""

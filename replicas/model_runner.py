@@ -80,6 +80,7 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits, float32 [num_samples, vocab_size], of each row and target."""
         inputs = build_step_inputs(plan, self._slots, self.pool.layout.block_size)
+        self.pool.clear(inputs.fresh_blocks, inputs.tails)
         step = PagedStep(self.pool, inputs)
         output = self._model(
             input_ids=inputs.input_ids[None],

@@ -10,7 +10,7 @@ from replicas.call_table import OpenCall, scheduler_request
 from replicas.engine import Engine, EngineParts
 from replicas.handoff_actions import CommandRefused, Event, SourceReleased
 from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply
-from scheduler.outcome import NeverFits, PromptDone
+from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepOutput
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request, RequestState
@@ -54,6 +54,9 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
             self.scheduler.submit(request, time.monotonic())
         except NeverFits as error:
             self._reply(opened, CallStatus.REJECTED, f"a prompt of {request.prompt_len} tokens {error}")
+            return
+        except DuplicateRequest as error:
+            self._reply(opened, CallStatus.ERROR, str(error))
             return
         self._calls[request.request_id] = opened
 

@@ -44,12 +44,19 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """input_ids, positions, write_blocks, write_offsets: int64 [num_tokens]. logit_rows: int64 [num_samples]."""
+    """input_ids, positions, write_blocks, write_offsets: int64 [num_tokens]. logit_rows: int64 [num_samples].
+
+    fresh_blocks: int64 [n], blocks whose first token this step writes by a decode row. tails: (block, offset) per
+    chunk that ends within a block. What lies there is another request's and may be no number, which no mask keeps
+    out of a sum: the runner clears both first.
+    """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
+    fresh_blocks: torch.Tensor
+    tails: tuple[tuple[int, int], ...]
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[ChunkSpan, ...]
     logit_rows: torch.Tensor
@@ -73,11 +80,17 @@ def build_step_inputs(plan: StepPlan, slots: SlotState, block_size: int) -> Step
         start += length
         logit_rows += [start - 1] * len(chunk.targets)
     flat_positions = torch.cat(positions)
+    write_blocks = slots.block_table[torch.cat(token_slots), flat_positions // block_size]
+    write_offsets = flat_positions % block_size
+    num_rows = len(plan.rows)
+    ends = [span.start + span.length - 1 for span in spans]
     return StepInputs(
         input_ids=torch.cat(ids),
         positions=flat_positions,
-        write_blocks=slots.block_table[torch.cat(token_slots), flat_positions // block_size],
-        write_offsets=flat_positions % block_size,
+        write_blocks=write_blocks,
+        write_offsets=write_offsets,
+        fresh_blocks=write_blocks[:num_rows][write_offsets[:num_rows] == 0],
+        tails=tuple((int(write_blocks[end]), int(write_offsets[end]) + 1) for end in ends),
         groups=_decode_groups(plan.rows, slots, block_size),
         chunks=tuple(spans),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
@@ -102,6 +115,9 @@ def _decode_groups(rows: tuple[DecodeRow, ...], slots: SlotState, block_size: in
         last = torch.tensor([rows[index].position for index in indices], dtype=torch.int64)
         num_blocks = int(last.max()) // block_size + 1
         table = slots.block_table[torch.tensor([rows[index].slot for index in indices]), :num_blocks]
+        # Beyond a row's own blocks its table is stale. It gets its first block again: masked, but surely numbers.
+        is_own = torch.arange(num_blocks)[None, :] <= (last // block_size)[:, None]
+        table = torch.where(is_own, table, table[:, :1])
         keys = torch.arange(num_blocks * block_size)
         mask = (keys[None, :] <= last[:, None])[:, None, None, :]
         groups.append(DecodeGroup(torch.tensor(indices, dtype=torch.int64), table, mask))

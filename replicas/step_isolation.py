@@ -1,8 +1,7 @@
 """One request's failure must not be its batch-mates' (design law 6).
 
-A step that raises is run again in pieces, one sequence at a time. That is sound because a step may be
-repeated: it writes the same KV to the same positions, its block copies are of blocks that nobody writes
-meanwhile, and sampling has no state.
+A step that raises is run again in pieces, one sequence at a time. That is sound because a pass may be
+repeated: it writes the same KV to the same positions, and sampling has no state.
 """
 
 from __future__ import annotations
@@ -37,8 +36,14 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
 
 
 def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
-    # Slots, tables and copies are needed by all, and cost nothing to repeat.
-    for row in plan.rows:
-        yield row.request_id, replace(plan, rows=(row,), chunks=())
-    for chunk in plan.chunks:
-        yield chunk.request_id, replace(plan, rows=(), chunks=(chunk,))
+    """One request's part each. Only the first carries what goes before the pass: repeated, a slot init would undo a
+    token just sampled, and a copy would undo what an earlier piece wrote into it."""
+    names = [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
+    for number, request_id in enumerate(names):
+        index = number - len(plan.rows)
+        piece = replace(
+            plan,
+            rows=plan.rows[number : number + 1],
+            chunks=plan.chunks[index : index + 1] if index >= 0 else (),
+        )
+        yield request_id, piece if number == 0 else replace(piece, slot_inits=(), table_writes=(), copies=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,18 +32,18 @@ class _Process:
     command: str
 
 
-def cpu_by_kind() -> Counter[str]:
-    """Seconds so far. Subtract an earlier one to get what was used between."""
+def cpu_by_kind() -> dict[str, float]:
+    """Seconds so far."""
     children: dict[int, list[_Process]] = {}
     for process in _processes():
         children.setdefault(process.parent, []).append(process)
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     waiting = [os.getpid()]
     while waiting:
         for process in children.get(waiting.pop(), ()):
             seconds[_kind(process.command)] += process.cpu_s
             waiting.append(process.pid)
-    return seconds
+    return dict(seconds)
 
 
 def _kind(command: str) -> str:

@@ -28,7 +28,7 @@ class ServeCluster:
         """Deployed until the context ends; `target` answers when it begins."""
         from ray import serve
 
-        serve.run(app, name=name, route_prefix=f"/{name}", logging_config=_QUIET)  # type: ignore[arg-type]
+        serve.run(app, name=name, route_prefix=f"/{name}", logging_config=_QUIET)
         asyncio.run(_wait_until_answered(target))
         try:
             yield
@@ -53,10 +53,10 @@ def serve_cluster() -> Iterator[ServeCluster]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     port = _free_port()
     try:
-        serve.start(http_options={"host": _LOOPBACK, "port": port}, logging_config=_QUIET)  # type: ignore[arg-type]
+        serve.start(http_options={"host": _LOOPBACK, "port": port}, logging_config=_QUIET)
         yield ServeCluster(port)
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 

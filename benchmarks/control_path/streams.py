@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,8 @@ from benchmarks.load.load_plan import LoadPlan
 from benchmarks.load.processes import LoadResult, run_load
 from benchmarks.load.report import latencies_s, percentile
 from benchmarks.load.workload import LengthRange
+
+_NEGLIGIBLE_CORES = 0.03
 
 
 def streamed_throughput(
@@ -42,8 +43,7 @@ def _run(target: Target, num_streams: int, num_tokens: int) -> dict[str, Any]:
     )
     before = cpu_by_kind()
     result = run_load(plan)
-    used = cpu_by_kind()
-    used.subtract(before)
+    used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in cpu_by_kind().items()}
     return _figures(result, num_streams, num_tokens) | {"cpu_cores": _cores(used, result)}
 
 
@@ -62,8 +62,9 @@ def _figures(result: LoadResult, num_streams: int, num_tokens: int) -> dict[str,
     }
 
 
-def _cores(used: Counter[str], result: LoadResult) -> dict[str, float]:
-    """Cores taken while the run lasted, its start-up included where it cannot be told apart (never the client's)."""
-    cores = {name: round(cpu_s / result.duration_s, 2) for name, cpu_s in used.most_common()}
-    cores = {name: value for name, value in cores.items() if value >= 0.03 and name != "other"}
-    return cores | {"client": round(sum(client.cores for client in result.clients), 2)}
+def _cores(used: dict[str, float], result: LoadResult) -> dict[str, float]:
+    """Cores taken while the run lasted, the most first. What servers did while the client started counts too."""
+    cores = {name: cpu_s / result.duration_s for name, cpu_s in used.items() if name != "other"}
+    cores["client"] = sum(client.cores for client in result.clients)
+    ordered = sorted(cores.items(), key=lambda item: -item[1])
+    return {name: round(value, 2) for name, value in ordered if value >= _NEGLIGIBLE_CORES}

@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from replicas.decode_engine import DecodeEngine
 from replicas.messages import CallStatus, Frame, GenerateCall, GenerationRequest
 from replicas.token_receiver import TokenReceiver
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from replicas.decode_engine import DecodeEngine
 
 _TAIL_S = 10.0  # the last frame may come after the reply that counts its tokens
 
@@ -29,6 +31,15 @@ class Stream:
     def tokens_per_s(self) -> float:
         """After the first token: decoding only."""
         return (len(self.times_s) - 1) / (self.times_s[-1] - self.times_s[0])
+
+
+def steady_tokens_per_s(streams: list[Stream]) -> float:
+    """Over the time in which every stream was decoding: after the last first token, until the first end."""
+    start_s = max(stream.times_s[0] for stream in streams)
+    end_s = min(stream.times_s[-1] for stream in streams)
+    if end_s <= start_s:
+        raise ValueError("the streams were never all decoding: more max_tokens are needed")
+    return sum(start_s < time_s <= end_s for stream in streams for time_s in stream.times_s) / (end_s - start_s)
 
 
 class EngineStreams:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 
-class _TokenTimes(BaseStreamer):
+class _TokenTimes(BaseStreamer):  # type: ignore[misc]
     """Notes when each generated token came. `generate` puts the prompt first."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import random
 import statistics
 from typing import Any
 
-from benchmarks.engine.engine_streams import EngineStreams, Stream
+from benchmarks.engine.engine_streams import EngineStreams, Stream, steady_tokens_per_s
 from benchmarks.engine.reference_model import ReferenceModel
 from benchmarks.engine.step_plans import GREEDY
 
@@ -54,15 +54,6 @@ def concurrent_streams(
         "tokens_per_s_with_prefill": statistics.median(totals),
         "ratio": statistics.median(many / one for many, one in zip(manies, ones, strict=True)),
     }
-
-
-def steady_tokens_per_s(streams: list[Stream]) -> float:
-    """Over the time in which every stream was decoding: after the last first token, until the first end."""
-    start_s = max(stream.times_s[0] for stream in streams)
-    end_s = min(stream.times_s[-1] for stream in streams)
-    if end_s <= start_s:
-        raise ValueError("the streams were never all decoding: more max_tokens are needed")
-    return sum(start_s < time_s <= end_s for stream in streams for time_s in stream.times_s) / (end_s - start_s)
 
 
 def _prompts(count: int, length: int, seed: int) -> list[list[int]]:

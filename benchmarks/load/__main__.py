@@ -24,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plan, goodput = _plan(options), parse_goodput(options.goodput)
-    except ValueError as error:
+        plan.schedule()  # in each client it would fail only later
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     machine = describe_machine()
     try:
@@ -77,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> LoadPlan:
-    headers = dict(map(str.strip, header.split(":", 1)) for header in options.header)
+    parts = [header.partition(":") for header in options.header]
+    headers = {name.strip(): value.strip() for name, _, value in parts}
     ids = LengthRange.parse(options.token_ids)
     rate = options.rate
     if rate is None and options.arrival is not Arrival.TRACE:

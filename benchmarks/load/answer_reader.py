@@ -9,6 +9,7 @@ import orjson
 from benchmarks.load.request_record import RequestRecord
 
 _MAX_ERROR_CHARS = 200
+_OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta
 
 
 class AnswerReader:
@@ -98,10 +99,8 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
     """Whether a streamed choice carries output; opening and closing chunks do not."""
     if choice.get("text") or choice.get("token_ids"):
         return True
-    delta = choice.get("delta")
-    return bool(delta) and bool(
-        delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
-    )
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in _OUTPUT_FIELDS)
 
 
 def _shown(payload: bytes) -> str:

@@ -85,7 +85,9 @@ class HttpConnection(asyncio.Protocol):
                 raise BrokenResponse("headers without end")
             return data
         status_line, *lines = data[:end].split(b"\r\n")
-        self.status = int(status_line.split(None, 2)[1])
+        if not status_line.startswith(b"HTTP/1."):
+            raise BrokenResponse("not HTTP/1")
+        self.status = int(status_line[9:12])
         rest = data[end + 4 :]
         if 100 <= self.status < 200:
             return self._feed_head(rest, now_s)

@@ -67,21 +67,21 @@ class LoadPlan:
 
     def requests(self, process: int = 0, num_processes: int = 1) -> list[OutgoingRequest]:
         """One process's share, every num_processes-th request. Reads the trace; takes long for a large one."""
-        times_s, shapes = self._schedule()
+        times_s, shapes = self.schedule()
         maker = PromptMaker(self.seed, *self.token_ids)
         share = range(process, len(shapes), num_processes)
         return [self._request(maker, index, times_s[index], shapes[index]) for index in share]
 
     def warmup_requests(self) -> Iterator[OutgoingRequest]:
         """Requests of the same shapes as the first ones, with prompts of their own."""
-        _, shapes = self._schedule()
+        _, shapes = self.schedule()
         maker = PromptMaker(self.seed + 1, *self.token_ids)
         for index in range(self.num_warmup):
             shape = shapes[index % len(shapes)]
             yield self._request(maker, index, 0.0, Shape(shape.input_len, shape.output_len))
 
-    def _schedule(self) -> tuple[list[float], list[Shape]]:
-        """(seconds from the start, shape) of every request."""
+    def schedule(self) -> tuple[list[float], list[Shape]]:
+        """(seconds from the start, shape) of every request. Raises ValueError and, for the trace, OSError."""
         entries = self.trace.entries(self.num_requests) if self.trace else None
         if entries is not None:
             shapes = [Shape.of(entry) for entry in sorted(entries, key=lambda entry: entry.timestamp_s)]

@@ -55,10 +55,12 @@ def undisturbed(spec: GenerationSpec) -> dict[int, list[Token]]:
 
 
 class Phase(StrEnum):
-    """Where a fault strikes: before admission; in the prefill call; after the handoff (or, without one, before the
-    first token); after `Fault.steps` frames with tokens; after the last of them."""
+    """Where a fault strikes: before admission; at decode, before the handoff comes; in the prefill call; after the
+    handoff (or, without one, before the first token); after `Fault.steps` frames with tokens; after the last of them.
+    """
 
     QUEUE = "queue"
+    ADMITTED = "admitted"
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE = "decode"

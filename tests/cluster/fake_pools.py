@@ -89,6 +89,7 @@ class FakePool(PoolClient):
                 replica.death = asyncio.get_running_loop().create_future()
 
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        self.cluster.seen()
         call = Call(replica_id, method, arguments)
         self.cluster.calls.append(call)
         replica = self.members.get(replica_id)
@@ -170,6 +171,7 @@ class FakeDecode(FakePool):
         request = call.request
         tokens = tokens_of(request)
         if call.source is not None:
+            await self._strike(replica, script, Phase.ADMITTED)
             await self.cluster.handoffs[request.request_id]
             await asyncio.sleep(script.transfer_s)
         await self._strike(replica, script, Phase.TRANSFER)
@@ -234,6 +236,7 @@ class FakeCluster:
         self.on_wire: Callable[[Frame], Iterable[Frame]] = lambda frame: (frame,)
         self.replay = "ok"
         self.forget_peer_hangs = False
+        self.seen: Callable[[], None] = lambda: None  # called with every call, in its context
         self.receiver: TokenReceiver | None = None
         self.decode = FakeDecode(self, "decode", num_decode, decode_blocks)
         self.prefill = FakePrefill(self, "prefill", num_prefill, prefill_blocks) if num_prefill else None

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,14 @@ async def test_who_failed_is_avoided(n: int, phase: Phase, what: str) -> None:
         assert await rig.tokens(spec) == undisturbed(spec)
 
 
+async def test_whoever_failed_before_is_still_avoided() -> None:
+    async with running_router(FakeCluster(num_decode=4, num_prefill=4)) as rig:
+        rig.cluster.fail(*[Fault(Phase.TRANSFER, CallStatus.KV_LOST)] * 3)
+        await rig.tokens(spec_of())
+        for method in ("generate", "prefill"):
+            assert len({call.replica_id for call in rig.cluster.of(method)}) == 4
+
+
 async def test_a_lost_prefill_replica_is_not_held_against_decode() -> None:
     async with running_router(FakeCluster(num_decode=2, num_prefill=2)) as rig:
         rig.cluster.fail(Fault(Phase.PREFILL, "gone"))
@@ -109,13 +118,13 @@ async def test_the_living_are_told_of_the_dead(phase: Phase, dead: str, hangs: b
 
 
 async def test_all_attempts_together_end_by_the_deadline() -> None:
-    async with running_router(FakeCluster(num_decode=2, num_prefill=2), handoff_s=0.04, max_retries=10) as rig:
+    async with running_router(FakeCluster(num_decode=2, num_prefill=2), handoff_s=0.1, max_retries=20) as rig:
         rig.cluster.script = lambda _: Script(Fault(Phase.PREFILL, "hang"))
         began_s = time.monotonic()
-        assert (await refusal(rig, timeout_s=0.1)).status == 504
-        assert time.monotonic() - began_s < 1.0
-        assert 1 < len(rig.cluster.requests) < 6
-        assert all(request.timeout_s <= 0.1 for request in rig.cluster.requests)
+        assert (await refusal(rig, timeout_s=0.4)).status == 504
+        assert time.monotonic() - began_s < 4.0
+        assert 1 < len(rig.cluster.requests) < 11
+        assert all(request.timeout_s <= 0.4 for request in rig.cluster.requests)
 
 
 async def test_no_pause_outlasts_the_deadline() -> None:
@@ -163,11 +172,10 @@ async def test_whoever_leaves_the_queue_makes_room_in_it(ending: str) -> None:
         rig.cluster.play(BUSY, Script(Fault(Phase.QUEUE, "gone" if ending == "gone" else "hang")))
         running = rig.start(spec_of())
         await until(lambda: bool(rig.cluster.struck))
-        waiting = rig.start(spec_of(timeout_s=0.05 if ending == "timeout" else 20.0))
+        waiting = rig.start(spec_of(timeout_s=0.1 if ending == "timeout" else 20.0))
         await until(lambda: rig.router.num_waiting == 1 or waiting.done())
-        if ending != "gone":
-            assert (await refusal(rig)).code == "queue_full"
         if ending == "cancel":
+            assert (await refusal(rig)).code == "queue_full"
             waiting.cancel()
         await asyncio.wait({waiting})
         assert rig.router.num_waiting == 0
@@ -208,7 +216,7 @@ async def test_a_replica_without_slots_is_full_whatever_its_memory() -> None:
 @pytest.mark.parametrize("num_decode", [1, 2])
 async def test_waiting_too_long_for_memory(num_decode: int) -> None:
     """A place in the queue is not given up for another one; only for a replica that has room."""
-    async with running_router(FakeCluster(num_decode=num_decode, decode_blocks=4), queue_s=0.05) as rig:
+    async with running_router(FakeCluster(num_decode=num_decode, decode_blocks=4), queue_s=0.2) as rig:
         rig.cluster.play(*[BUSY] * num_decode)
         running = [rig.start(spec_of()) for _ in range(num_decode)]
         await until(lambda: len(rig.cluster.struck) == num_decode)
@@ -219,6 +227,25 @@ async def test_waiting_too_long_for_memory(num_decode: int) -> None:
         for task in running:
             task.cancel()
         await asyncio.wait(running)
+
+
+async def test_after_the_first_token_waiting_too_long_is_no_matter_of_a_full_house() -> None:
+    async with running_router(FakeCluster(), queue_s=0.2) as rig:
+        rig.cluster.fail(Fault(Phase.DECODE, "gone"), Fault(Phase.QUEUE, "hang"))
+        assert (await refusal(rig)).status == 504
+
+
+async def test_calls_do_not_inherit_the_context_of_their_request() -> None:
+    """Serve would cancel them by itself, and mixes up concurrent calls that share an id in it."""
+    of_request: ContextVar[str] = ContextVar("of_request", default="none")
+    seen: list[str] = []
+    async with running_router(FakeCluster(num_decode=2)) as rig:
+        rig.cluster.seen = lambda: seen.append(of_request.get())
+        rig.cluster.fail(Fault(Phase.DECODE, "dead"))
+        of_request.set("request")
+        await rig.tokens(spec_of(max_tokens=4))
+    assert set(seen) == {"none"}
+    assert len(seen) >= 5
 
 
 async def test_a_pool_is_empty_and_comes_back() -> None:

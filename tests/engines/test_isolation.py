@@ -74,3 +74,11 @@ def test_a_poisoned_request_fails_alone(system: LocalSystem, fault: str, monkeyp
     for golden, generated in zip(GOLDENS, good, strict=True):
         assert generated.token_ids == {0: golden.output_ids[:24]}
     assert system.decode.engine.is_healthy(max_silence_s=10)
+
+
+def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem) -> None:
+    """Masked keys and values are still multiplied: were they no numbers, the sums would not be either."""
+    system.decode.engine.runner.pool.tensor.fill_(torch.nan)
+    generated = system.run([system.spec(golden.prompt_ids, 24) for golden in GOLDENS])
+    for golden, got in zip(GOLDENS, generated, strict=True):
+        assert got.token_ids == {0: golden.output_ids[:24]}

@@ -1,0 +1,42 @@
+"""The stub engine speaks the real protocol: its frames pass the real receiver, its load and metadata are whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+from benchmarks.control_path.stub_engine import StubDecodeEngine, stub_load
+from benchmarks.control_path.stub_replicas import _metadata
+from replicas.messages import CallStatus, FinishReason, Frame, GenerateCall, GenerationRequest, TransferPeer
+from replicas.token_receiver import TokenReceiver
+from replicas.token_sender import TokenSender
+from scheduler.sampling_params import SamplingParams
+
+
+async def test_tokens_arrive_in_order_and_are_counted() -> None:
+    frames: list[Frame] = []
+    receiver = TokenReceiver("router", "127.0.0.1", frames.append, lambda *_: None)
+    await receiver.start()
+    engine = StubDecodeEngine(TokenSender("decode", "epoch"), step_s=0.001)
+    receiver.allow(engine.sender.public_key)
+    engine.start()
+    request = GenerationRequest("r", (42, 7), (0,), 5, frozenset(), SamplingParams(temperature=0.0), 10.0)
+    reply = await asyncio.wait_for(
+        asyncio.wrap_future(engine.generate(GenerateCall(request, receiver.address, None))), 10
+    )
+    async with asyncio.timeout(5):
+        while not frames or not any(item.finish_reason for item in frames[-1].tokens):
+            await asyncio.sleep(0.001)
+    await receiver.stop()
+    assert reply.status is CallStatus.OK
+    assert reply.num_tokens_sent == ((0, 4),)
+    assert frames[0].admitted == ("r",)
+    items = [item for frame in frames for item in frame.tokens]
+    assert [(item.index, item.token_id) for item in items] == [(1, 42), (2, 42), (3, 42), (4, 42)]
+    assert items[-1].finish_reason is FinishReason.LENGTH
+    assert frames[-1].load == stub_load(num_running=1, step_s=0.001)
+
+
+def test_metadata_is_what_the_router_reads() -> None:
+    metadata = _metadata("decode-1", "epoch")
+    assert TransferPeer.from_metadata(metadata["peer"]).replica_id == "decode-1"
+    assert metadata["num_blocks"] > 0

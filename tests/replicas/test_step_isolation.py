@@ -1,0 +1,66 @@
+"""A step run in pieces gives what it gives whole, with everything that goes before the pass done once."""
+
+from __future__ import annotations
+
+from replicas.step_isolation import run_isolated
+from scheduler.plan import (
+    BlockCopy,
+    DecodeRow,
+    PrefillChunk,
+    SampledToken,
+    SampleTarget,
+    SlotInit,
+    StepOutput,
+    StepPlan,
+    TableWrite,
+)
+from scheduler.sampling_params import SamplingParams
+
+PLAN = StepPlan(
+    step_id=7,
+    slot_inits=(SlotInit(0, 0, SamplingParams(), 5),),
+    table_writes=(TableWrite(0, 0, (3,)),),
+    copies=(BlockCopy(1, 2),),
+    chunks=(PrefillChunk("c", 2, 0, (9, 9), (SampleTarget(2, 0), SampleTarget(2, 1))),),
+    rows=(DecodeRow("a", 0, 0, 4), DecodeRow("b", 0, 1, 8), DecodeRow("b", 1, 3, 8)),
+)
+
+
+class _Handle:
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+
+    def result(self) -> StepOutput:
+        tokens = [SampledToken(row.request_id, row.choice, row.slot) for row in self._plan.rows]
+        tokens += [SampledToken(c.request_id, t.choice, 40 + t.choice) for c in self._plan.chunks for t in c.targets]
+        return StepOutput(self._plan.step_id, tuple(tokens))
+
+
+class _Runner:
+    def __init__(self, failing: str) -> None:
+        self.pieces: list[StepPlan] = []
+        self._failing = failing
+
+    def launch(self, plan: StepPlan) -> _Handle:
+        self.pieces.append(plan)
+        if any(part.request_id == self._failing for part in (*plan.rows, *plan.chunks)):
+            raise RuntimeError("boom")
+        return _Handle(plan)
+
+
+def test_pieces_cover_the_plan_once() -> None:
+    runner = _Runner(failing="none")
+    isolated = run_isolated(runner, PLAN)  # type: ignore[arg-type]
+    assert isolated.errors == {}
+    assert isolated.output == _Handle(PLAN).result()
+    assert [len(p.rows) + len(p.chunks) for p in runner.pieces] == [1, 1, 1, 1]
+    assert (runner.pieces[0].slot_inits, runner.pieces[0].copies) == (PLAN.slot_inits, PLAN.copies)
+    assert all(not (p.slot_inits or p.table_writes or p.copies) for p in runner.pieces[1:])
+
+
+def test_a_failing_request_is_left_out_and_named() -> None:
+    runner = _Runner(failing="b")
+    isolated = run_isolated(runner, PLAN)  # type: ignore[arg-type]
+    assert list(isolated.errors) == ["b"]
+    assert [token.request_id for token in isolated.output.tokens] == ["a", "c", "c"]
+    assert len(runner.pieces) == 3  # b's second choice is not tried
