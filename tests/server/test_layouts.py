@@ -52,7 +52,7 @@ def test_sixteen_at_a_time_equal_transformers(server: RunningServer) -> None:
 
 @pytest.mark.timeout(900)
 def test_alone_equals_transformers(server: RunningServer) -> None:
-    goldens = GOLDENS[::6]
+    goldens = GOLDENS[::12]
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=1))
 
 
@@ -64,7 +64,7 @@ def test_every_prompt_alone_equals_transformers(server: RunningServer) -> None:
 
 @pytest.mark.timeout(600)
 def test_streamed_equals_whole(server: RunningServer) -> None:
-    goldens = random.Random(5).sample(GOLDENS, 16)
+    goldens = random.Random(5).sample(GOLDENS, 8)
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=8, streamed=True))
 
 
