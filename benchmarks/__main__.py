@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.names) - _BENCHMARKS.keys()
     if unknown:
         parser.error(f"no benchmark is named {', '.join(sorted(unknown))}")
+    options.results.mkdir(parents=True, exist_ok=True)
     has_failed = False
     for name in options.names or _BENCHMARKS:
         machine = describe_machine()
