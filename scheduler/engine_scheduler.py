@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scheduler.block_allocator import BlockAllocator
 from scheduler.deadlines import Deadlines
-from scheduler.memory_budget import MemoryBudget
+from scheduler.memory_budget import Budget
 from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
 from scheduler.plan import StepPlan
 from scheduler.plan_builder import PlanBuilder
@@ -34,10 +34,13 @@ class PoolLimits:
 class EngineScheduler(ABC):
     """Requests of one engine from submission until their last block is free."""
 
-    def __init__(self, limits: PoolLimits) -> None:
+    def __init__(self, limits: PoolLimits, budget: Budget, max_overtakes: int = 0) -> None:
+        """max_overtakes: later arrivals that may be admitted before one that does not fit yet."""
         self.limits = limits
+        self._budget = budget
+        self._max_overtakes = max_overtakes
+        self._num_admitted = 0
         self.allocator = BlockAllocator(limits.num_blocks)
-        self.budget = MemoryBudget(limits.num_blocks)
         self.builder = PlanBuilder()
         self.prompts = PrefillBatcher()
         self._queue: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
@@ -53,7 +56,11 @@ class EngineScheduler(ABC):
 
     @abstractmethod
     def blocks_needed(self, request: Request) -> int:
-        """Blocks to promise at admission."""
+        """Most blocks the request can ever need."""
+
+    @abstractmethod
+    def _promise(self, request: Request) -> bool:
+        """Promise memory if there is any for it; mutates only then."""
 
     @abstractmethod
     def _slots_needed(self, request: Request) -> int:
@@ -62,6 +69,10 @@ class EngineScheduler(ABC):
     @abstractmethod
     def _on_admitted(self, request: Request) -> None:
         """Memory is promised; start what can start."""
+
+    @abstractmethod
+    def _on_ending(self, request: Request) -> None:
+        """The request is over, but keeps its blocks until a step in flight has run."""
 
     @abstractmethod
     def plan(self, now_s: float) -> StepPlan | None:
@@ -74,9 +85,9 @@ class EngineScheduler(ABC):
         if request.request_id in self._requests:
             raise DuplicateRequest(request.request_id)
         needed = self.blocks_needed(request)
-        if not self.budget.fits_ever(needed):
+        if not self._budget.fits_ever(needed):
             block_size = self.limits.block_size
-            raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
+            raise NeverFits("tokens of KV memory", needed * block_size, self._budget.num_blocks * block_size)
         if self._slots_needed(request) > self.limits.max_sequences:
             raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
         request.entered_s[RequestState.QUEUED] = now_s
@@ -86,21 +97,37 @@ class EngineScheduler(ABC):
         self._deadlines.add(request.request_id, request.deadline_s)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, first come first served; the first misfit ends it."""
-        admitted = []
-        while self._queue:
-            request = next(iter(self._queue.values()))
-            if self._slots_needed(request) > len(self._free_slots):
+        """Promise memory and slots to queued requests, in order of arrival. Mutates.
+
+        One that does not fit yet may be passed by at most max_overtakes later arrivals, ever: then nobody behind it
+        is admitted before it. So what it waits for is those before it, these few, and memory and slots, which come
+        as running requests end. Looks at no more than max_overtakes + 1 that do not fit, however many wait.
+        """
+        admitted: list[Request] = []
+        passed: list[Request] = []
+        for request in self._queue.values():
+            if any(waiting.num_overtaken >= self._max_overtakes for waiting in passed):
                 break
-            if not self.budget.promise(request.request_id, self.blocks_needed(request)):
+            if self._slots_needed(request) <= len(self._free_slots) and self._promise(request):
+                for waiting in passed:
+                    waiting.num_overtaken += 1
+                self._let_in(request, now_s)
+                admitted.append(request)
+                continue
+            passed.append(request)
+            if len(passed) > self._max_overtakes:
                 break
+        for request in admitted:
             self._leave_queue(request)
-            request.enter(RequestState.ADMITTED, now_s)
-            choices = request.choices[: self._slots_needed(request)]
-            request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
-            self._on_admitted(request)
-            admitted.append(request)
         return tuple(admitted)
+
+    def _let_in(self, request: Request, now_s: float) -> None:
+        request.enter(RequestState.ADMITTED, now_s)
+        request.admission_number = self._num_admitted
+        self._num_admitted += 1
+        choices = request.choices[: self._slots_needed(request)]
+        request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
+        self._on_admitted(request)
 
     def get(self, request_id: str) -> Request | None:
         """The request, while it holds anything and is not over."""
@@ -138,6 +165,7 @@ class EngineScheduler(ABC):
             self._release(request)
         else:
             self._ending.append(request)
+            self._on_ending(request)
 
     def _leave_queue(self, request: Request) -> None:
         if self._queue.pop(request.request_id, None) is not None:
@@ -170,14 +198,14 @@ class EngineScheduler(ABC):
         if not request.is_over:
             return
         if request.request_id in self._transfers:
-            self.budget.shrink(request.request_id, len(self._transfers[request.request_id]))
+            self._budget.shrink(request.request_id, len(self._transfers[request.request_id]))
         else:
             self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
         if RequestState.ADMITTED in request.entered_s:
-            self.budget.end(request_id)
+            self._budget.end(request_id)
 
     # -- transfers: the second owner ---------------------------------------------------------------
 
@@ -224,8 +252,8 @@ class EngineScheduler(ABC):
         num_over = sum(states.count(state) for state in TERMINAL_STATES)
         return Ledger(
             blocks=self.allocator.counts(),
-            promised_blocks=self.budget.promised,
-            budget_blocks=self.budget.num_blocks,
+            promised_blocks=self._budget.promised,
+            budget_blocks=self._budget.num_blocks,
             num_queued=len(self._queue),
             queued_prompt_tokens=self.queued_prompt_tokens,
             num_active=len(states) - len(self._queue) - num_leased - num_over,
