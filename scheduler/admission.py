@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget, num_blocks_for
+from scheduler.memory_budget import Budget
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request
 
@@ -50,12 +50,16 @@ class ProjectedBudget(Budget):
     def promise(self, request: Request) -> bool:
         """Admit a request that has not started if it fits by the projection; mutates only then."""
         assert request.request_id not in self.projection, f"{request.request_id} already has a promise"
-        num_rows = self._rows_left(request, 1)
-        profile = unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
+        profile = self.newcomer(request)
         if not self._fits(profile):
             return False
         self.projection.set(request.request_id, profile)
         return True
+
+    def newcomer(self, request: Request) -> Profile:
+        """What a request would use that is admitted now."""
+        num_rows = self._rows_left(request, 1)
+        return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
 
     def resume(self, request: Request, num_blocks: int) -> bool:
         """As `promise`, for one that was preempted and comes back with num_blocks blocks in the next step."""
@@ -71,6 +75,10 @@ class ProjectedBudget(Budget):
 
     def shrink(self, request_id: str, num_blocks: int) -> None:
         self.projection.set(request_id, constant(num_blocks))
+
+    def hold(self, request_id: str, num_blocks: int, last_step: int) -> None:
+        """It keeps these blocks until last_step is committed, and no longer. Mutates."""
+        self.projection.set(request_id, constant(num_blocks, last_step + self._lag))
 
     def end(self, request_id: str) -> None:
         self.projection.remove(request_id)
@@ -89,6 +97,7 @@ class ProjectedBudget(Budget):
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
         num_planned = max((sequence.num_planned for sequence in live), default=request.max_tokens)
         num_rows = self._rows_left(request, num_planned)
+        last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
         # Before its first row every choice, ended ones too, shares the last block of the prompt.
         num_sharing = len(request.sequences) if num_planned == 1 else 1
         return growing(
@@ -98,7 +107,7 @@ class ProjectedBudget(Budget):
             position=request.prompt_len + num_planned - 1,
             num_rows=num_rows,
             first_step=first_step,
-            until=first_step + num_rows - 1 + self._lag,
+            until=last_step + self._lag,
             block_size=self._block_size,
         )
 
@@ -116,7 +125,3 @@ def num_distinct_blocks(request: Request) -> int:
 def distinct_blocks(tables: Iterable[list[int]]) -> list[int]:
     """Blocks of some tables, each once, in order of first mention."""
     return list(dict.fromkeys(block_id for table in tables for block_id in table))
-
-
-def prompt_blocks(request: Request, block_size: int) -> int:
-    return num_blocks_for(request.prompt_len, block_size)

@@ -41,6 +41,10 @@ class DecodeScheduler(EngineScheduler):
             request.prompt_len, request.max_tokens, len(request.choices), self.limits.block_size
         )
 
+    def admit(self, now_s: float) -> tuple[Request, ...]:
+        self._project_from_now()
+        return super().admit(now_s)
+
     def _promise(self, request: Request) -> bool:
         if self.preemption:
             return False  # who gave way comes back first
@@ -96,6 +100,7 @@ class DecodeScheduler(EngineScheduler):
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
+        self._project_from_now()
         step_id = self.builder.next_step_id
         self._bring_back(step_id, now_s)
         self._make_room(step_id, now_s)
@@ -108,7 +113,6 @@ class DecodeScheduler(EngineScheduler):
                 sequence.num_planned = 1
             self._start(request, step_id + 1)
         plan = self.builder.build(chunks, rows)
-        self._next_step()
         self.num_stalls += len(stalled)
         for request in stalled:
             self.budget.running(request, self.builder.next_step_id)
@@ -126,6 +130,7 @@ class DecodeScheduler(EngineScheduler):
             if event.finish_reason is not None:
                 self.budget.choice_ended(event.index + 1)
                 self._choice_ended(event.request_id, now_s)
+        self._project_from_now()
         return tuple(events)
 
     def _choice_ended(self, request_id: str, now_s: float) -> None:
@@ -144,9 +149,10 @@ class DecodeScheduler(EngineScheduler):
 
     def steps_abandoned(self) -> None:
         super().steps_abandoned()
-        self._next_step()
+        self._project_from_now()
 
-    def _next_step(self) -> None:
+    def _project_from_now(self) -> None:
+        """The next step is where the projection begins. Called when commits have released what they release."""
         self.budget.step = step = self.builder.next_step_id
         for request_id in self.budget.projection.overdue(step):
             request = self.get(request_id)
@@ -170,7 +176,7 @@ class DecodeScheduler(EngineScheduler):
 
     def _on_ending(self, request: Request) -> None:
         if request.request_id not in self.preemption:
-            self.budget.shrink(request.request_id, num_distinct_blocks(request))
+            self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
 
     def _release(self, request: Request) -> None:
         self.preemption.discard(request.request_id)
@@ -224,7 +230,7 @@ class DecodeScheduler(EngineScheduler):
         if self.preemption.swap_out(request, step_id):
             request.enter(RequestState.PREEMPTED, now_s)
             self.batch.pause(request)
-            self.budget.shrink(request.request_id, num_blocks)
+            self.budget.hold(request.request_id, num_blocks, step_id)
         else:
             self.preemption.num_evicted += 1
             self._evicted.append(request)

@@ -44,9 +44,9 @@ class Profile:
         return self.base + self.live * ((self.last_row + self.offset) // block_size)
 
 
-def constant(num_blocks: int) -> Profile:
-    """Held until further notice."""
-    return Profile(num_blocks, 0, 0, 0, NO_END)
+def constant(num_blocks: int, until: int = NO_END) -> Profile:
+    """Held up to a step, or until further notice."""
+    return Profile(num_blocks, 0, 0, 0, until)
 
 
 def unstarted(prompt_len: int, num_choices: int, num_rows: int, first_step: int, block_size: int) -> Profile:
