@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
 from scheduler.memory_budget import Budget
@@ -100,7 +100,7 @@ class ProjectedBudget(Budget):
         last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
         # Before its first row every choice, ended ones too, shares the last block of the prompt.
         num_sharing = len(request.sequences) if num_planned == 1 else 1
-        return growing(
+        profile = growing(
             num_held=num_held,
             num_live=len(live),
             num_sharing=num_sharing,
@@ -110,6 +110,7 @@ class ProjectedBudget(Budget):
             until=last_step + self._lag,
             block_size=self._block_size,
         )
+        return replace(profile, is_estimate=num_rows < request.max_tokens - num_planned)
 
     def _rows_left(self, request: Request, num_planned: int) -> int:
         """Rows still to come of a choice with so many tokens planned, as bounded or estimated."""

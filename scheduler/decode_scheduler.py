@@ -21,6 +21,8 @@ from scheduler.request import Request, RequestState
 class DecodeScheduler(EngineScheduler):
     """lag: steps that may be in flight when one is planned. num_host_blocks: room for blocks of preempted requests."""
 
+    budget: ProjectedBudget
+
     def __init__(
         self, limits: PoolLimits, admission: AdmissionPolicy | None = None, lag: int = 0, num_host_blocks: int = 0
     ) -> None:
@@ -28,8 +30,8 @@ class DecodeScheduler(EngineScheduler):
         if limits.max_step_tokens < limits.max_sequences:
             raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
         admission = admission or AdmissionPolicy()
-        self.budget = ProjectedBudget(limits.num_blocks, limits.block_size, admission, lag)
-        super().__init__(limits, self.budget, admission.max_overtakes)
+        budget = ProjectedBudget(limits.num_blocks, limits.block_size, admission, lag)
+        super().__init__(limits, budget, admission.max_overtakes)
         self.batch = DecodeBatcher(self.allocator, self.builder, limits.block_size)
         self.preemption = Preemption(self.allocator, self.builder, limits.block_size, num_host_blocks)
         self.num_stalls = 0  # times that a request had to wait a step for a free block

@@ -34,10 +34,12 @@ class PoolLimits:
 class EngineScheduler(ABC):
     """Requests of one engine from submission until their last block is free."""
 
+    budget: Budget
+
     def __init__(self, limits: PoolLimits, budget: Budget, max_overtakes: int = 0) -> None:
         """max_overtakes: later arrivals that may be admitted before one that does not fit yet."""
         self.limits = limits
-        self._budget = budget
+        self.budget = budget
         self._max_overtakes = max_overtakes
         self._num_admitted = 0
         self.allocator = BlockAllocator(limits.num_blocks)
@@ -85,9 +87,9 @@ class EngineScheduler(ABC):
         if request.request_id in self._requests:
             raise DuplicateRequest(request.request_id)
         needed = self.blocks_needed(request)
-        if not self._budget.fits_ever(needed):
+        if not self.budget.fits_ever(needed):
             block_size = self.limits.block_size
-            raise NeverFits("tokens of KV memory", needed * block_size, self._budget.num_blocks * block_size)
+            raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
         if self._slots_needed(request) > self.limits.max_sequences:
             raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
         request.entered_s[RequestState.QUEUED] = now_s
@@ -198,14 +200,14 @@ class EngineScheduler(ABC):
         if not request.is_over:
             return
         if request.request_id in self._transfers:
-            self._budget.shrink(request.request_id, len(self._transfers[request.request_id]))
+            self.budget.shrink(request.request_id, len(self._transfers[request.request_id]))
         else:
             self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
         if RequestState.ADMITTED in request.entered_s:
-            self._budget.end(request_id)
+            self.budget.end(request_id)
 
     # -- transfers: the second owner ---------------------------------------------------------------
 
@@ -252,8 +254,8 @@ class EngineScheduler(ABC):
         num_over = sum(states.count(state) for state in TERMINAL_STATES)
         return Ledger(
             blocks=self.allocator.counts(),
-            promised_blocks=self._budget.promised,
-            budget_blocks=self._budget.num_blocks,
+            promised_blocks=self.budget.promised,
+            budget_blocks=self.budget.num_blocks,
             num_queued=len(self._queue),
             queued_prompt_tokens=self.queued_prompt_tokens,
             num_active=len(states) - len(self._queue) - num_leased - num_over,

@@ -25,7 +25,8 @@ class Profile:
     """Blocks of one request: base + live * ((step + offset) // block_size) up to last_row, then no more growth.
 
     live: sequences that still grow, all at the same position. offset: their position minus the step's number.
-    last_row: the step of their last row. until: the last step at which the blocks are still held.
+    last_row: the step of their last row. until: the last step at which the blocks are still held. is_estimate: there
+    may be rows behind the last one.
     """
 
     base: int
@@ -33,6 +34,7 @@ class Profile:
     offset: int
     last_row: int
     until: int
+    is_estimate: bool = False
 
     def use_at(self, step: int, block_size: int) -> int:
         """Blocks in use after the rows of `step`, which must not lie before the profile was made."""
@@ -93,6 +95,7 @@ class MemoryProjection:
         self._block_size = block_size
         self._profiles: dict[str, Profile] = {}
         self._is_stale = False
+        self._next_due = NO_END
         # Last steps before a release, ascending, and the total then; behind the last one, the total without end.
         self._ends: list[int] = []
         self._totals: list[int] = [0]
@@ -118,11 +121,13 @@ class MemoryProjection:
             self._is_stale = True
 
     def overdue(self, step: int) -> list[str]:
-        """Requests that should have released their blocks before `step`. O(1) when there are none."""
+        """Requests that should have released their blocks before `step`, or were to grow no more by now but for an
+        estimate. O(1) when there are none.
+        """
         self._refresh()
-        if not self._ends or self._ends[0] >= step:
+        if step <= self._next_due:
             return []
-        return [request_id for request_id, profile in self._profiles.items() if profile.until < step]
+        return [request_id for request_id, profile in self._profiles.items() if _due(profile) < step]
 
     def peak(self, step: int) -> int:
         """Most blocks in use at any time from `step` on."""
@@ -149,6 +154,7 @@ class MemoryProjection:
             return
         self._is_stale = False
         block_size = self._block_size
+        self._next_due = min(map(_due, self._profiles.values()), default=NO_END)
         releases = sorted({p.until for p in self._profiles.values() if p.until < NO_END})
         by_end = sorted(self._profiles.values(), key=lambda p: p.until)
         by_last_row = sorted(self._profiles.values(), key=lambda p: p.last_row)
@@ -168,6 +174,11 @@ class MemoryProjection:
         self._peaks = list(self._totals)
         for index in range(len(self._peaks) - 2, -1, -1):
             self._peaks[index] = max(self._peaks[index], self._peaks[index + 1])
+
+
+def _due(profile: Profile) -> int:
+    """The last step for which the profile is right if its request is still there afterwards."""
+    return profile.last_row if profile.is_estimate else profile.until
 
 
 class _Growth:

@@ -81,8 +81,8 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step. Applied in this order: slot_inits, table_writes, swap_outs, copies, swap_ins, then one forward
-    pass, unless the plan is empty: then it only moves blocks.
+    """One engine step. Applied in this order: slot_inits, table_writes, swap_outs, swap_ins, copies (a block
+    may be copied that has just come back), then one forward pass, unless the plan is empty: then it only moves blocks.
     """
 
     step_id: int

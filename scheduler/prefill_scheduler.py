@@ -12,9 +12,10 @@ from scheduler.request import Request, RequestState
 class PrefillScheduler(EngineScheduler):
     """Promises a prompt's blocks only; the promise ends with the lease."""
 
+    budget: MemoryBudget
+
     def __init__(self, limits: PoolLimits) -> None:
-        self.budget = MemoryBudget(limits.num_blocks)
-        super().__init__(limits, self.budget)
+        super().__init__(limits, MemoryBudget(limits.num_blocks))
 
     def blocks_needed(self, request: Request) -> int:
         return num_blocks_for(request.prompt_len, self.limits.block_size)

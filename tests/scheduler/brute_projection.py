@@ -120,5 +120,3 @@ def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str
         assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
         if scheduler.budget.estimator is None:
             assert rows == head.max_tokens - 1
-
-

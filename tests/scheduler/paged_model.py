@@ -96,10 +96,10 @@ class PagedRunner:
             entries[write.start : write.start + len(write.block_ids)] = write.block_ids
         for swap in plan.swap_outs:
             self.host[swap.host] = list(self.blocks[swap.device])
-        for copy in plan.copies:
-            self.blocks[copy.destination] = list(self.blocks[copy.source])
         for swap in plan.swap_ins:
             self.blocks[swap.device] = list(self.host[swap.host])
+        for copy in plan.copies:
+            self.blocks[copy.destination] = list(self.blocks[copy.source])
 
     def _write(self, slot: int, position: int, token_id: int) -> None:
         block_id = self.table[slot][position // self._block_size]

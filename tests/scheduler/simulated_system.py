@@ -38,7 +38,7 @@ class Workload:
     short_deadline_rate: float = 0.1
     lost_read_rate: float = 0.05
     faults: FaultRates = field(default_factory=FaultRates)
-    admission: AdmissionPolicy = AdmissionPolicy()
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     host_share: float = 0.0  # size of the host's memory for preempted requests, relative to the pool's
     scarcity: float = 1.0  # divides decode's blocks
 
