@@ -110,10 +110,9 @@ def test_eight_requests_of_three_forked_sequences(roomy: LocalSystem, tight: Loc
 def test_preemptions_are_counted(tight: LocalSystem) -> None:
     _run_preempting(tight, [tight.spec(prompt, 200) for prompt in PROMPTS * 2])
     preemption = tight.decode.engine.scheduler.preemption
-    (family,) = [f for f in tight.decode.metrics_snapshot() if f.name == "splitserve_preemptions"]
-    text = repr(family)
-    assert f"{float(preemption.num_swapped)}" in text
-    assert f"{float(preemption.num_evicted)}" in text
+    (family,) = [f for f in tight.decode.metrics_snapshot() if f["name"] == "splitserve_preemptions"]
+    counted = {labels["kind"]: value for suffix, labels, value in family["samples"] if suffix == "_total"}
+    assert counted == {"swap": preemption.num_swapped, "recompute": preemption.num_evicted}
 
 
 @pytest.mark.slow
