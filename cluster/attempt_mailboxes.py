@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.pool_client import PoolClient
+from cluster.replica_registry import ReplicaTable
 from replicas.messages import ChannelAddress, Frame, TokenItem
 from replicas.token_receiver import TokenReceiver
 
@@ -58,6 +59,10 @@ class Mailboxes:
         for item in frame.tokens:
             self._put(frame.replica_id, item.request_id, item)
 
+    def has_any(self, replica_id: str) -> bool:
+        """Whether some attempt at this replica is in flight."""
+        return replica_id in self._replica_of.values()
+
     def lose(self, replica_id: str, detail: str) -> None:
         """Tell every attempt at a replica that frames are missing."""
         for request_id, owner in self._replica_of.items():
@@ -90,11 +95,27 @@ class FrameIntake:
         self._router_id, self._decode, self._mailboxes = router_id, decode, mailboxes
         self._on_gap, self._replay_timeout_s = on_gap, replay_timeout_s
         self._replays: set[asyncio.Task[None]] = set()
+        self._admitted: ReplicaTable = {}
         self.receiver = TokenReceiver(router_id, host, on_frame, self._fetch)
 
     @property
     def address(self) -> ChannelAddress:
         return self.receiver.address
+
+    def admit(self, decodes: ReplicaTable) -> None:
+        """Take frames from these replicas, and still from one that left while work of ours ends there; no others."""
+        leaving = {
+            replica_id: metadata
+            for replica_id, metadata in self._admitted.items()
+            if replica_id not in decodes and self._mailboxes.has_any(replica_id)
+        }
+        for replica_id, metadata in self._admitted.items():
+            if replica_id not in decodes and replica_id not in leaving:
+                self.receiver.disallow(metadata["channel_public_key"])
+                self.receiver.forget(replica_id, metadata["peer"]["epoch"])
+        for metadata in decodes.values():
+            self.receiver.allow(metadata["channel_public_key"])
+        self._admitted = {**leaving, **decodes}
 
     def _fetch(self, replica_id: str, epoch: str, from_seq: int) -> None:
         self._on_gap()

@@ -128,6 +128,11 @@ class Ingress:
                     snapshots[f"{name}-{replica_id}"] = snapshot
         return await asyncio.to_thread(merge, snapshots)
 
+    def check_health(self) -> None:
+        """Serve's hook: raising replaces this replica."""
+        if not self._router.is_healthy:
+            raise RuntimeError("the token channel of this ingress is dead")
+
     # -- what other processes ask ------------------------------------------------------------------
 
     async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:

@@ -55,10 +55,11 @@ class PoolConfig(Section):
         description="GPUs Ray reserves for each replica; device cuda needs more than 0, usually 1",
     )
     lag: int = Field(
-        default=1,
+        default=0,
         ge=0,
         le=1,
-        description="Steps planned ahead of known tokens. 1: the next step is prepared while one runs; 0: one by one",
+        description="Steps planned ahead of known tokens. 1 on GPUs: the next step is ready when one ends. 0 on CPUs, "
+        "where a step runs to its end when it is launched and 1 would only delay each token by a step",
     )
 
 

@@ -92,12 +92,13 @@ class Router:
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
-        """Frames are taken from these; also still from replicas that left, which may have work of ours to end.
+        """The decode pool is this now. On the router's event loop."""
+        self._intake.admit(decodes)
 
-        On the router's event loop.
-        """
-        for metadata in decodes.values():
-            self._intake.receiver.allow(metadata["channel_public_key"])
+    @property
+    def is_healthy(self) -> bool:
+        """Whether tokens are still being received."""
+        return self._intake.receiver.is_alive
 
     @property
     def num_in_flight(self) -> int:

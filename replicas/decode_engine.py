@@ -204,7 +204,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         self._finished.clear()
 
     def _end_stalled_routers(self, now_s: float) -> None:
-        """A router whose channel stays away is gone, whatever Serve believes: its requests end (design section 2, 7)."""
+        """A router whose channel stays away is gone, whatever Serve believes: its requests end."""
         for router_id in self.sender.stalled_routers(now_s):
             theirs = [rid for rid, opened in self._calls.items() if opened.router_id == router_id]
             for request_id in theirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
@@ -33,6 +34,7 @@ class GuardedMetric:
         self._fixed = tuple(fixed)
         self._labels = labels
         self._on_error = on_error
+        self._count_lock = threading.Lock()
         self._counted: dict[tuple[tuple[str, str], ...], float] = {}
         # The one series of a family without variable labels: found once, as some are updated with every token.
         self._only = None if labels else family.labels(*self._fixed)
@@ -51,11 +53,17 @@ class GuardedMetric:
             self._on_error(self._family, error)
 
     def count_to(self, total: float, **labels: str) -> None:
-        """Bring a counter up to a total that somebody else keeps: adds what came since the last call. One thread."""
+        """Bring a counter up to a total that somebody else keeps: adds what came since the last call.
+
+        A total below the last one was read before it, on another thread: nothing is new.
+        """
         try:
             key = tuple(sorted(labels.items()))
-            increase = total - self._counted.get(key, 0.0)
-            self._counted[key] = total
+            with self._count_lock:
+                increase = total - self._counted.get(key, 0.0)
+                if increase <= 0:
+                    return
+                self._counted[key] = total
         except Exception as error:
             self._on_error(self._family, error)
         else:

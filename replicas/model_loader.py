@@ -1,6 +1,7 @@
 """Loads a transformers causal language model with our attention, and says what it is.
 
-A GGUF is first made a transformers folder, once (`replicas.gguf_conversion`). Nothing of the model's own code runs unless the config trusts it.
+A GGUF is first made a transformers folder, once (`replicas.gguf_conversion`). Nothing of the model's own code
+runs unless the config trusts it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ NOT_A_TOKEN = -1
 
 
 def _checked(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """tokens [R], NOT_A_TOKEN where the chosen logit is not finite. NaN wins every argmax, so that shows it anywhere."""
+    """tokens [R], NOT_A_TOKEN where the chosen logit is not finite. NaN wins every argmax: it is seen anywhere."""
     chosen = logits.gather(1, tokens[:, None])[:, 0]
     return torch.where(chosen.isfinite(), tokens, NOT_A_TOKEN)
 

@@ -33,7 +33,7 @@ def _not_causal(config: Any) -> str:
     if not getattr(config, "is_causal", True):
         return "is_causal: false"
     names = config.architectures or []
-    if names and not any(name.endswith("ForCausalLM") or name.endswith("LMHeadModel") for name in names):
+    if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return f"architectures: {', '.join(names)}"
     return ""
 

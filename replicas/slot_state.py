@@ -14,7 +14,7 @@ from scheduler.sampling_params import SamplingParams
 
 
 class SlotState:
-    """block_table: int64 [num_slots, max_blocks]; last_token: int64 [num_slots]; sampling: one per slot, on the host."""
+    """block_table: int64 [num_slots, max_blocks]; last_token: int64 [num_slots]; sampling: one per slot."""
 
     def __init__(self, num_slots: int, max_blocks: int) -> None:
         self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int64)

@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
@@ -36,8 +37,7 @@ def enter_network_namespace() -> None:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+    Path(path).write_text(text)
 
 
 def main(command: list[str]) -> None:

@@ -14,7 +14,7 @@ from benchmarks.load.processes import LoadResult, run_load
 from benchmarks.load.report import latencies_s, percentile
 from benchmarks.load.workload import LengthRange
 
-_NEGLIGIBLE_CORES = 0.03
+_NEGLIGIBLE_US = 2.0
 
 
 def streamed_throughput(
@@ -44,7 +44,8 @@ def _run(target: Target, num_streams: int, num_tokens: int) -> dict[str, Any]:
     before = cpu_by_kind()
     result = run_load(plan)
     used = {name: cpu_s - before.get(name, 0.0) for name, cpu_s in cpu_by_kind().items()}
-    return _figures(result, num_streams, num_tokens) | {"cpu_cores": _cores(used, result)}
+    cpu_us = _cpu_us(used, result, num_streams * num_tokens)
+    return _figures(result, num_streams, num_tokens) | {"cpu_us_per_token": cpu_us}
 
 
 def _figures(result: LoadResult, num_streams: int, num_tokens: int) -> dict[str, Any]:
@@ -62,9 +63,10 @@ def _figures(result: LoadResult, num_streams: int, num_tokens: int) -> dict[str,
     }
 
 
-def _cores(used: dict[str, float], result: LoadResult) -> dict[str, float]:
-    """Cores taken while the run lasted, the most first. What servers did while the client started counts too."""
-    cores = {name: cpu_s / result.duration_s for name, cpu_s in used.items() if name != "other"}
-    cores["client"] = sum(client.cores for client in result.clients)
-    ordered = sorted(cores.items(), key=lambda item: -item[1])
-    return {name: round(value, 2) for name, value in ordered if value >= _NEGLIGIBLE_CORES}
+def _cpu_us(used: dict[str, float], result: LoadResult, num_tokens: int) -> dict[str, float]:
+    """CPU time a token by process, the most first: steadier than a rate when others use the machine too."""
+    seconds = {name: cpu_s for name, cpu_s in used.items() if name != "other"}
+    seconds["client"] = sum(client.cpu_s for client in result.clients)
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    microseconds = {name: round(1e6 * cpu_s / num_tokens, 1) for name, cpu_s in ordered}
+    return {name: value for name, value in microseconds.items() if value >= _NEGLIGIBLE_US}

@@ -84,12 +84,12 @@ def _own_id() -> str:
 
 
 def _metadata(replica_id: str, epoch: str) -> dict[str, Any]:
-    """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's over UCX: it travels in every call."""
+    """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's on one host: it travels in every call."""
     peer = TransferPeer(
         replica_id=replica_id,
         epoch=epoch,
         agent_name=f"{replica_id}-{epoch}",
-        agent_metadata=bytes(2_000),
+        agent_metadata=bytes(450),
         fingerprint="stub",
         base_address=0,
         device_id=0,

@@ -57,7 +57,9 @@ class LocalPool(PoolClient):
         self.calls: list[str] = []
 
     def replicas(self) -> ReplicaTable:
-        extra = {"channel_public_key": self.built.engine.sender.public_key} if hasattr(self.built.engine, "sender") else {}
+        extra = (
+            {"channel_public_key": self.built.engine.sender.public_key} if hasattr(self.built.engine, "sender") else {}
+        )
         return {self._replica_id: {**self.built.metadata(), **extra}}
 
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:

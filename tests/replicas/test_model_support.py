@@ -41,7 +41,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("T5Config", {}, "encoder-decoder"),
     ("BartConfig", {}, "encoder-decoder"),
     ("MambaConfig", {}, "hybrid layers"),
-    ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1}, "hybrid|sliding-window"),
+    (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1},
+        "hybrid|sliding-window",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ The lease is 60 s, so nothing here is freed by expiry. Phases are held open by g
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -51,13 +52,13 @@ def _blocks(server: RunningServer, pool: str, state: str) -> float:
 
 
 PHASES = {
-    "queued": Phase(
-        ("decode.admit",), lambda server: server.total("splitserve_requests_queued", pool="decode") == 1
-    ),
+    "queued": Phase(("decode.admit",), lambda server: server.total("splitserve_requests_queued", pool="decode") == 1),
     "admitted": Phase(
         ("prefill.admit",),
-        lambda server: _blocks(server, "decode", "reserved") > 0
-        and server.total("splitserve_requests_queued", pool="prefill") == 1,
+        lambda server: (
+            _blocks(server, "decode", "reserved") > 0
+            and server.total("splitserve_requests_queued", pool="prefill") == 1
+        ),
     ),
     "prefilling": Phase(("prefill.step",), lambda server: _blocks(server, "prefill", "active") > 0),
     "handoff not sent": Phase(
@@ -68,9 +69,11 @@ PHASES = {
     ),
     "before decode's first step": Phase(
         ("decode.step",),
-        lambda server: _in_flight(server, "decode") == 1
-        and _blocks(server, "decode", "active") > 0
-        and server.total("splitserve_kv_transfers_open") == 0,
+        lambda server: (
+            _in_flight(server, "decode") == 1
+            and _blocks(server, "decode", "active") > 0
+            and server.total("splitserve_kv_transfers_open") == 0
+        ),
     ),
 }
 
@@ -81,7 +84,13 @@ class Client:
     def __init__(self, server: RunningServer, streamed: bool, num_tokens: int = 150) -> None:
         self.num_chunks = 0
         self._client = server.client()
-        body = {"prompt": [11] * 100, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": streamed}
+        body = {
+            "prompt": [11] * 100,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": streamed,
+        }
         self._thread = threading.Thread(target=self._run, args=(body,))
         self._thread.start()
 
@@ -176,10 +185,8 @@ def test_five_hundred_mixed_requests_leave_nothing_behind(server: RunningServer)
                 (answer,) = post(client, path, {**body, "stop_token_ids": [golden.output_ids[1]]})
                 assert answer.finish_reason in ("stop", "length")
             else:
-                try:
+                with contextlib.suppress(httpx.TimeoutException):
                     client.post(path, json={**body, "max_tokens": 200, "stream": bool(index % 2)}, timeout=rng.random())
-                except httpx.TimeoutException:
-                    pass
         return kind
 
     with ThreadPoolExecutor(16) as pool:

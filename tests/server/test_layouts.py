@@ -52,7 +52,7 @@ def test_sixteen_at_a_time_equal_transformers(server: RunningServer) -> None:
 
 @pytest.mark.timeout(900)
 def test_alone_equals_transformers(server: RunningServer) -> None:
-    goldens = GOLDENS[::6]
+    goldens = GOLDENS[::12]
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=1))
 
 
@@ -64,7 +64,7 @@ def test_every_prompt_alone_equals_transformers(server: RunningServer) -> None:
 
 @pytest.mark.timeout(600)
 def test_streamed_equals_whole(server: RunningServer) -> None:
-    goldens = random.Random(5).sample(GOLDENS, 16)
+    goldens = random.Random(5).sample(GOLDENS, 8)
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=8, streamed=True))
 
 
@@ -93,7 +93,8 @@ def test_paris(server: RunningServer) -> None:
         events = stream_events(client, "/v1/chat/completions", {**body, "max_tokens": 32})
     assert "Paris" in answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == answer["choices"][0]["message"]["content"]
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert streamed == answer["choices"][0]["message"]["content"]
 
 
 def test_the_openai_client_streams(server: RunningServer) -> None:
@@ -120,7 +121,8 @@ def test_metrics_are_the_same_whichever_ingress_answers(server: RunningServer, r
     bytes_before = server.total("splitserve_kv_transfer_bytes_total")
     ready_before = server.total("splitserve_kv_transfers_total", result="ready")
     lengths = (5, 16, 17, 40)
-    bodies = [("/v1/completions", {"prompt": [9] * n, "max_tokens": 3, "temperature": 0, "return_token_ids": True}) for n in lengths]
+    body = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    bodies = [("/v1/completions", {**body, "prompt": [9] * n}) for n in lengths]
     for _ in range(2):
         post_all(server, bodies, num_at_once=4)
     server.wait_for_baseline()

@@ -1,0 +1,48 @@
+"""Whose frames an ingress takes: those of the decode pool as it is, and of who left with our work in hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.pool_client import PoolClient
+from cluster.replica_registry import ReplicaTable
+from replicas.messages import EngineLoad, Frame
+from replicas.token_receiver import TokenReceiver
+
+
+class _NoPool(PoolClient):
+    def replicas(self) -> ReplicaTable:
+        return {}
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        raise AssertionError("nobody is called")
+
+
+def _table(*replica_ids: str) -> ReplicaTable:
+    return {
+        replica_id: {"channel_public_key": f"key of {replica_id}", "peer": {"epoch": f"epoch of {replica_id}"}}
+        for replica_id in replica_ids
+    }
+
+
+def _keys(receiver: TokenReceiver) -> set[str]:
+    return set(receiver._allowed.keys)
+
+
+async def test_a_replica_that_left_is_shut_out_when_it_has_nothing_of_ours() -> None:
+    mailboxes = Mailboxes()
+    intake = FrameIntake(
+        "r", "127.0.0.1", _NoPool(), mailboxes, on_frame=lambda _: None, on_gap=lambda: None, replay_timeout_s=1.0
+    )
+    intake.admit(_table("a", "b"))
+    assert _keys(intake.receiver) == {"key of a", "key of b"}
+    mailboxes.open("request", "a")
+    intake.admit(_table("c"))
+    assert _keys(intake.receiver) == {"key of a", "key of c"}  # a drains
+    mailboxes.close("request")
+    intake.admit(_table("c"))
+    assert _keys(intake.receiver) == {"key of c"}
+    frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+    intake.receiver.deliver_replayed([frame])
+    assert intake.receiver.counts.forgotten == 1
