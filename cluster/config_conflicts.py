@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.model_config import ModelConfig
-from cluster.pool_config import PoolConfig, PoolsConfig
+from cluster.pool_config import PoolsConfig
 from cluster.service_config import IngressConfig, KVConfig, LimitsConfig, RayConfig, TransferConfig
 
 
@@ -77,7 +77,7 @@ def device_conflicts(pools: PoolsConfig) -> Iterator[Conflict]:
 
 
 def batch_conflicts(limits: LimitsConfig, pools: PoolsConfig) -> Iterator[Conflict]:
-    decode: PoolConfig = pools.decode
+    decode = pools.decode
     sequences_key, tokens_key = "pools.decode.max_running_sequences", "pools.decode.max_batch_tokens"
     if limits.max_choices > decode.max_running_sequences:
         reason = f"{limits.max_choices} choices can never run at once with {sequences_key} "

@@ -63,6 +63,45 @@ class PoolConfig(Section):
     )
 
 
+class AdmissionConfig(Section):
+    """Whom a decode replica admits: whose projected memory fits beside that of all others, at every step to come."""
+
+    output_length: Literal["bound", "quantile"] = Field(
+        default="bound",
+        description="How long an output is taken to be. bound: all of its max_tokens, so memory never runs short. "
+        "quantile: as long as most that ended before; admits more, and preempts when that was too little",
+    )
+    quantile: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="With output_length quantile: the share of outputs that end within the length assumed",
+    )
+    watermark_fraction: float = Field(
+        default=0.02, ge=0, le=0.5, description="Share of the KV cache that admission leaves free"
+    )
+    max_overtakes: int = Field(
+        default=8,
+        ge=0,
+        le=1_024,
+        description="Later requests that may be admitted before one that does not fit yet; then all wait for it",
+    )
+
+
+class DecodePoolConfig(PoolConfig):
+    """A pool whose replicas hold requests until they end."""
+
+    admission: AdmissionConfig = Field(
+        default=AdmissionConfig(), description="Whom a replica admits, by the memory that will be needed"
+    )
+    host_memory_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory of each replica for requests that are preempted; without, they are computed again. "
+        "null: as much as its KV cache with output_length quantile, else none",
+    )
+
+
 class PoolsConfig(Section):
     """The two pools."""
 
@@ -71,7 +110,9 @@ class PoolsConfig(Section):
         description="Replicas that compute prompts and hand their KV cache over. Layout split needs it, colocated "
         "has none",
     )
-    decode: PoolConfig = Field(description="Replicas that generate; with layout colocated they compute prompts too")
+    decode: DecodePoolConfig = Field(
+        description="Replicas that generate; with layout colocated they compute prompts too"
+    )
 
     def deployed(self) -> dict[str, PoolConfig]:
         """Pools by name, in the order of a request's path."""

@@ -47,6 +47,8 @@ class _Past:
     excluded: frozenset[str] = frozenset()
 
     def after(self, failure: AttemptFailed, route: Route) -> _Past:
+        if failure.status is CallStatus.EVICTED:
+            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
         cause = failure.__cause__
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}

@@ -43,4 +43,5 @@ def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill
         sampling=request.sampling,
         deadline_s=now_s + request.timeout_s,
         local_prefill=local_prefill,
+        priority=request.priority,
     )

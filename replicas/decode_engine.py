@@ -6,6 +6,7 @@ reply. Tokens leave in frames, one per step and router; the reply only says how 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from concurrent.futures import Future
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from replicas.token_sender import TokenSender
     from replicas.transfer_thread import TransferThread
 
+
+logger = logging.getLogger(__name__)
 
 # A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
 _UNSENT_POLL_S = 0.005
@@ -116,6 +119,12 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
                     num_blocks=num_blocks_for(request.prompt_len, self.scheduler.limits.block_size),
                     deadline_s=request.deadline_s,
                 )
+
+    def _on_planned(self) -> None:
+        for request in self.scheduler.take_evicted():
+            detail = f"{request.request_id} gave way: no KV memory, no host memory"
+            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
+            self._end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
 
     # -- the handoff -------------------------------------------------------------------------------
 

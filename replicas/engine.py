@@ -126,14 +126,17 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             self._on_admitted(self.scheduler.admit(now_s))
         held = self.faults.hold(f"{self.name}.step")
         plan = None if held else self.scheduler.plan(now_s)
+        self._on_planned()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
+        has_committed = bool(self._in_flight)
         while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
             self._commit(self._in_flight.popleft())
         self._flush(now_s)
         if plan is None:
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
-            self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
+            if held or not has_committed:  # else blocks came free that somebody may have waited for
+                self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
         elif self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
 
@@ -208,6 +211,10 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     @abstractmethod
     def _on_admitted(self, requests: tuple[Request, ...]) -> None:
         """Memory was promised to these requests."""
+
+    @abstractmethod
+    def _on_planned(self) -> None:
+        """The scheduler has planned, or found nothing to plan."""
 
     @abstractmethod
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:

@@ -73,7 +73,11 @@ class BuiltEngine(Generic[EngineT]):
         }
 
     def metrics_snapshot(self) -> list[FamilySnapshot]:
-        batch = self.engine.scheduler.batch if isinstance(self.engine, DecodeEngine) else None
+        scheduler = self.engine.scheduler
+        batch = scheduler.batch if isinstance(scheduler, DecodeScheduler) else None
+        if isinstance(scheduler, DecodeScheduler):
+            preemption = scheduler.preemption
+            self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         return self.metrics.snapshot(
             self.engine.status,
             self.engine.steps,
@@ -102,7 +106,8 @@ def build_decode_engine(settings: EngineSettings, replica_id: str) -> BuiltEngin
     """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
     base = _Base(settings, replica_id)
     sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
-    engine = DecodeEngine(base.engine_parts(DecodeScheduler(base.limits)), sender, settings.idle_frame_s)
+    scheduler = DecodeScheduler(base.limits, settings.admission, settings.lag, base.num_host_blocks)
+    engine = DecodeEngine(base.engine_parts(scheduler), sender, settings.idle_frame_s)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
     return base.built(engine, engine.transfers)
 
@@ -127,7 +132,10 @@ class _Base:
         num_blocks = pool_blocks(settings, self.layout)
         self.pool = KvPool(self.layout, num_blocks, device)
         _progress("KV pool allocated", started_s, tokens=num_blocks * settings.block_size)
-        self.runner = ModelRunner(loaded, self.pool, settings.max_sequences, settings.model.max_model_len)
+        self.num_host_blocks = host_blocks(settings, self.layout, num_blocks)
+        self.runner = ModelRunner(
+            loaded, self.pool, settings.max_sequences, settings.model.max_model_len, self.num_host_blocks
+        )
         self.runner.self_check()
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
@@ -185,6 +193,15 @@ def pool_blocks(settings: EngineSettings, layout: KvLayout) -> int:
             f"than one request of model.max_model_len {settings.model.max_model_len}; give it more memory"
         )
     return num_blocks
+
+
+def host_blocks(settings: EngineSettings, layout: KvLayout, num_blocks: int) -> int:
+    """Blocks of host memory for preempted requests: as configured, else as many as the pool has if there can be any."""
+    if settings.pool != "decode":
+        return 0
+    if settings.host_memory_bytes is not None:
+        return settings.host_memory_bytes // layout.block_bytes
+    return 0 if settings.admission.quantile is None else num_blocks
 
 
 def _fingerprint(loaded: LoadedModel, layout: KvLayout) -> str:

@@ -34,6 +34,12 @@ class EngineMetrics:
     def step_done(self, duration_s: float) -> None:
         self._pool.step_time.observe(duration_s)
 
+    def preempted(self, num_swapped: int, num_evicted: int, num_host_blocks: int) -> None:
+        """Preemptions so far, by what became of them, and host blocks in use. Like `snapshot`, on the event loop."""
+        self._pool.preemptions.count_to(num_swapped, kind="swap")
+        self._pool.preemptions.count_to(num_evicted, kind="recompute")
+        self._pool.host_blocks.set(num_host_blocks)
+
     def snapshot(
         self, status: EngineStatus, steps: StepClock, transfers: TransferSnapshot, forwarded: int, surplus: int
     ) -> list[FamilySnapshot]:

@@ -40,6 +40,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
+    priority: int = 0  # higher is more important: it is preempted later
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ class CallStatus(StrEnum):
     CANCELLED = "cancelled"
     REJECTED = "rejected"  # can never fit, or the engine is stopping; detail says which
     KV_LOST = "kv_lost"  # the prompt's KV did not arrive intact: retry on another pair
+    EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
     ERROR = "error"
 

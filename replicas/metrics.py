@@ -9,6 +9,7 @@ from replicas.handoff_actions import LossReason, SourceOutcome
 from replicas.metric_set import MetricSet
 
 BLOCK_STATES = ("free", "reserved", "active", "leased")
+PREEMPTIONS = ("swap", "recompute")
 OPEN_TRANSFERS = ("leased", "expected", "reading", "quarantined")
 # As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
 TRANSFER_RESULTS = (
@@ -45,6 +46,16 @@ class PoolMetrics(MetricSet):
         )
         self._kv_usage = self.gauge(
             "splitserve_kv_cache_usage_ratio", "Share of the KV blocks that are not free, 0 to 1", fixed=self.of_pool
+        )
+
+        self.host_blocks = self.gauge(
+            "splitserve_host_kv_blocks", "KV blocks of preempted requests in host memory", fixed=self.of_pool
+        )
+        self.preemptions = self.counter(
+            "splitserve_preemptions",
+            "Requests that gave way for want of KV memory; swap: to host memory, recompute: replayed by the router",
+            {"kind": PREEMPTIONS},
+            fixed=self.of_pool,
         )
 
     def _add_transfers(self, fixed: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from replicas.attention import PagedStep
+from replicas.host_pool import HostPool
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_support import UnsupportedModel
@@ -58,18 +59,25 @@ def _checked(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 class ModelRunner:
     """Owns the model, the pool's contents and the slots. Engine thread only."""
 
-    def __init__(self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+    ) -> None:
         self._model: Any = loaded.model
         self._loaded = loaded
         self.pool = pool
+        self.host_pool = HostPool(pool, num_host_blocks)
         self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
         self._slots.apply(plan)
+        self.host_pool.swap_out(plan.swap_outs)
+        self.host_pool.swap_in(plan.swap_ins)
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
+        if plan.is_empty:
+            return StepHandle(plan, list)
         logits = self._forward(plan)
         tokens = _checked(sample(logits, self._slots.sampling_batch(plan)), logits)
         outputs: list[DecodeRow | SampleTarget] = list(plan.rows)

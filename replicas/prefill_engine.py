@@ -63,6 +63,9 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
     def _on_admitted(self, requests: tuple[Request, ...]) -> None:
         pass  # the scheduler has put them in line for the next step
 
+    def _on_planned(self) -> None:
+        pass  # a prompt never gives way
+
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
         for done in self.scheduler.commit(output, now_s):
             opened = self._calls.pop(done.request_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from scheduler.admission import AdmissionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class EngineSettings:
     max_sequences: int
     max_step_tokens: int
     lag: int
+    # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    host_memory_bytes: int | None = None
     idle_frame_s: float = 0.5
     channel_stall_s: float = 10.0
     fault_dir: str | None = None

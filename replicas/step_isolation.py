@@ -22,7 +22,11 @@ class IsolatedOutput:
 
 
 def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
-    """Run the plan piece by piece. Blocks for all of them; never raises for a piece's own failure."""
+    """Run the plan piece by piece. Blocks for all of them; never raises for a piece's own failure.
+
+    Raises when what goes before the pass fails: that is nobody's own, and blocks may have got lost.
+    """
+    runner.launch(replace(plan, rows=(), chunks=()))
     tokens: list[SampledToken] = []
     errors: dict[str, Exception] = {}
     for request_id, piece in _pieces(plan):
@@ -36,8 +40,9 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
 
 
 def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
-    """One request's part each. Only the first carries what goes before the pass: repeated, a slot init would undo a
-    token just sampled, and a copy would undo what an earlier piece wrote into it."""
+    """One request's part each, without what goes before the pass: repeated, a slot init would undo a token just
+    sampled, and a copy or a swap would undo what an earlier piece wrote into it."""
+    plan = replace(plan, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
     names = [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
     for number, request_id in enumerate(names):
         index = number - len(plan.rows)
@@ -46,4 +51,4 @@ def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
             rows=plan.rows[number : number + 1],
             chunks=plan.chunks[index : index + 1] if index >= 0 else (),
         )
-        yield request_id, piece if number == 0 else replace(piece, slot_inits=(), table_writes=(), copies=())
+        yield request_id, piece

@@ -7,10 +7,13 @@ surplus, counted and dropped. One that ends by length leaves none, since that en
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler.block_allocator import BlockAllocator
 from scheduler.outcome import TokenEvent
 from scheduler.plan import DecodeRow, SampledToken
 from scheduler.plan_builder import PlanBuilder
+from scheduler.preemption import growth_blocks, importance
 from scheduler.request import Request, Sequence
 
 
@@ -22,6 +25,7 @@ class DecodeBatcher:
         self._builder = builder
         self._block_size = block_size
         self._running: dict[str, Request] = {}
+        self._paused: dict[str, Request] = {}  # without rows, but tokens of rows in flight still count
         self.num_forwarded_tokens = 0  # rows whose token counted
         self.num_surplus_tokens = 0  # sampled tokens that were dropped: behind a stop, or of ended requests
 
@@ -33,20 +37,49 @@ class DecodeBatcher:
 
     def discard(self, request_id: str) -> None:
         self._running.pop(request_id, None)
+        self._paused.pop(request_id, None)
 
-    def plan_rows(self, step_id: int) -> list[DecodeRow]:
-        """One row for each sequence that may still need a token. Mutates: growth, planned counts."""
-        rows = []
-        for request in self._running.values():
-            for sequence in request.sequences:
-                if sequence.finish_reason is None and sequence.num_planned < request.max_tokens:
-                    rows.append(self._plan_row(request, sequence))
-                    request.last_step_id = step_id
-        return rows
+    def pause(self, request: Request) -> None:
+        """It was preempted: no more rows. Mutates."""
+        self._paused[request.request_id] = self._running.pop(request.request_id)
+
+    def resume(self, request: Request) -> None:
+        """It is back. Mutates."""
+        self._running[request.request_id] = self._paused.pop(request.request_id)
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Those that take part in steps."""
+        return tuple(self._running.values())
+
+    def plan_rows(self, step_id: int, num_available: int) -> tuple[list[DecodeRow], list[Request]]:
+        """One row for each sequence that may still need a token, and who must wait a step for a free block.
+
+        Mutates: growth, planned counts. All choices of a request wait together, the least important requests first.
+        """
+        requests: Iterable[Request] = self._running.values()
+        may_stall = num_available < sum(len(request.sequences) for request in requests)
+        if may_stall:
+            requests = sorted(requests, key=importance)
+        rows: list[DecodeRow] = []
+        stalled: list[Request] = []
+        for request in requests:
+            live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < request.max_tokens]
+            if not live:
+                continue
+            if may_stall:
+                needed = growth_blocks(request, 1, self._block_size)
+                if needed > num_available:
+                    stalled.append(request)
+                    continue
+                num_available -= needed
+            rows += [self._plan_row(request, sequence) for sequence in live]
+            request.last_step_id = step_id
+        return rows, stalled
 
     def commit(self, token: SampledToken) -> TokenEvent | None:
         """Take one sampled token into account; None when it is surplus. Mutates."""
-        request = self._running.get(token.request_id)
+        request = self._running.get(token.request_id) or self._paused.get(token.request_id)
         sequence = _live_sequence(request, token.choice) if request else None
         if request is None or sequence is None:
             self.num_surplus_tokens += 1

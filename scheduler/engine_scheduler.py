@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scheduler.block_allocator import BlockAllocator
 from scheduler.deadlines import Deadlines
-from scheduler.memory_budget import MemoryBudget
+from scheduler.memory_budget import Budget
 from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
 from scheduler.plan import StepPlan
 from scheduler.plan_builder import PlanBuilder
@@ -34,10 +34,15 @@ class PoolLimits:
 class EngineScheduler(ABC):
     """Requests of one engine from submission until their last block is free."""
 
-    def __init__(self, limits: PoolLimits) -> None:
+    budget: Budget
+
+    def __init__(self, limits: PoolLimits, budget: Budget, max_overtakes: int = 0) -> None:
+        """max_overtakes: later arrivals that may be admitted before one that does not fit yet."""
         self.limits = limits
+        self.budget = budget
+        self._max_overtakes = max_overtakes
+        self._num_admitted = 0
         self.allocator = BlockAllocator(limits.num_blocks)
-        self.budget = MemoryBudget(limits.num_blocks)
         self.builder = PlanBuilder()
         self.prompts = PrefillBatcher()
         self._queue: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
@@ -53,7 +58,11 @@ class EngineScheduler(ABC):
 
     @abstractmethod
     def blocks_needed(self, request: Request) -> int:
-        """Blocks to promise at admission."""
+        """Most blocks the request can ever need."""
+
+    @abstractmethod
+    def _promise(self, request: Request) -> bool:
+        """Promise memory if there is any for it; mutates only then."""
 
     @abstractmethod
     def _slots_needed(self, request: Request) -> int:
@@ -62,6 +71,10 @@ class EngineScheduler(ABC):
     @abstractmethod
     def _on_admitted(self, request: Request) -> None:
         """Memory is promised; start what can start."""
+
+    @abstractmethod
+    def _on_ending(self, request: Request) -> None:
+        """The request is over, but keeps its blocks until a step in flight has run."""
 
     @abstractmethod
     def plan(self, now_s: float) -> StepPlan | None:
@@ -86,21 +99,37 @@ class EngineScheduler(ABC):
         self._deadlines.add(request.request_id, request.deadline_s)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, first come first served; the first misfit ends it."""
-        admitted = []
-        while self._queue:
-            request = next(iter(self._queue.values()))
-            if self._slots_needed(request) > len(self._free_slots):
+        """Promise memory and slots to queued requests, in order of arrival. Mutates.
+
+        One that does not fit yet may be passed by at most max_overtakes later arrivals, ever: then nobody behind it
+        is admitted before it. So what it waits for is those before it, these few, and memory and slots, which come
+        as running requests end. Looks at no more than max_overtakes + 1 that do not fit, however many wait.
+        """
+        admitted: list[Request] = []
+        passed: list[Request] = []
+        for request in self._queue.values():
+            if any(waiting.num_overtaken >= self._max_overtakes for waiting in passed):
                 break
-            if not self.budget.promise(request.request_id, self.blocks_needed(request)):
+            if self._slots_needed(request) <= len(self._free_slots) and self._promise(request):
+                for waiting in passed:
+                    waiting.num_overtaken += 1
+                self._let_in(request, now_s)
+                admitted.append(request)
+                continue
+            passed.append(request)
+            if len(passed) > self._max_overtakes:
                 break
+        for request in admitted:
             self._leave_queue(request)
-            request.enter(RequestState.ADMITTED, now_s)
-            choices = request.choices[: self._slots_needed(request)]
-            request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
-            self._on_admitted(request)
-            admitted.append(request)
         return tuple(admitted)
+
+    def _let_in(self, request: Request, now_s: float) -> None:
+        request.enter(RequestState.ADMITTED, now_s)
+        request.admission_number = self._num_admitted
+        self._num_admitted += 1
+        choices = request.choices[: self._slots_needed(request)]
+        request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
+        self._on_admitted(request)
 
     def get(self, request_id: str) -> Request | None:
         """The request, while it holds anything and is not over."""
@@ -138,6 +167,7 @@ class EngineScheduler(ABC):
             self._release(request)
         else:
             self._ending.append(request)
+            self._on_ending(request)
 
     def _leave_queue(self, request: Request) -> None:
         if self._queue.pop(request.request_id, None) is not None:

@@ -1,10 +1,11 @@
-"""How many blocks may be promised, and to whom.
+"""How many blocks may be promised, and to whom: what all budgets have in common, and the simplest one.
 
-A promise is made once, at admission, for all that a request can ever need, so a running request never
-waits for memory. It ends when the last block of the request is free.
+A promise is made at admission and ends when the last block of the request is free.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -25,11 +26,40 @@ def blocks_for_generation(prompt_len: int, max_tokens: int, num_choices: int, bl
     return shared + num_choices * (per_choice - shared)
 
 
-class MemoryBudget:
+class Budget(ABC):
     """Promises of blocks by request id. Not thread-safe: the engine thread owns it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+
+    @property
+    @abstractmethod
+    def promised(self) -> int:
+        """Blocks that are in use or must be kept for those who were admitted."""
+
+    @property
+    @abstractmethod
+    def available(self) -> int:
+        """Blocks that a newcomer gets, whatever it does with them."""
+
+    def fits_ever(self, num_blocks: int) -> bool:
+        """Whether a request that needs so many could be admitted if it were alone."""
+        return num_blocks <= self.num_blocks
+
+    @abstractmethod
+    def shrink(self, request_id: str, num_blocks: int) -> None:
+        """The request is over, but so many of its blocks are still held. Mutates; a promise never grows."""
+
+    @abstractmethod
+    def end(self, request_id: str) -> None:
+        """The request's blocks are all free again. Mutates."""
+
+
+class MemoryBudget(Budget):
+    """Promises once and for all what a request can ever need, so an admitted request never waits for memory."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
         self._promised: dict[str, int] = {}
         self._total_promised = 0
 
@@ -41,9 +71,6 @@ class MemoryBudget:
     def promised(self) -> int:
         return self._total_promised
 
-    def fits_ever(self, num_blocks: int) -> bool:
-        return num_blocks <= self.num_blocks
-
     def promise(self, request_id: str, num_blocks: int) -> bool:
         """Promise blocks to a request if they are available; mutates only then. One promise per request."""
         assert request_id not in self._promised, f"{request_id} already has a promise"
@@ -54,11 +81,9 @@ class MemoryBudget:
         return True
 
     def shrink(self, request_id: str, num_blocks: int) -> None:
-        """The request will never need more than `num_blocks` any more. Mutates; a promise never grows."""
         assert num_blocks <= self._promised[request_id], f"{request_id} holds more than its promise"
         self._total_promised -= self._promised[request_id] - num_blocks
         self._promised[request_id] = num_blocks
 
     def end(self, request_id: str) -> None:
-        """The request's blocks are all free again. Mutates."""
         self._total_promised -= self._promised.pop(request_id)

@@ -41,6 +41,14 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSwap:
+    """One whole KV block between the device's pool and host memory: out, or back in."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleTarget:
     """Where a token sampled from the last position of a prompt goes: one per choice of the request."""
 
@@ -73,7 +81,9 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step. Applied in this order: slot_inits, table_writes, copies, then one forward pass."""
+    """One engine step. Applied in this order: slot_inits, table_writes, swap_outs, swap_ins, copies (a block
+    may be copied that has just come back), then one forward pass, unless the plan is empty: then it only moves blocks.
+    """
 
     step_id: int
     slot_inits: tuple[SlotInit, ...]
@@ -81,9 +91,12 @@ class StepPlan:
     copies: tuple[BlockCopy, ...]
     chunks: tuple[PrefillChunk, ...]
     rows: tuple[DecodeRow, ...]
+    swap_outs: tuple[BlockSwap, ...] = ()
+    swap_ins: tuple[BlockSwap, ...] = ()
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
         return not self.chunks and not self.rows
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.plan import BlockCopy, DecodeRow, PrefillChunk, SlotInit, StepPlan, TableWrite
+from scheduler.plan import BlockCopy, BlockSwap, DecodeRow, PrefillChunk, SlotInit, StepPlan, TableWrite
 
 
 class PlanBuilder:
@@ -13,6 +13,8 @@ class PlanBuilder:
         self._slot_inits: list[SlotInit] = []
         self._table_writes: list[TableWrite] = []
         self._copies: list[BlockCopy] = []
+        self._swap_outs: list[BlockSwap] = []
+        self._swap_ins: list[BlockSwap] = []
 
     def init_slot(self, slot_init: SlotInit) -> None:
         self._slot_inits.append(slot_init)
@@ -23,18 +25,24 @@ class PlanBuilder:
     def copy_block(self, source: int, destination: int) -> None:
         self._copies.append(BlockCopy(source, destination))
 
+    def swap_out(self, swaps: tuple[BlockSwap, ...]) -> None:
+        self._swap_outs += swaps
+
+    def swap_in(self, swaps: tuple[BlockSwap, ...]) -> None:
+        self._swap_ins += swaps
+
     def abandon(self) -> None:
         """The plan being made is given up, and its number with it. Mutates.
 
-        Its block copies must not run: their destinations may have other owners when the next plan runs. Slot
+        Its block copies and swaps must not run: their destinations may have other owners when the next plan runs. Slot
         inits and table writes may: whoever takes a slot later notes its own behind them.
         """
-        self._copies = []
+        self._copies, self._swap_outs, self._swap_ins = [], [], []
         self.next_step_id += 1
 
     def build(self, chunks: list[PrefillChunk], rows: list[DecodeRow]) -> StepPlan | None:
-        """The plan of the next step, or None when there is nothing to compute. Mutates: starts a new scratch."""
-        if not chunks and not rows:
+        """The plan of the next step, or None when there is nothing to do. Mutates: starts a new scratch."""
+        if not chunks and not rows and not self._swap_outs and not self._swap_ins:
             return None
         plan = StepPlan(
             step_id=self.next_step_id,
@@ -43,7 +51,10 @@ class PlanBuilder:
             copies=tuple(self._copies),
             chunks=tuple(chunks),
             rows=tuple(rows),
+            swap_outs=tuple(self._swap_outs),
+            swap_ins=tuple(self._swap_ins),
         )
         self.next_step_id += 1
         self._slot_inits, self._table_writes, self._copies = [], [], []
+        self._swap_outs, self._swap_ins = [], []
         return plan

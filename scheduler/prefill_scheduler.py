@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scheduler.engine_scheduler import EngineScheduler
-from scheduler.memory_budget import num_blocks_for
+from scheduler.engine_scheduler import EngineScheduler, PoolLimits
+from scheduler.memory_budget import MemoryBudget, num_blocks_for
 from scheduler.outcome import PromptDone, TokenEvent
 from scheduler.plan import SlotInit, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
@@ -12,8 +12,16 @@ from scheduler.request import Request, RequestState
 class PrefillScheduler(EngineScheduler):
     """Promises a prompt's blocks only; the promise ends with the lease."""
 
+    budget: MemoryBudget
+
+    def __init__(self, limits: PoolLimits) -> None:
+        super().__init__(limits, MemoryBudget(limits.num_blocks))
+
     def blocks_needed(self, request: Request) -> int:
         return num_blocks_for(request.prompt_len, self.limits.block_size)
+
+    def _promise(self, request: Request) -> bool:
+        return self.budget.promise(request.request_id, self.blocks_needed(request))
 
     def _slots_needed(self, request: Request) -> int:
         return 1
@@ -24,6 +32,9 @@ class PrefillScheduler(EngineScheduler):
         self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, None))
         self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
         self.prompts.add(request)
+
+    def _on_ending(self, request: Request) -> None:
+        """Its promise ends with its release."""
 
     def plan(self, now_s: float) -> StepPlan | None:
         chunks, _ = self.prompts.plan_chunks(self.limits.max_step_tokens, self.builder.next_step_id, now_s)

@@ -6,9 +6,11 @@ States and what each means (prefill engine: P, decode engine: D):
     ADMITTED    P D  memory promised; D: waiting for a handoff, or for its own prefill to start
     PREFILLING  P D  some of the prompt has been planned (D: a prompt that it prefills itself)
     LOADING       D  blocks allocated, KV being read from the source
-    RUNNING       D  its sequences take part in every step
+    RUNNING       D  its sequences take part in every step (unless there is no free block for them)
+    PREEMPTED     D  gave way: its blocks are in host memory, it comes back before anybody new is admitted
     LEASED      P    prompt computed; the blocks wait for their reader under a lease
     FINISHED, CANCELLED, FAILED   terminal
+    EVICTED       D  terminal: gave way and there was no host memory; its router replays it
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ class RequestState(Enum):
     PREFILLING = auto()
     LOADING = auto()
     RUNNING = auto()
+    PREEMPTED = auto()
     LEASED = auto()
     FINISHED = auto()
     CANCELLED = auto()
     FAILED = auto()
+    EVICTED = auto()
 
 
 _ENDS = frozenset({RequestState.CANCELLED, RequestState.FAILED})
@@ -37,11 +41,13 @@ LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.ADMITTED: frozenset({RequestState.PREFILLING, RequestState.LOADING}) | _ENDS,
     RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.LEASED, RequestState.FINISHED}) | _ENDS,
     RequestState.LOADING: frozenset({RequestState.RUNNING}) | _ENDS,
-    RequestState.RUNNING: frozenset({RequestState.FINISHED}) | _ENDS,
+    RequestState.RUNNING: frozenset({RequestState.FINISHED, RequestState.PREEMPTED, RequestState.EVICTED}) | _ENDS,
+    RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}) | _ENDS,
     RequestState.LEASED: frozenset({RequestState.FINISHED}) | _ENDS,
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     RequestState.FAILED: frozenset(),
+    RequestState.EVICTED: frozenset(),
 }
 TERMINAL_STATES = frozenset(state for state, successors in LEGAL_TRANSITIONS.items() if not successors)
 
@@ -83,12 +89,16 @@ class Request:
     sampling: SamplingParams
     deadline_s: float
     local_prefill: bool = True
+    priority: int = 0  # higher is more important
     state: RequestState = RequestState.QUEUED
-    # When each state was entered: every latency is a difference of two.
+    # When each state was first entered: every latency is a difference of two.
     entered_s: dict[RequestState, float] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     num_prefilled: int = 0  # prompt tokens planned
     last_step_id: int = -1  # last step that computes on its blocks
+    num_overtaken: int = 0  # later arrivals that were admitted before it
+    admission_number: int = -1  # counts admissions
+    protected_until: int = 0  # it is not preempted while fewer tokens than this are planned
 
     def __post_init__(self) -> None:
         assert self.prompt_ids, f"{self.request_id} has no prompt"
@@ -109,7 +119,7 @@ class Request:
         if state not in LEGAL_TRANSITIONS[self.state]:
             raise IllegalTransition(self.request_id, self.state, state)
         self.state = state
-        self.entered_s[state] = now_s
+        self.entered_s.setdefault(state, now_s)
 
     def finish_reason_of(self, token_id: int, num_known: int) -> str | None:
         """Why a choice ends with this token as its `num_known`-th, or None if it goes on."""

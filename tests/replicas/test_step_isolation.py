@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from replicas.step_isolation import run_isolated
 from scheduler.plan import (
     BlockCopy,
+    BlockSwap,
     DecodeRow,
     PrefillChunk,
     SampledToken,
@@ -23,6 +28,8 @@ PLAN = StepPlan(
     copies=(BlockCopy(1, 2),),
     chunks=(PrefillChunk("c", 2, 0, (9, 9), (SampleTarget(2, 0), SampleTarget(2, 1))),),
     rows=(DecodeRow("a", 0, 0, 4), DecodeRow("b", 0, 1, 8), DecodeRow("b", 1, 3, 8)),
+    swap_outs=(BlockSwap(5, 0),),
+    swap_ins=(BlockSwap(6, 1),),
 )
 
 
@@ -53,9 +60,10 @@ def test_pieces_cover_the_plan_once() -> None:
     isolated = run_isolated(runner, PLAN)  # type: ignore[arg-type]
     assert isolated.errors == {}
     assert isolated.output == _Handle(PLAN).result()
-    assert [len(p.rows) + len(p.chunks) for p in runner.pieces] == [1, 1, 1, 1]
-    assert (runner.pieces[0].slot_inits, runner.pieces[0].copies) == (PLAN.slot_inits, PLAN.copies)
-    assert all(not (p.slot_inits or p.table_writes or p.copies) for p in runner.pieces[1:])
+    assert [len(p.rows) + len(p.chunks) for p in runner.pieces] == [0, 1, 1, 1, 1]
+    assert runner.pieces[0] == replace(PLAN, rows=(), chunks=())
+    nothing = replace(PLAN, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
+    assert all(replace(p, rows=PLAN.rows, chunks=PLAN.chunks) == nothing for p in runner.pieces[1:])
 
 
 def test_a_failing_request_is_left_out_and_named() -> None:
@@ -63,4 +71,15 @@ def test_a_failing_request_is_left_out_and_named() -> None:
     isolated = run_isolated(runner, PLAN)  # type: ignore[arg-type]
     assert list(isolated.errors) == ["b"]
     assert [token.request_id for token in isolated.output.tokens] == ["a", "c", "c"]
-    assert len(runner.pieces) == 3  # b's second choice is not tried
+    assert len(runner.pieces) == 1 + 3  # b's second choice is not tried
+
+
+def test_what_goes_before_the_pass_is_nobodys_own() -> None:
+    class Broken(_Runner):
+        def launch(self, plan: StepPlan) -> _Handle:
+            if plan.is_empty:
+                raise RuntimeError("a swap failed")
+            return super().launch(plan)
+
+    with pytest.raises(RuntimeError, match="a swap failed"):
+        run_isolated(Broken(failing="none"), PLAN)  # type: ignore[arg-type]

@@ -54,9 +54,10 @@ def until_stop(token_ids: Row[int], stop_token_ids: frozenset[int]) -> Answer:
 class PagedRunner:
     """Applies plans to the letter, as replicas.model_runner and replicas.slot_state do."""
 
-    def __init__(self, limits: PoolLimits, max_blocks: int) -> None:
+    def __init__(self, limits: PoolLimits, max_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = limits.block_size
         self.blocks = [[_EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
+        self.host: list[list[int]] = [[] for _ in range(num_host_blocks)]
         self.table = [[0] * max_blocks for _ in range(limits.max_sequences)]
         self._last_token = [0] * limits.max_sequences
         self._seed = [0] * limits.max_sequences
@@ -93,6 +94,10 @@ class PagedRunner:
             entries = self.table[write.slot]
             assert write.start + len(write.block_ids) <= len(entries), "a table write beyond the table"
             entries[write.start : write.start + len(write.block_ids)] = write.block_ids
+        for swap in plan.swap_outs:
+            self.host[swap.host] = list(self.blocks[swap.device])
+        for swap in plan.swap_ins:
+            self.blocks[swap.device] = list(self.host[swap.host])
         for copy in plan.copies:
             self.blocks[copy.destination] = list(self.blocks[copy.source])
 

@@ -19,10 +19,17 @@ from scheduler.outcome import Ledger, PromptDone, TokenEvent
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import TERMINAL_STATES, Request, RequestState
+from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.paged_model import PagedRunner
 from tests.scheduler.short_requests import works_on
 
-_ACTIVE = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LOADING, RequestState.RUNNING)
+_ACTIVE = (
+    RequestState.ADMITTED,
+    RequestState.PREFILLING,
+    RequestState.LOADING,
+    RequestState.RUNNING,
+    RequestState.PREEMPTED,
+)
 
 SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 
@@ -31,6 +38,7 @@ SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 class _Step:
     plan: StepPlan
     block_ids: frozenset[int]  # read or written by it
+    host_ids: frozenset[int]
     output: StepOutput | None = None
 
 
@@ -57,10 +65,13 @@ class SimulatedEngine(Generic[SchedulerT]):
         on_end: Callable[[str], None],
     ) -> None:
         self.scheduler = scheduler
-        self.runner = PagedRunner(scheduler.limits, max_blocks)
+        num_host_blocks = scheduler.preemption.num_host_blocks if isinstance(scheduler, DecodeScheduler) else 0
+        self.runner = PagedRunner(scheduler.limits, max_blocks, num_host_blocks)
+        self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
         self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
         self._in_flight: deque[_Step] = deque()
+        self.num_overtaken: Counter[str] = Counter()
         self._waiting: list[str] = []  # in order of arrival
         self._prompt_progress: dict[str, int] = {}
         self.baseline = scheduler.ledger()
@@ -90,10 +101,13 @@ class SimulatedEngine(Generic[SchedulerT]):
         for request in self.scheduler._requests.values():
             assert request.is_over or request.deadline_s > now_s or request.state is RequestState.LEASED
         admitted = self._admit(now_s)
+        if isinstance(self.scheduler, DecodeScheduler):
+            check_projection(self.scheduler, self._lag, self._admitted_at)
         if self._rng.random() < self._faults.engine:
             self._fail(now_s)
             return admitted
         plan = self.scheduler.plan(now_s)
+        self._take_evicted()
         if plan is not None:
             self._launch(plan, now_s)
             self.check()
@@ -118,22 +132,45 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _admit(self, now_s: float) -> tuple[Request, ...]:
         admitted: tuple[Request, ...] = self.scheduler.admit(now_s)
-        names = [request.request_id for request in admitted]
-        assert names == self._waiting[: len(names)], "not first come first served"
-        del self._waiting[: len(names)]
+        for request in admitted:
+            index = self._waiting.index(request.request_id)
+            for overtaken in self._waiting[:index]:
+                self.num_overtaken[overtaken] += 1
+            del self._waiting[index]
+            self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
+        assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
         if self._waiting:
-            head = self.scheduler.get(self._waiting[0])
-            assert head is not None
-            blocks, slots = needs_of(self.scheduler, head)
-            free_slots = self.scheduler.limits.max_sequences - self.scheduler.num_running
-            assert blocks > self.scheduler.budget.available or slots > free_slots, "the head would have fitted"
+            self._check_head(self._waiting[0])
         if admitted:
             self.check()
         return admitted
 
+    def _check_head(self, request_id: str) -> None:
+        """The first that waits does so for a reason."""
+        scheduler = self.scheduler
+        head = scheduler.get(request_id)
+        assert head is not None
+        blocks, slots = needs_of(scheduler, head)
+        if slots > scheduler.limits.max_sequences - scheduler.num_running:
+            return
+        if isinstance(scheduler, PrefillScheduler):
+            assert blocks > scheduler.budget.available, "the head would have fitted"
+        elif not scheduler.preemption:
+            peak = scheduler.budget.projection.peak_with(scheduler.budget.newcomer(head), scheduler.budget.step)
+            assert peak > scheduler.budget.limit or scheduler.budget.estimator, "the head would have fitted"
+
+    def _take_evicted(self) -> None:
+        """They are over; to their clients this is a failure that their router would make good."""
+        if isinstance(self.scheduler, DecodeScheduler):
+            for request in self.scheduler.take_evicted():
+                assert request.state is RequestState.EVICTED
+                self._on_end(request.request_id)
+
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
+        block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins)
+        host_ids = frozenset(swap.host for swap in plan.swap_outs + plan.swap_ins)
         for request_id in works_on(plan):
             request = self.scheduler.get(request_id)
             assert request is not None, f"{request_id} is over and planned"
@@ -143,7 +180,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             rows = tuple(row for row in plan.rows if row.request_id != victim)
             chunks = tuple(chunk for chunk in plan.chunks if chunk.request_id != victim)
             plan = replace(plan, rows=rows, chunks=chunks)
-        self._in_flight.append(_Step(plan, frozenset(block_ids)))
+        self._in_flight.append(_Step(plan, frozenset(block_ids), host_ids))
         self.num_steps += 1
         self.num_rows += len(plan.rows)
         if victim is not None:
@@ -179,7 +216,8 @@ class SimulatedEngine(Generic[SchedulerT]):
     def _fail(self, now_s: float) -> None:
         """As replicas.engine after an exception anywhere, sometimes in the middle of a plan."""
         if isinstance(self.scheduler, DecodeScheduler) and self._rng.random() < 0.7:
-            self.scheduler.batch.plan_rows(self.scheduler.builder.next_step_id)
+            scheduler = self.scheduler
+            scheduler.batch.plan_rows(scheduler.builder.next_step_id, scheduler._num_available)
         for step in self._in_flight:
             self._run(step)
         self._in_flight.clear()
@@ -195,7 +233,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler = self.scheduler
         num_tokens = len(plan.rows) + plan.num_prefill_tokens
-        assert not plan.is_empty
+        assert not plan.is_empty or plan.swap_outs or plan.swap_ins
         assert num_tokens <= scheduler.limits.max_step_tokens, "over the token budget"
         assert len({(row.request_id, row.choice) for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
         owners = Counter(
@@ -242,22 +280,25 @@ class SimulatedEngine(Generic[SchedulerT]):
             is_over = request.is_over
             if request.local_prefill and not is_over:
                 num_unplanned += request.prompt_len - request.num_prefilled
-            self._check_promise(request, own, is_over)
+            if isinstance(scheduler, PrefillScheduler):
+                self._check_promise(scheduler, request, own, is_over)
+        num_of_requests = len(set(held))
+        if isinstance(scheduler, DecodeScheduler):
+            held += [block_id for cooling in scheduler.preemption._cooling for block_id in cooling.device_refs]
+            self._check_budget(scheduler, num_of_requests)
+            self._check_host(scheduler)
         assert scheduler.allocator._request_refs == Counter(held)
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
         assert list(scheduler._queue) == self._waiting
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
-        promised = scheduler.budget._promised
-        assert promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
-        assert sum(promised.values()) <= scheduler.limits.num_blocks
         free = set(scheduler.allocator._free)
         for step in self._in_flight:
             assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
         assert scheduler.ledger() == Ledger(
             blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
-            promised_blocks=sum(promised.values()),
+            promised_blocks=scheduler.budget.promised,
             budget_blocks=scheduler.limits.num_blocks,
             num_queued=states.count(RequestState.QUEUED),
             queued_prompt_tokens=num_unplanned,
@@ -267,8 +308,29 @@ class SimulatedEngine(Generic[SchedulerT]):
             used_slots=len(slots) - len(scheduler._free_slots),
         )
 
-    def _check_promise(self, request: Request, own: list[int], is_over: bool) -> None:
-        num_promised = self.scheduler.budget._promised.get(request.request_id, 0)
+    def _check_budget(self, scheduler: DecodeScheduler, num_held: int) -> None:
+        """Everybody is in the projection; with bounds instead of estimates it never exceeds the pool."""
+        known = scheduler.budget.projection._profiles.keys()
+        admitted = scheduler._requests.keys() - scheduler._queue.keys()
+        out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}
+        assert known == admitted - out
+        assert scheduler._num_available >= 0, "a read that may begin would find no blocks"
+        if scheduler.budget.estimator is None:
+            assert num_held <= scheduler.budget.promised <= scheduler.limits.num_blocks, "over the budget"
+            assert not scheduler.preemption.num_swapped + scheduler.preemption.num_evicted + scheduler.num_stalls
+
+    def _check_host(self, scheduler: DecodeScheduler) -> None:
+        preemption = scheduler.preemption
+        used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
+        used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
+        assert sorted([*used, *preemption._free_host_ids]) == list(range(preemption.num_host_blocks))
+        for step in self._in_flight:
+            assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
+
+    def _check_promise(self, scheduler: PrefillScheduler, request: Request, own: list[int], is_over: bool) -> None:
+        num_promised = scheduler.budget._promised.get(request.request_id, 0)
+        assert scheduler.budget._promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
+        assert scheduler.budget.promised == sum(scheduler.budget._promised.values()) <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
@@ -281,6 +343,11 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert self.scheduler.ledger() == self.baseline
         assert not self.scheduler._requests
         assert not self.scheduler._ending
+        if isinstance(self.scheduler, DecodeScheduler):
+            preemption = self.scheduler.preemption
+            assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
+            assert not self.scheduler.budget.projection._profiles
+            assert not self.scheduler._unloaded
         assert len(self.scheduler._deadlines) == len(self.scheduler.prompts) == 0
         assert self.scheduler.next_deadline_s is None
 

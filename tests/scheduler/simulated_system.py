@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
+from scheduler.admission import AdmissionPolicy
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
 from scheduler.outcome import NeverFits, PromptDone, TokenEvent
@@ -37,6 +38,9 @@ class Workload:
     short_deadline_rate: float = 0.1
     lost_read_rate: float = 0.05
     faults: FaultRates = field(default_factory=FaultRates)
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    host_share: float = 0.0  # size of the host's memory for preempted requests, relative to the pool's
+    scarcity: float = 1.0  # divides decode's blocks
 
 
 class Status(Enum):
@@ -77,7 +81,7 @@ class SimulatedSystem:
         self.rng = rng = random.Random(workload.seed)
         block_size = rng.choice([1, 2, 3, 4])
         max_sequences = rng.randint(3, 8)
-        decode_blocks = rng.randint(45, 120) // block_size + 4
+        decode_blocks = int(rng.randint(45, 120) / workload.scarcity) // block_size + 4
         prefill_blocks = rng.randint(25, 60) // block_size + 2
         decode = PoolLimits(decode_blocks, block_size, max_sequences, max_sequences + rng.randint(0, 16))
         prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), rng.randint(1, 16))
@@ -87,8 +91,11 @@ class SimulatedSystem:
         self.num_handed_over = 0
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
+        scheduler = DecodeScheduler(
+            decode, workload.admission, workload.lag, num_host_blocks=int(decode_blocks * workload.host_share)
+        )
         self.decode = SimulatedEngine(
-            DecodeScheduler(decode), max_blocks, workload.lag, rng, workload.faults, self._on_decode, self._end_both
+            scheduler, max_blocks, workload.lag, rng, workload.faults, self._on_decode, self._end_both
         )
         self.prefill = SimulatedEngine(
             PrefillScheduler(prefill), max_blocks, workload.lag, rng, workload.faults, self._on_prefill, self._end_both
@@ -142,6 +149,7 @@ class SimulatedSystem:
             sampling=SamplingParams(seed=seed),
             deadline_s=self.now_s + (rng.uniform(0.0, 20.0) if urgent else 1e9),
             local_prefill=rng.random() < self.workload.local_share,
+            priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
         )
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler.admission import AdmissionPolicy
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone, TokenEvent
@@ -34,7 +35,7 @@ def planned(scheduler: EngineScheduler) -> StepPlan:
 
 
 def test_first_come_first_served_and_the_head_is_not_overtaken() -> None:
-    scheduler = DecodeScheduler(limits(num_blocks=6))
+    scheduler = DecodeScheduler(limits(num_blocks=6), AdmissionPolicy(max_overtakes=0))
     for request_id, prompt_len in (("small", 4), ("large", 16), ("tiny", 1)):
         scheduler.submit(make_request(request_id, prompt_len, max_tokens=4), 0.0)
     assert [request.request_id for request in scheduler.admit(1.0)] == ["small"]
@@ -46,7 +47,7 @@ def test_first_come_first_served_and_the_head_is_not_overtaken() -> None:
 
 @pytest.mark.parametrize(("leaves", "then"), [("a", ["b", "c"]), ("b", ["c"])])
 def test_a_head_that_waits_for_slots_is_not_overtaken_either(leaves: str, then: list[str]) -> None:
-    scheduler = DecodeScheduler(limits(max_sequences=3))
+    scheduler = DecodeScheduler(limits(max_sequences=3), AdmissionPolicy(max_overtakes=0))
     for request_id, choices in (("a", (0, 1)), ("b", (0, 1)), ("c", (0,))):
         scheduler.submit(make_request(request_id, choices=choices), 0.0)
     assert [request.request_id for request in scheduler.admit(0.0)] == ["a"]
@@ -221,7 +222,10 @@ def test_end_while_a_step_is_in_flight(
     scheduler.transfer_ended("r")
     if "r" in works_on(plan):
         assert scheduler.allocator.num_free == free_before
-        assert scheduler.budget.promised == promised_before
+        if isinstance(scheduler, DecodeScheduler):
+            assert 0 < scheduler.budget.promised <= promised_before
+        else:
+            assert scheduler.budget.promised == promised_before
     scheduler.end("other", RequestState.CANCELLED, 0.0)
     scheduler.commit(sampled(plan), 0.0)  # type: ignore[attr-defined]
     assert at_baseline(scheduler)
@@ -381,7 +385,7 @@ def test_nothing_waits_for_abandoned_steps(half_planned: bool) -> None:
     for request_id in "ab":
         running(scheduler, make_request(request_id, prompt_len=6, choices=(0, 1), local_prefill=False))
     if half_planned:
-        scheduler.batch.plan_rows(scheduler.builder.next_step_id)  # and then the plan raised
+        scheduler.batch.plan_rows(scheduler.builder.next_step_id, 20)  # and then the plan raised
     else:
         planned(scheduler)
     scheduler.steps_abandoned()

@@ -15,7 +15,7 @@ from scheduler.request import (
 )
 from scheduler.sampling_params import SamplingParams
 
-QUEUED, ADMITTED, PREFILLING, LOADING, RUNNING, LEASED, FINISHED, CANCELLED, FAILED = RequestState
+QUEUED, ADMITTED, PREFILLING, LOADING, RUNNING, PREEMPTED, LEASED, FINISHED, CANCELLED, FAILED, EVICTED = RequestState
 
 # Written out once more: the table of the code is not its own proof.
 LEGAL = {
@@ -27,10 +27,14 @@ LEGAL = {
     (PREFILLING, FINISHED),
     (LOADING, RUNNING),
     (RUNNING, FINISHED),
+    (RUNNING, PREEMPTED),
+    (RUNNING, EVICTED),
+    (PREEMPTED, RUNNING),
+    (PREEMPTED, FINISHED),
     (LEASED, FINISHED),
     *(
         (state, end)
-        for state in (QUEUED, ADMITTED, PREFILLING, LOADING, RUNNING, LEASED)
+        for state in (QUEUED, ADMITTED, PREFILLING, LOADING, RUNNING, PREEMPTED, LEASED)
         for end in (CANCELLED, FAILED)
     ),
 }
@@ -59,12 +63,19 @@ def test_every_pair_of_states(state: RequestState, wanted: RequestState) -> None
 
 def test_the_table_names_every_state() -> None:
     assert LEGAL_TRANSITIONS.keys() == set(RequestState)
-    assert {FINISHED, CANCELLED, FAILED} == TERMINAL_STATES
+    assert {FINISHED, CANCELLED, FAILED, EVICTED} == TERMINAL_STATES
 
 
 @pytest.mark.parametrize("state", RequestState, ids=lambda state: state.name)
 def test_over_is_terminal(state: RequestState) -> None:
-    assert request_in(state).is_over == (state in {FINISHED, CANCELLED, FAILED})
+    assert request_in(state).is_over == (state in {FINISHED, CANCELLED, FAILED, EVICTED})
+
+
+def test_the_first_time_in_a_state_counts() -> None:
+    request = request_in(RUNNING)
+    for state, now_s in ((PREEMPTED, 1.0), (RUNNING, 2.0), (PREEMPTED, 3.0), (RUNNING, 4.0)):
+        request.enter(state, now_s)
+    assert request.entered_s == {PREEMPTED: 1.0, RUNNING: 2.0}
 
 
 def test_illegal_transition_survives_a_process_boundary() -> None:

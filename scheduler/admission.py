@@ -1,0 +1,128 @@
+"""Decode's budget: who is admitted, by the projection of what everybody will use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from scheduler.length_estimator import LengthEstimator
+from scheduler.memory_budget import Budget
+from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
+from scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """quantile None: every choice is taken to generate all of its max_tokens, and memory never runs short. Else its
+    length is taken to be that quantile of what was seen (max_tokens until min_samples were), and when it was too
+    little, somebody is preempted.
+
+    watermark_fraction: share of the blocks that admission leaves free. max_overtakes: later arrivals that may be
+    admitted before one that does not fit yet.
+    """
+
+    quantile: float | None = None
+    watermark_fraction: float = 0.0
+    max_overtakes: int = 8
+    min_samples: int = 64
+
+
+class ProjectedBudget(Budget):
+    """Keeps the projection in step with the requests. lag: steps that may be in flight when one is planned."""
+
+    def __init__(self, num_blocks: int, block_size: int, policy: AdmissionPolicy, lag: int) -> None:
+        super().__init__(num_blocks)
+        self.projection = MemoryProjection(block_size)
+        self.estimator = None if policy.quantile is None else LengthEstimator(policy.quantile, policy.min_samples)
+        self.limit = num_blocks - int(policy.watermark_fraction * num_blocks)
+        self.step = 0  # the next one to be planned: all projections begin here
+        self._block_size = block_size
+        self._lag = lag
+
+    @property
+    def promised(self) -> int:
+        return self.projection.peak(self.step)
+
+    @property
+    def available(self) -> int:
+        return max(0, self.limit - self.promised)
+
+    def promise(self, request: Request) -> bool:
+        """Admit a request that has not started if it fits by the projection; mutates only then."""
+        assert request.request_id not in self.projection, f"{request.request_id} already has a promise"
+        profile = self.newcomer(request)
+        if not self._fits(profile):
+            return False
+        self.projection.set(request.request_id, profile)
+        return True
+
+    def newcomer(self, request: Request) -> Profile:
+        """What a request would use that is admitted now."""
+        num_rows = self._rows_left(request, 1)
+        return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
+
+    def resume(self, request: Request, num_blocks: int) -> bool:
+        """As `promise`, for one that was preempted and comes back with num_blocks blocks in the next step."""
+        if not self._fits(self._running_profile(request, num_blocks, self.step)):
+            return False
+        self.projection.set(request.request_id, self._running_profile(request, num_blocks, self.step))
+        return True
+
+    def running(self, request: Request, first_step: int) -> None:
+        """The request starts, lost a choice or stalled: its next rows are in first_step. Mutates."""
+        profile = self._running_profile(request, num_distinct_blocks(request), first_step)
+        self.projection.set(request.request_id, profile)
+
+    def shrink(self, request_id: str, num_blocks: int) -> None:
+        self.projection.set(request_id, constant(num_blocks))
+
+    def hold(self, request_id: str, num_blocks: int, last_step: int) -> None:
+        """It keeps these blocks until last_step is committed, and no longer. Mutates."""
+        self.projection.set(request_id, constant(num_blocks, last_step + self._lag))
+
+    def end(self, request_id: str) -> None:
+        self.projection.remove(request_id)
+
+    def choice_ended(self, num_tokens: int) -> None:
+        """Learn from it. Mutates."""
+        if self.estimator is not None:
+            self.estimator.observe(num_tokens)
+
+    def _fits(self, newcomer: Profile) -> bool:
+        # Alone it need not leave anything free: whatever can fit does get in.
+        limit = self.limit if len(self.projection) else self.num_blocks
+        return self.projection.fits(newcomer, self.step, limit)
+
+    def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
+        live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        num_planned = max((sequence.num_planned for sequence in live), default=request.max_tokens)
+        num_rows = self._rows_left(request, num_planned)
+        last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
+        # Before its first row every choice, ended ones too, shares the last block of the prompt.
+        num_sharing = len(request.sequences) if num_planned == 1 else 1
+        profile = growing(
+            num_held=num_held,
+            num_live=len(live),
+            num_sharing=num_sharing,
+            position=request.prompt_len + num_planned - 1,
+            num_rows=num_rows,
+            first_step=first_step,
+            until=last_step + self._lag,
+            block_size=self._block_size,
+        )
+        return replace(profile, is_estimate=num_rows < request.max_tokens - num_planned)
+
+    def _rows_left(self, request: Request, num_planned: int) -> int:
+        """Rows still to come of a choice with so many tokens planned, as bounded or estimated."""
+        length = self.estimator.estimate(num_planned) if self.estimator is not None else None
+        return (request.max_tokens if length is None else min(length, request.max_tokens)) - num_planned
+
+
+def num_distinct_blocks(request: Request) -> int:
+    """Blocks that its sequences hold, shared ones once."""
+    return len(distinct_blocks(sequence.block_ids for sequence in request.sequences))
+
+
+def distinct_blocks(tables: Iterable[list[int]]) -> list[int]:
+    """Blocks of some tables, each once, in order of first mention."""
+    return list(dict.fromkeys(block_id for table in tables for block_id in table))

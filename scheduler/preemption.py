@@ -1,0 +1,185 @@
+"""Requests that gave way: their blocks lie in host memory until there is room for them again.
+
+    RUNNING --swap_out--> PREEMPTED: the step copies blocks out; when it is committed, the blocks are free
+    PREEMPTED --swap_in--> RUNNING: the step copies them back into other blocks before it computes
+
+Device blocks are not reused before the step that reads them out is committed: a transfer does not wait for steps,
+and a step that failed is run again. Host blocks that are copied back are kept as long, for the same reason. A
+preempted request keeps its slots, and with them its last tokens, so steps in flight can still end it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from scheduler.admission import distinct_blocks
+from scheduler.block_allocator import BlockAllocator
+from scheduler.plan import BlockSwap
+from scheduler.plan_builder import PlanBuilder
+from scheduler.request import Request
+
+
+@dataclass(slots=True)
+class _Away:
+    """A preempted request. tables: of each sequence, indices into host_ids: what was shared stays shared."""
+
+    request: Request
+    host_ids: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    is_out: bool = False  # the step that copies it out is committed
+
+
+@dataclass(frozen=True, slots=True)
+class _Cooling:
+    """Blocks that a step copies from: with its commit they are free."""
+
+    step_id: int
+    request_id: str
+    num_blocks: int  # of the device, each once
+    device_refs: tuple[int, ...]  # once for each sequence that had it
+    host_ids: tuple[int, ...]
+
+
+class Preemption:
+    """Host blocks 0 .. num_host_blocks - 1, and who has them. Engine thread only."""
+
+    def __init__(self, allocator: BlockAllocator, builder: PlanBuilder, block_size: int, num_host_blocks: int) -> None:
+        self.num_host_blocks = num_host_blocks
+        self.num_swapped = 0  # preemptions to host memory, ever
+        self.num_evicted = 0  # preemptions for which there was no host memory, ever
+        self._allocator = allocator
+        self._builder = builder
+        self._block_size = block_size
+        self._free_host_ids = list(range(num_host_blocks))
+        self._away: dict[str, _Away] = {}
+        self._cooling: list[_Cooling] = []
+        self._protected: dict[str, Request] = {}  # came back lately; some need no protection any more
+
+    def __len__(self) -> int:
+        """Requests that are preempted now."""
+        return len(self._away)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._away
+
+    @property
+    def num_host_blocks_used(self) -> int:
+        return self.num_host_blocks - len(self._free_host_ids)
+
+    @property
+    def num_cooling(self) -> int:
+        """Device blocks that come free with commits to come."""
+        return sum(cooling.num_blocks for cooling in self._cooling)
+
+    # -- out and back ------------------------------------------------------------------------------
+
+    def swap_out(self, request: Request, step_id: int) -> bool:
+        """Move a request's blocks to host memory in the step being planned; False when they do not fit. Mutates."""
+        blocks = distinct_blocks(sequence.block_ids for sequence in request.sequences)
+        if len(blocks) > len(self._free_host_ids):
+            return False
+        host_ids = tuple(heapq.heappop(self._free_host_ids) for _ in blocks)
+        self._builder.swap_out(tuple(BlockSwap(*pair) for pair in zip(blocks, host_ids, strict=True)))
+        index_of = {block_id: index for index, block_id in enumerate(blocks)}
+        tables = tuple(tuple(index_of[block_id] for block_id in s.block_ids) for s in request.sequences)
+        refs = tuple(block_id for sequence in request.sequences for block_id in sequence.block_ids)
+        self._cooling.append(_Cooling(step_id, request.request_id, len(blocks), refs, ()))
+        self._away[request.request_id] = _Away(request, host_ids, tables)
+        for sequence in request.sequences:
+            sequence.block_ids = []
+        request.last_step_id = step_id
+        self.num_swapped += 1
+        return True
+
+    def num_blocks_of(self, request_id: str) -> int:
+        """Blocks that it needs to come back."""
+        return len(self._away[request_id].host_ids)
+
+    def swap_in(self, request: Request, step_id: int) -> None:
+        """Bring a request's blocks back in the step being planned, into free ones. Mutates. Raises OutOfBlocks."""
+        away = self._away[request.request_id]
+        blocks = self._allocator.allocate(len(away.host_ids))
+        del self._away[request.request_id]
+        self._builder.swap_in(tuple(BlockSwap(*pair) for pair in zip(blocks, away.host_ids, strict=True)))
+        self._cooling.append(_Cooling(step_id, request.request_id, 0, (), away.host_ids))
+        seen: set[int] = set()
+        for sequence, table in zip(request.sequences, away.tables, strict=True):
+            sequence.block_ids = [blocks[index] for index in table]
+            self._allocator.share(block_id for block_id in sequence.block_ids if block_id in seen)
+            seen.update(sequence.block_ids)
+            self._builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
+        request.last_step_id = step_id
+        request.protected_until = num_planned(request) + self._block_size
+        self._protected[request.request_id] = request
+
+    def step_committed(self, step_id: int) -> list[str]:
+        """What the step copied from is free; the requests whose device blocks these were. Mutates."""
+        due = [cooling for cooling in self._cooling if cooling.step_id <= step_id]
+        if not due:
+            return []
+        self._cooling = [cooling for cooling in self._cooling if cooling.step_id > step_id]
+        for cooling in due:
+            self._allocator.release(cooling.device_refs)
+            self._give_back(cooling.host_ids)
+            if cooling.num_blocks and cooling.request_id in self._away:
+                self._away[cooling.request_id].is_out = True
+        return [cooling.request_id for cooling in due if cooling.num_blocks]
+
+    def discard(self, request_id: str) -> None:
+        """The request is over, and no step works on it. Mutates."""
+        self._protected.pop(request_id, None)
+        away = self._away.pop(request_id, None)
+        if away is not None:
+            self._give_back(away.host_ids)
+
+    def _give_back(self, host_ids: tuple[int, ...]) -> None:
+        for host_id in host_ids:
+            heapq.heappush(self._free_host_ids, host_id)
+
+    # -- whose turn it is --------------------------------------------------------------------------
+
+    def next_to_resume(self) -> Request | None:
+        """The most important preempted request, if it can be brought back: nobody overtakes it."""
+        if not self._away:
+            return None
+        first = min(self._away.values(), key=lambda away: importance(away.request))
+        return first.request if first.is_out else None
+
+    def is_protected(self, request: Request) -> bool:
+        """Whether it came back and has not got far enough since to be preempted again."""
+        return num_planned(request) < min(request.protected_until, request.max_tokens)
+
+    def num_protected_blocks(self) -> int:
+        """Blocks that must stay free so that the protected ones reach the end of their protection."""
+        self._protected = {rid: request for rid, request in self._protected.items() if self.is_protected(request)}
+        return sum(
+            growth_blocks(request, request.protected_until - num_planned(request), self._block_size)
+            for request in self._protected.values()
+            if request.request_id not in self._away
+        )
+
+
+def importance(request: Request) -> tuple[int, int]:
+    """Sorts the most important request first: higher priority, then earlier admission. The last one gives way."""
+    return -request.priority, request.admission_number
+
+
+def num_planned(request: Request) -> int:
+    """Tokens planned of the choices that go on; max_tokens when none does."""
+    live = (sequence.num_planned for sequence in request.sequences if sequence.finish_reason is None)
+    return max(live, default=request.max_tokens)
+
+
+def growth_blocks(request: Request, num_rows: int, block_size: int) -> int:
+    """Blocks that its next num_rows rows (or as many as it has left) take, copies of shared ones included."""
+    planned = num_planned(request)
+    num_rows = min(num_rows, request.max_tokens - planned)
+    if num_rows <= 0:
+        return 0
+    num_live = sum(sequence.finish_reason is None for sequence in request.sequences)
+    position = request.prompt_len + planned - 1
+    grown = num_live * ((position + num_rows - 1) // block_size - (position - 1) // block_size)
+    if planned == 1 and position % block_size:
+        grown += min(num_live, len(request.sequences) - 1)
+    return grown

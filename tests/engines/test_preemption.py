@@ -1,0 +1,126 @@
+"""A decode engine with far too little memory: requests give way and come back, and no text shows it.
+
+Long texts come from a tiny random model, compared with the same engine with memory for everybody; goldens from
+the bundled one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cluster.generation import GenerationSpec
+from replicas.settings import EngineSettings
+from scheduler.admission import AdmissionPolicy
+from scheduler.length_estimator import LengthEstimator
+from scheduler.sampling_params import SamplingParams
+from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
+from tests.golden.golden_set import load_goldens
+
+OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
+PROMPTS = [[(7 * number + 13 * index) % 500 for index in range(9 + 5 * number)] for number in range(8)]
+SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in range(8)]
+
+
+@contextmanager
+def _running(engine: EngineSettings) -> Iterator[LocalSystem]:
+    system = LocalSystem(engine, None)
+    estimator = system.decode.engine.scheduler.budget.estimator
+    if isinstance(estimator, LengthEstimator):
+        for _ in range(100):  # outputs were very short so far
+            estimator.observe(20)
+    yield system
+    system.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    base = settings("decode", lag=1)
+    return replace(base, model=replace(base.model, source=str(Path(folder)), max_model_len=512))
+
+
+@pytest.fixture(scope="module")
+def roomy(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
+    with _running(replace(tiny_model, kv_capacity_tokens=8192)) as system:
+        yield system
+
+
+@pytest.fixture(params=[1 << 26, 0], ids=["host memory", "no host memory"])
+def tight(tiny_model: EngineSettings, request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
+    changes: dict[str, Any] = {"kv_capacity_tokens": 1280, "host_memory_bytes": request.param}
+    with _running(replace(tiny_model, admission=OPTIMISTIC, **changes)) as system:
+        yield system
+
+
+def _run_preempting(system: LocalSystem, specs: list[GenerationSpec]) -> list[Generated]:
+    """Run them side by side, in a system that cannot hold them: some gave way, and nothing is left of it."""
+    generated = system.run(specs)
+    asyncio.run(system.wait_for_baseline())
+    preemption = system.decode.engine.scheduler.preemption
+    print(f"{preemption.num_swapped} swapped, {preemption.num_evicted} evicted")
+    assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
+    if preemption.num_host_blocks:
+        assert preemption.num_swapped > 0
+        assert preemption.num_evicted == 0
+    else:
+        assert preemption.num_evicted > 0
+    return generated
+
+
+def test_sixteen_requests_of_200_tokens(roomy: LocalSystem, tight: LocalSystem) -> None:
+    specs = [tight.spec(prompt, 200, GREEDY) for prompt in PROMPTS]
+    specs += [tight.spec(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    expected = roomy.run(specs)
+    generated = _run_preempting(tight, specs)
+    assert generated == expected
+    assert all(len(got.token_ids[0]) == 200 for got in generated)
+    assert len({tuple(got.token_ids[0]) for got in generated}) == len(specs), "texts that are all the same prove little"
+
+
+def test_eight_requests_of_three_forked_sequences(roomy: LocalSystem, tight: LocalSystem) -> None:
+    specs = [tight.spec(p, 100, sampling, num_choices=3) for p, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    expected = roomy.run(specs)
+    generated = _run_preempting(tight, specs)
+    assert generated == expected
+    assert all(sorted(got.token_ids) == [0, 1, 2] for got in generated)
+    assert all(len(tokens) == 100 for got in generated for tokens in got.token_ids.values())
+
+
+def test_preemptions_are_counted(tight: LocalSystem) -> None:
+    _run_preempting(tight, [tight.spec(prompt, 200) for prompt in PROMPTS * 2])
+    preemption = tight.decode.engine.scheduler.preemption
+    (family,) = [f for f in tight.decode.metrics_snapshot() if f["name"] == "splitserve_preemptions"]
+    counted = {labels["kind"]: value for suffix, labels, value in family["samples"] if suffix == "_total"}
+    assert counted == {"swap": preemption.num_swapped, "recompute": preemption.num_evicted}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_goldens() -> None:
+    goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 40 and min(golden.margins) > 5e-3][:12]
+    base = settings("decode", lag=1, kv_capacity_tokens=512, admission=OPTIMISTIC)
+    with _running(replace(base, model=replace(base.model, max_model_len=256))) as system:
+        specs = [system.spec(golden.prompt_ids, 64) for golden in goldens]
+        for golden, got in zip(goldens, _run_preempting(system, specs), strict=True):
+            golden.check(got.token_ids[0])

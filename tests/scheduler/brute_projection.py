@@ -1,0 +1,122 @@
+"""The projection done the slow way: block tables of all requests, played forward row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.admission import num_distinct_blocks
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.memory_budget import num_blocks_for
+from scheduler.request import Request, RequestState, Sequence
+
+_UNSTARTED = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LOADING)
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """Blocks after each row from `first_step` on; the last number stays, until step `until` (None: for good)."""
+
+    first_step: int
+    counts: list[int]
+    until: int | None
+
+    def at(self, step: int) -> int:
+        if self.until is not None and step > self.until:
+            return 0
+        return self.counts[max(0, min(step - self.first_step, len(self.counts) - 1))]
+
+    @property
+    def last_change(self) -> int:
+        return max(self.first_step + len(self.counts), self.until or 0)
+
+
+def play(tables: list[list[object]], live: list[int], position: int, num_rows: int, block_size: int) -> list[int]:
+    """Distinct blocks now, or after each of num_rows rows of all live tables: a shared block is copied when written."""
+    tables = [list(table) for table in tables]
+    counts = []
+    for row in range(position, position + num_rows):
+        for index in live:
+            table, at = tables[index], row // block_size
+            if at == len(table):
+                table.append(object())
+            elif sum(table[at] in other for other in tables) > 1:
+                table[at] = object()
+        counts.append(len({block for table in tables for block in table}))
+    return counts or [len({block for table in tables for block in table})]
+
+
+def newcomer_future(request: Request, num_rows: int, first_step: int, block_size: int) -> Future:
+    prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
+    tables = [prompt for _ in request.choices]
+    counts = play(tables, list(range(len(tables))), request.prompt_len, num_rows, block_size)
+    return Future(first_step, counts, None)
+
+
+class BruteProjection:
+    """num_rows: how many rows a choice still has with so many tokens planned (the bound, or an estimate)."""
+
+    def __init__(self, scheduler: DecodeScheduler, lag: int, admitted_at: dict[str, int]) -> None:
+        self._scheduler, self._lag, self._admitted_at = scheduler, lag, admitted_at
+        self._block_size = scheduler.limits.block_size
+        self.step = scheduler.builder.next_step_id
+        self.futures = [self._future(rid) for rid in scheduler._requests.keys() - scheduler._queue.keys()]
+
+    def peak(self, *more: Future) -> int:
+        futures = [*self.futures, *more]
+        last = max((future.last_change for future in futures), default=self.step)
+        steps = range(self.step, max(last, self.step) + 1)
+        return max(sum(future.at(step) for future in futures) for step in steps)
+
+    def _future(self, request_id: str) -> Future:
+        scheduler = self._scheduler
+        request = scheduler._requests[request_id]
+        in_transfer = scheduler._transfers.get(request_id, ())
+        if request.state in _UNSTARTED:
+            rows = self._rows(request, request.max_tokens - 1)
+            return newcomer_future(request, rows, self._admitted_at[request_id], self._block_size)
+        if request.state is RequestState.RUNNING:
+            return self._running(request)
+        cooling = sum(c.num_blocks for c in scheduler.preemption._cooling if c.request_id == request_id)
+        if request.sequences and (cooling or request_id not in scheduler.preemption):
+            until = request.last_step_id + self._lag
+            return Future(self.step, [num_distinct_blocks(request) + cooling], until)
+        held = {block_id for sequence in request.sequences for block_id in sequence.block_ids} | set(in_transfer)
+        return Future(self.step, [len(held)], None)
+
+    def _running(self, request: Request) -> Future:
+        live = [i for i, s in enumerate(request.sequences) if s.finish_reason is None]
+        going: list[Sequence] = [request.sequences[i] for i in live]
+        (planned,) = {sequence.num_planned for sequence in going}
+        rows = self._rows(request, request.max_tokens - planned)
+        tables: list[list[object]] = [list(sequence.block_ids) for sequence in request.sequences]
+        counts = play(tables, live, request.prompt_len + planned - 1, rows, self._block_size)
+        profile = self._scheduler.budget.projection.get(request.request_id)
+        assert profile is not None
+        if self._scheduler.budget.estimator is not None:
+            return Future(self.step, counts, profile.until)
+        last_step = self.step + rows - 1 if rows else request.last_step_id
+        return Future(self.step, counts, last_step + self._lag)
+
+    def _rows(self, request: Request, bound: int) -> int:
+        """With estimates, their ends are given: they were made when the request changed last."""
+        if self._scheduler.budget.estimator is None:
+            return bound
+        profile = self._scheduler.budget.projection.get(request.request_id)
+        assert profile is not None
+        if request.state in _UNSTARTED:
+            return profile.last_row - self._admitted_at[request.request_id] + 1
+        return max(0, profile.last_row - self.step + 1) if profile.live else 0
+
+
+def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str, int]) -> None:
+    """Fast equals slow: the peak as it is, and the answer for the one that waits first."""
+    brute = BruteProjection(scheduler, lag, admitted_at)
+    assert scheduler.budget.promised == brute.peak(), "the projection differs from playing it forward"
+    head = next(iter(scheduler._queue.values()), None)
+    if head is not None:
+        profile = scheduler.budget.newcomer(head)
+        rows = profile.last_row - brute.step + 1
+        slow = brute.peak(newcomer_future(head, rows, brute.step, scheduler.limits.block_size))
+        assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
+        if scheduler.budget.estimator is None:
+            assert rows == head.max_tokens - 1
