@@ -101,10 +101,6 @@ class Router:
         return self._intake.receiver.is_alive
 
     @property
-    def num_in_flight(self) -> int:
-        return len(self._mailboxes)
-
-    @property
     def num_waiting(self) -> int:
         return self._view.num_waiting
 

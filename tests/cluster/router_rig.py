@@ -62,7 +62,7 @@ class Rig:
         every = {
             "tasks": tasks,
             "calls": [call for call in self.cluster.calls if call.end is None],
-            "mailboxes": self.router.num_in_flight,
+            "mailboxes": len(self.router._mailboxes),
             "waiting": self.router.num_waiting,
             "in flight": dict(view._in_flight),
             "unheard": dict(view._unheard_blocks),
