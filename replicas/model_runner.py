@@ -71,19 +71,35 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
+        self._prepare(plan)
+        if plan.is_empty:
+            return StepHandle(plan, list)
+        return StepHandle(plan, self._reader(self._compute(plan)))
+
+    def warm_up(self) -> None:
+        """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving."""
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """What goes before the pass: slots, swaps, copies."""
         self._slots.apply(plan)
         self.host_pool.swap_out(plan.swap_outs)
         self.host_pool.swap_in(plan.swap_ins)
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
-        if plan.is_empty:
-            return StepHandle(plan, list)
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
+        """The pass and the choice: a token for each row and target, int64 [num_samples], which the slots keep too."""
         logits = self._forward(plan)
         tokens = _checked(sample(logits, self._slots.sampling_batch(plan)), logits)
         outputs: list[DecodeRow | SampleTarget] = list(plan.rows)
         outputs += [target for chunk in plan.chunks for target in chunk.targets]
         self._slots.store_tokens(outputs, tokens)
-        return StepHandle(plan, tokens.tolist)
+        return tokens
+
+    def _reader(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """What waits for the tokens and gives them to the host."""
+        read: Callable[[], list[int]] = tokens.tolist
+        return read
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits, float32 [num_samples, vocab_size], of each row and target."""
@@ -144,7 +160,8 @@ class ModelRunner:
         ours = config._attn_implementation
         self._model.set_attn_implementation("sdpa")
         try:
-            output = self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+            input_ids = torch.tensor([ids], device=self.pool.tensor.device)
+            output = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
         finally:
             self._model.set_attn_implementation(ours)
         logits: torch.Tensor = output.logits[0, -1].float()

@@ -41,7 +41,7 @@ class SlotState:
         for chunk in plan.chunks:
             position = chunk.start + len(chunk.token_ids)
             rows += [(self.sampling[chunk.slot], target.choice, position) for target in chunk.targets]
-        return SamplingBatch.from_rows(rows)
+        return SamplingBatch.from_rows(rows, self.last_token.device)
 
     def store_tokens(self, outputs: list[DecodeRow | SampleTarget], tokens: torch.Tensor) -> None:
         """Feed back: tokens [n] become the last tokens of the outputs' slots. Mutates."""

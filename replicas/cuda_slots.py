@@ -1,0 +1,74 @@
+"""What the GPU keeps of each running sequence: last token, parameters and block table, in one matrix on the device.
+
+The host never reads it. Whatever a plan changes goes up in one pinned copy and one scatter, behind the steps in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from replicas.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
+from replicas.slot_state import SlotState
+from scheduler.plan import DecodeRow, SampleTarget, StepPlan
+from scheduler.sampling_params import SamplingParams
+
+
+class CudaSlots(SlotState):
+    """state: int64 [num_slots + 1, BLOCK_TABLE + max_blocks]; the last row is the slot of padding rows."""
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        super().__init__(0, 0)
+        self.state = torch.zeros(num_slots + 1, BLOCK_TABLE + max_blocks, dtype=torch.int64, device=device)
+        self.block_table = self.state[:, BLOCK_TABLE:]
+        self.last_token = self.state[:, LAST_TOKEN]
+        self.sampling = [SamplingParams()] * num_slots
+        self._is_plain = [True] * num_slots
+
+    @property
+    def padding_slot(self) -> int:
+        return len(self.sampling)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take a plan's slot inits and table writes into account. Mutates; does not wait for the device."""
+        width = self.state.shape[1]
+        updates: dict[int, int] = {}  # by place in the flat matrix; a later write of a place counts
+        for init in plan.slot_inits:
+            self.sampling[init.slot] = init.sampling
+            self._is_plain[init.slot] = _is_plain(init.sampling)
+            first = init.slot * width
+            for column, value in sampling_columns(init.sampling).items():
+                updates[first + column] = value
+            if init.last_token is not None:
+                updates[first + LAST_TOKEN] = init.last_token
+        for write in plan.table_writes:
+            first = write.slot * width + BLOCK_TABLE + write.start
+            updates.update(zip(range(first, first + len(write.block_ids)), write.block_ids, strict=True))
+        if updates:
+            places, values = to_device([list(updates), list(updates.values())], self.state.device)
+            self.state.view(-1).index_copy_(0, places, values)
+
+    def store_tokens(self, outputs: list[DecodeRow | SampleTarget], tokens: torch.Tensor) -> None:
+        slots = to_device([output.slot for output in outputs], self.state.device)
+        self.last_token.index_copy_(0, slots, tokens.clamp(min=0))
+
+    def can_draw_on_device(self, plan: StepPlan) -> bool:
+        """Whether every row's parameters are among those that the kernel knows."""
+        return all(self._is_plain[row.slot] for row in plan.rows)
+
+    def is_plain(self, slot: int) -> bool:
+        """Whether the kernel knows all that matters of the slot's parameters."""
+        return self._is_plain[slot]
+
+
+def to_device(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
+    """int64 on the device, through pinned memory that torch keeps until the copy has run. Does not wait."""
+    host = torch.tensor(values, dtype=torch.int64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether nothing but what `sampling_columns` keeps differs from the neutral value, fields to come included."""
+    known = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    return replace(SamplingParams(), **known) == params
