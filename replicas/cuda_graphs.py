@@ -1,14 +1,16 @@
-"""CUDA graphs of whole steps: the model, the choice of tokens, and the feedback to the next step.
+"""CUDA graphs of whole passes, from a step's slots and positions to its logits.
 
 Decode: one graph for each size of batch and class of context length. Prefill: one for each size of a single fresh
 prompt, which without a graph would wait for the host at every layer of a small model. What a step is made of goes into
-one static tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool.
+one static tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens
+are drawn behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +30,24 @@ def batch_sizes(largest: int) -> list[int]:
     return sorted({*sizes, *range(128, largest, 32), largest})
 
 
-class StepGraph:
-    """One captured step. Its static input is filled by a pinned copy that torch keeps until it has run."""
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
 
-    def __init__(self, static_input: torch.Tensor, run: Callable[[], torch.Tensor], pool: Any) -> None:
-        """Capture `run`, which reads static_input and gives the tokens. Launches `run` once before. Blocks."""
+    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included.
+    """
+
+    logits: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+
+
+class StepGraph:
+    """One captured pass. Its static input is filled by a pinned copy that torch keeps until it has run."""
+
+    def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
+        """Capture `run`, which reads static_input. Launches it once before. Blocks."""
         self._input = static_input
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -41,13 +56,13 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._tokens = run()
+            self._pass = run()
 
-    def replay(self, values: torch.Tensor) -> torch.Tensor:
-        """values: int32 on the host, as many as the static input. The tokens, valid until the next replay."""
+    def replay(self, values: torch.Tensor) -> Pass:
+        """values: int32 on the host, in the static input's shape. Does not wait."""
         self._input.copy_(values.pin_memory(), non_blocking=True)
         self._graph.replay()
-        return self._tokens
+        return self._pass
 
 
 class StepGraphs:
@@ -77,9 +92,21 @@ class StepGraphs:
                 self._decode[size, context] = self._capture_decode(size, context)
         return len(self._decode) + len(self._prefill)
 
-    def launch(self, plan: StepPlan) -> torch.Tensor | None:
-        """The plan's tokens (device, int64 [samples or more]), after `slots.apply(plan)`; None if no graph does it."""
-        if plan.rows and not plan.chunks and self._slots.can_draw_on_device(plan):
+    def draw_all_ways(self) -> None:
+        """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
+        for size in {1, 2, 16} & set(self._batch_sizes):
+            launched = self._decode[size, self._contexts[0]].replay(
+                torch.tensor([[self._slots.padding_slot] * size, [-1] * size, [0] * size], dtype=torch.int32)
+            )
+            for kinds in ((False, False), (True, False), (True, True)):
+                draw_tokens(
+                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                    has_sampled=kinds[0], has_filtered=kinds[1],
+                )  # fmt: skip
+
+    def launch(self, plan: StepPlan) -> Pass | None:
+        """The plan's pass, after `slots.apply(plan)`; None if no graph does it."""
+        if plan.rows and not plan.chunks:
             return self._launch_decode(plan)
         if not plan.rows and len(plan.chunks) == 1:
             return self._launch_prefill(plan.chunks[0])
@@ -87,7 +114,7 @@ class StepGraphs:
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _launch_decode(self, plan: StepPlan) -> torch.Tensor | None:
+    def _launch_decode(self, plan: StepPlan) -> Pass | None:
         rows = plan.rows
         if len(rows) > self._batch_sizes[-1]:
             return None
@@ -108,22 +135,22 @@ class StepGraphs:
         rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
         rows[0], rows[1] = self._slots.padding_slot, -1
 
-        def run() -> torch.Tensor:
+        def run() -> Pass:
             slots, positions, choices = rows
             step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
             input_ids = self._slots.last_token.index_select(0, slots)
             logits = self._forward(input_ids, positions, 0, step)
-            return draw_tokens(logits, self._slots.state, slots, positions, choices)
+            return Pass(logits, slots, positions, choices)
 
         return StepGraph(rows, run, self._pool)
 
     # -- prefill -----------------------------------------------------------------------------------
 
-    def _launch_prefill(self, chunk: PrefillChunk) -> torch.Tensor | None:
+    def _launch_prefill(self, chunk: PrefillChunk) -> Pass | None:
         length = len(chunk.token_ids)
         index = bisect_left(self._lengths, length)
         is_whole = chunk.start == 0 and len(chunk.targets) == 1 and chunk.targets[0].slot == chunk.slot
-        if index == len(self._lengths) or not is_whole or not self._slots.is_plain(chunk.slot):
+        if index == len(self._lengths) or not is_whole:
             return None
         padding = [0] * (self._lengths[index] - length)
         values = [*chunk.token_ids, *padding, length, chunk.slot, chunk.targets[0].choice]
@@ -136,14 +163,14 @@ class StepGraphs:
         layout = Launches(0, 1, 1, 0, 0, ((0, length, 1),)).pack()
         places = torch.arange(length, dtype=torch.int32, device=device)
 
-        def run() -> torch.Tensor:
+        def run() -> Pass:
             count, slot, choice = packed[length:].split(1)
             positions = torch.where(places < count, places, -1)
             slots = slot.expand(length).contiguous()
             step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
             last = count - 1
             logits = self._forward(packed[:length], positions, last.clamp(min=0).long(), step)
-            return draw_tokens(logits, self._slots.state, slot, last, choice)
+            return Pass(logits, slot, last, choice)
 
         return StepGraph(packed, run, self._pool)
 

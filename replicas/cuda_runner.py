@@ -17,9 +17,11 @@ from replicas.cuda_attention import bind_attention
 from replicas.cuda_graphs import StepGraphs
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import build_cuda_inputs
+from replicas.kernels.token_draw import draw_tokens
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
-from replicas.model_runner import ModelRunner, StepHandle
+from replicas.model_runner import ModelRunner
+from replicas.skinny_linear import use_skinny_products
 from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -45,17 +47,21 @@ class CudaRunner(ModelRunner):
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
         bind_attention(loaded.model, pool)
+        use_skinny_products(loaded.model)
 
-    @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Launch one step and return at once. Mutates pool and slots, in the order of the launches."""
-        if self._graphs is None or plan.is_empty:
-            return super().launch(plan)
-        self._prepare(plan)
-        tokens = self._graphs.launch(plan)
-        if tokens is None:
-            tokens = self._compute(plan)
-        return StepHandle(plan, self._reader(tokens))
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
+        launched = self._graphs.launch(plan) if self._graphs else None
+        if launched is None:
+            return super()._compute(plan)
+        num_samples = len(plan.rows) or 1
+        kinds = self._slots.kinds(plan)
+        if not kinds.is_plain:
+            return self._choose(plan, launched.logits[:num_samples].float())
+        tokens = draw_tokens(
+            launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+            has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
+        )  # fmt: skip
+        return tokens[:num_samples]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -77,6 +83,7 @@ class CudaRunner(ModelRunner):
             min(_MAX_GRAPH_PROMPT, self._max_model_len) if self._has_fresh else 0,
         )  # fmt: skip
         num_graphs = self._graphs.capture()
+        self._graphs.draw_all_ways()
         torch.cuda.synchronize()
         logger.info(
             "layers compiled, graphs captured",

@@ -5,14 +5,24 @@ The host never reads it. Whatever a plan changes goes up in one pinned copy and 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from replicas.sampling import GREEDY_BELOW
 from replicas.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
 from replicas.slot_state import SlotState
 from scheduler.plan import DecodeRow, SampleTarget, StepPlan
 from scheduler.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingKinds:
+    """is_plain: the drawing kernel knows every row's parameters. has_sampled, has_filtered: as `draw_tokens` asks."""
+
+    is_plain: bool
+    has_sampled: bool
+    has_filtered: bool
 
 
 class CudaSlots(SlotState):
@@ -53,13 +63,16 @@ class CudaSlots(SlotState):
         slots = to_device([output.slot for output in outputs], self.state.device)
         self.last_token.index_copy_(0, slots, tokens.clamp(min=0))
 
-    def can_draw_on_device(self, plan: StepPlan) -> bool:
-        """Whether every row's parameters are among those that the kernel knows."""
-        return all(self._is_plain[row.slot] for row in plan.rows)
-
-    def is_plain(self, slot: int) -> bool:
-        """Whether the kernel knows all that matters of the slot's parameters."""
-        return self._is_plain[slot]
+    def kinds(self, plan: StepPlan) -> SamplingKinds:
+        """Of all rows and targets of the plan."""
+        slots = [row.slot for row in plan.rows] + [chunk.slot for chunk in plan.chunks if chunk.targets]
+        params = [self.sampling[slot] for slot in slots]
+        sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
+        return SamplingKinds(
+            all(self._is_plain[slot] for slot in slots),
+            bool(sampled),
+            any(p.top_k > 0 or p.top_p < 1.0 for p in sampled),
+        )
 
 
 def to_device(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:

@@ -44,11 +44,15 @@ class JoinedLinear(nn.Module):
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """All parts of x, [..., sum of sizes]."""
+        return F.linear(x, self.weight, self.bias)
+
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Part `index` of the product with x, [..., sizes[index]]: a view of it, not contiguous."""
         if x is not self._input or index not in self._waiting:
             self._input = x  # held, so that no other tensor can be taken for it
-            self._waiting = dict(enumerate(F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)))
+            self._waiting = dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
         output = self._waiting.pop(index)
         if not self._waiting:
             self._input = None

@@ -89,7 +89,10 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         """The pass and the choice: a token for each row and target, int64 [num_samples], which the slots keep too."""
-        logits = self._forward(plan)
+        return self._choose(plan, self._forward(plan))
+
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens from float32 logits [num_samples, vocab_size]. Mutates the slots."""
         tokens = _checked(sample(logits, self._slots.sampling_batch(plan)), logits)
         outputs: list[DecodeRow | SampleTarget] = list(plan.rows)
         outputs += [target for chunk in plan.chunks for target in chunk.targets]

@@ -1,4 +1,4 @@
-"""Layout of a slot's row on the GPU: int64 columns, the block table behind them (no torch: kernels and runner share it).
+"""Layout of a slot's row on the GPU: int64 columns, the block table behind them. Kernels and runner share it.
 
 One matrix, so that whatever a plan changes goes up in one copy and one scatter.
 """

@@ -1,6 +1,7 @@
 """python -m benchmarks.gpu PARTS --shapes FOLDER [--out FILE.json]: the engine's figures on one card.
 
-PARTS, comma-separated: kernels, llama-3.1-8b, qwen3-0.6b. A shape's name is a .json of FOLDER; its weights are random.
+PARTS, comma-separated: kernels (with tiles: other tiles too),
+llama-3.1-8b, qwen3-0.6b (with profile: of steps). A shape's name is a .json of FOLDER; its weights are random.
 Prints tables; FILE gets everything as JSON. See benchmarks/RESULTS.md for what was predicted.
 """
 
@@ -24,21 +25,24 @@ from benchmarks.gpu.step_times import GREEDY, SAMPLED, decode_ms, launch_cpu_us,
 _BATCHES = (1, 16, 64, 256)
 
 
-def kernels() -> dict[str, Any]:
-    from benchmarks.gpu.kernel_times import decode_attention, prefill_attention, token_draws
+def kernels(with_tiles: bool) -> dict[str, Any]:
+    from benchmarks.gpu import kernel_times as times
 
-    decode: list[dict[str, Any]] = []
-    for batch, context, splits in (
-        (1, 1073, [None, 8, 32]), (16, 1073, [None, 1, 2, 4, 8]), (64, 1073, [None, 1, 2]), (256, 1073, [None, 2]),
-        (1, 32768, [None, 16, 64]), (16, 8192, [None, 4, 16]),
-    ):  # fmt: skip
-        decode += decode_attention(batch, context, splits)
+    contexts = ((1, 1073), (16, 1073), (64, 1073), (256, 1073), (1, 32768), (16, 8192))
+    decode = [times.decode_attention(batch, context) for batch, context in contexts]
+    if with_tiles:
+        tiles = ((64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3), (32, 4, 4), (64, 8, 3), (32, 2, 4))
+        decode += [times.decode_attention(64, 1073, 32, None, tile) for tile in tiles]
+        decode += [times.decode_attention(64, 1073, 16, None, tile) for tile in tiles]
+        decode += [times.decode_attention(16, 1073, 32, (n, 64), tile) for n in (2, 3, 4) for tile in tiles[:3]]
     print(table(decode))
-    prefill = [prefill_attention(length) for length in (2048, 8192)]
+    products = times.single_row_products()
+    print(table(products))
+    prefill = [times.prefill_attention(length) for length in (2048, 8192)]
     print(table(prefill))
-    draws = [token_draws(batch, 128_256) for batch in (1, 16, 64, 256)]
+    draws = [times.token_draws(batch, 128_256) for batch in (1, 16, 64, 256)]
     print(table(draws))
-    return {"decode_attention": decode, "prefill_attention": prefill, "token_draws": draws}
+    return {"decode_attention": decode, "products": products, "prefill_attention": prefill, "token_draws": draws}
 
 
 def shape(folder: Path, name: str, parts: set[str]) -> dict[str, Any]:
@@ -129,9 +133,9 @@ def main() -> None:
         "torch": torch.__version__,
     }
     print(results)
-    for part in sorted(parts - {"profile"}):
+    for part in sorted(parts - {"profile", "tiles"}):
         try:
-            results[part] = kernels() if part == "kernels" else shape(arguments.shapes, part, parts)
+            results[part] = kernels("tiles" in parts) if part == "kernels" else shape(arguments.shapes, part, parts)
         except Exception:
             traceback.print_exc()
             results[part] = "failed"

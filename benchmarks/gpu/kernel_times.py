@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
 from replicas.cuda_step import split_contexts
+from replicas.kernels.gemv import gemv
 from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.token_draw import draw_tokens
@@ -30,8 +31,14 @@ def graph_ms(action: Any, num_repeats: int = 50) -> float:
     return device_ms(graph.replay, num_repeats // 10) / 10
 
 
-def decode_attention(batch: int, context: int, splits: list[int | None]) -> list[dict[str, Any]]:
-    """GB/s of one layer's decode attention of Llama-3.1-8B, over as many pools as do not fit into the L2 cache."""
+def decode_attention(
+    batch: int,
+    context: int,
+    heads: int = HEADS,
+    splits: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
+) -> dict[str, Any]:
+    """GB/s of one layer's decode attention over more layers than fit into the L2 cache. splits: number, fewest tokens."""
     num_blocks = -(-context // BLOCK)
     layers = max(1, min(8, int(4e9 / (batch * num_blocks * BLOCK * KV_HEADS * DIM * 4))))
     pool = torch.randn(batch * num_blocks, layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -39,24 +46,46 @@ def decode_attention(batch: int, context: int, splits: list[int | None]) -> list
     block_table = order.view(batch, num_blocks).contiguous()
     slots = torch.arange(batch, dtype=torch.int32, device="cuda")
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
-    q = torch.randn(batch, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
+    num, fewest = splits or split_contexts(batch, KV_HEADS, context, 132)
+    layer = iter(range(10**9))
+
+    def once() -> None:
+        view = pool[:, next(layer) % layers]
+        paged_decode(q, k, k, view, block_table, slots, positions, DIM**-0.5, num, fewest, out, tile)
+
+    ms = graph_ms(once)
+    gigabytes = batch * context * KV_HEADS * DIM * 4 / 1e9
+    return {
+        "batch": batch, "context": context, "heads": heads, "splits": num, "tile": str(tile or "default"), "ms": ms,
+        "GB/s": 1000 * gigabytes / ms,
+    }  # fmt: skip
+
+
+def single_row_products() -> list[dict[str, Any]]:
+    """GB/s of the kernel and of the library for every linear layer of both shapes, over more copies than the L2 holds."""
     rows = []
-    for wanted in splits:
-        num, fewest = split_contexts(batch, KV_HEADS, context, 132) if wanted is None else (wanted, 64)
-        state = {"layer": 0}
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),
+              (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024))  # fmt: skip
+    for num_out, num_in in shapes:
+        copies = max(1, min(40, int(6e8 / (num_out * num_in * 2))))
+        weights = torch.randn(copies, num_out, num_in, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, num_in, device="cuda", dtype=torch.bfloat16)
+        number = iter(range(10**9))
+        gigabytes = num_out * num_in * 2 / 1e9
 
-        def once(num: int = num, fewest: int = fewest, state: dict[str, int] = state) -> None:
-            layer = state["layer"] = (state["layer"] + 1) % layers
-            paged_decode(q, k, k, pool[:, layer], block_table, slots, positions, DIM**-0.5, num, fewest, out)
+        def rate(action: Any, gigabytes: float = gigabytes) -> float:
+            return 1000 * gigabytes / graph_ms(action, 40)
 
-        ms = graph_ms(once)
-        gigabytes = batch * context * KV_HEADS * DIM * 4 / 1e9
-        rows.append(
-            {"batch": batch, "context": context, "splits": num, "auto": wanted is None, "ms": ms,
-             "GB/s": 1000 * gigabytes / ms}
-        )  # fmt: skip
+        def weight(weights: torch.Tensor = weights, number: Any = number, copies: int = copies) -> torch.Tensor:
+            return weights[next(number) % copies]
+
+        row: dict[str, Any] = {"shape": f"{num_out}x{num_in}", "library": rate(lambda x=x, w=weight: x @ w().T)}
+        for tile in ((1, 1024, 4), (2, 1024, 4), (4, 1024, 4), (8, 1024, 8), (8, 512, 4), (4, 512, 2), (16, 512, 8)):
+            row[str(tile)] = rate(lambda x=x, w=weight, t=tile: gemv(x, w(), None, t))
+        rows.append(row)
     return rows
 
 
@@ -94,11 +123,17 @@ def token_draws(batch: int, vocab_size: int) -> dict[str, Any]:
         "sampled": SamplingParams(temperature=0.8, seed=1),
         "top-k": SamplingParams(temperature=0.8, top_k=50, seed=1),
         "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1),
+        "top-k and -p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1),
     }
     for name, params in kinds.items():
         state = torch.zeros(batch + 1, BLOCK_TABLE + 8, dtype=torch.int64)
         for column, value in sampling_columns(params).items():
             state[:, column] = value
         on_device = state.cuda()
-        row[f"{name} ms"] = graph_ms(lambda s=on_device: draw_tokens(logits, s, slots, positions, slots), 20)  # type: ignore[misc]
+        flags = {"has_sampled": name != "greedy", "has_filtered": name.startswith("top")}
+
+        def draw(state: torch.Tensor = on_device, flags: dict[str, bool] = flags) -> torch.Tensor:
+            return draw_tokens(logits, state, slots, positions, slots, **flags)
+
+        row[f"{name} ms"] = graph_ms(draw, 20)
     return row

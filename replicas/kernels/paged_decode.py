@@ -153,13 +153,15 @@ def paged_decode(
     num_splits: int,
     min_split: int,
     out: torch.Tensor,
+    tile: tuple[int, int, int] | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
     query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's view
     [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table [num_slots, max_blocks] int64;
     slots, positions [R] int32, position -1 for a padding row: it writes nothing, and its output is 0. out: contiguous
-    [R, num_heads, head_dim]. num_splits: programs along a context; none is given less than min_split tokens.
+    [R, num_heads, head_dim]. num_splits: programs along a context; none is given less than min_split tokens. tile: keys at
+    once, warps and stages of a program, for measurements.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -170,6 +172,7 @@ def paged_decode(
         partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
     wide = kv.element_size() > 2 or head_dim > 128
+    block_n, num_warps, num_stages = tile or ((32, 4, 2) if wide else (64, 4, 3))
     constants: dict[str, Any] = {"HEAD_DIM": head_dim, "DIM_PADDED": triton.next_power_of_2(head_dim)}
     _attend_split[(num_rows, num_kv_heads, num_splits)](
         query,
@@ -197,10 +200,10 @@ def paged_decode(
         GROUP=group,
         GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
-        BLOCK_N=32 if wide else 64,
+        BLOCK_N=block_n,
         PRECISION="ieee",
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        num_warps=num_warps,
+        num_stages=num_stages,
         **constants,
     )
     if num_splits > 1:

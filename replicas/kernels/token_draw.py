@@ -1,9 +1,9 @@
-"""Samples one token per row on the GPU, with the parameters that its slot keeps: no host, no shape that depends on them.
+"""Samples one token per row on the GPU, with the parameters that its slot keeps.
 
 The same function of (logits, parameters, seed, choice, position) as `replicas.sampling`, which is its reference:
-temperature, top-k, top-p, Gumbel-max with Philox noise. Top-k and top-p need no sort: the least likely logit that they
-keep is found by bisection over the bits of its float, a count (top-k) or a mass (top-p) for each bit. Rows that are
-greedy or unfiltered leave the kernels they do not need at once, so any mix of rows costs what its rows need.
+temperature, top-k, top-p, Gumbel-max with Philox noise. Top-k and top-p need no sort: the bits of the least likely logit
+that they keep are found four at a time, by counts (top-k) or masses (top-p) for each of the sixteen digits. Rows that
+are greedy or unfiltered leave the kernels they do not need at once, so any mix of rows costs what its rows need.
 """
 
 from __future__ import annotations
@@ -83,64 +83,129 @@ def _best_of_block(
 
 
 @triton.jit
-def _find_threshold(
+def _picked(sums, bracket, target, shift, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, IS_MASS: tl.constexpr):
+    """The bracket after a pass: `bracket` and the pass's four bits, from its blocks' sums [NUM_BLOCKS, 16] at `sums`.
+
+    target: how many tokens to keep, or the share of the mass that may be dropped.
+    """
+    blocks, digits = tl.arange(0, BLOCKS_PADDED), tl.arange(0, 16)
+    places = blocks[:, None] * 16 + digits[None, :]
+    totals = tl.sum(tl.load(sums + places, mask=(blocks < NUM_BLOCKS)[:, None], other=0.0), 0)
+    if IS_MASS:
+        limit = target * tl.sum(tl.where(digits == 0, totals, 0.0), 0)
+        holds = totals <= limit
+    else:
+        holds = totals >= target
+    # The sums fall, or rise, with the digit: so many hold as the largest digit that does.
+    digit = tl.sum((holds & (digits > 0)).to(tl.int64), 0)
+    return bracket + (digit << shift)
+
+
+@triton.jit
+def _narrow(
     logits,
-    thresholds,
+    sums,
+    brackets,
     partial_values,
     state,
     slots,
     logits_stride,
     state_stride,
+    num_rows,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    NUM_BITS: tl.constexpr,
+    PASS: tl.constexpr,
+    NUM_PASSES: tl.constexpr,
     SHIFT: tl.constexpr,
+    IS_MASS: tl.constexpr,
 ) -> None:
-    """The key of the least likely token that the row's top-k, then its top-p, keep; 0 when they keep all."""
-    row = tl.program_id(0).to(tl.int64)
+    """One pass of the search for the least likely token to keep: four bits of its key, from the highest down.
+
+    Sums of a block for each digit d: the number of tokens at or above the bracket's digit d (top-k), or the mass of the
+    kept ones below it, and at 0 the mass of all kept (top-p, whose brackets and sums lie behind those of top-k).
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
     temperature = _float_of(tl.load(params + _TEMPERATURE))
     top_k = tl.load(params + _TOP_K)
     drop_mass = _float_of(tl.load(params + _DROP_MASS))
     has_top_k = (top_k > 0) & (top_k < VOCAB)
+    if IS_MASS:
+        is_needed = (temperature >= _GREEDY_BELOW) & (drop_mass >= 0)
+        target = drop_mass
+    else:
+        is_needed = (temperature >= _GREEDY_BELOW) & has_top_k
+        target = top_k.to(tl.float32)
+    if is_needed:
+        sums_stride: tl.constexpr = NUM_BLOCKS * 16
+        first_pass: tl.constexpr = NUM_PASSES if IS_MASS else 0
+        kept = tl.zeros([], tl.int64)
+        if IS_MASS:
+            if has_top_k:
+                last = (NUM_PASSES - 1) * num_rows + row
+                kept = _picked(
+                    sums + last * sums_stride, tl.load(brackets + last), top_k.to(tl.float32), 0,
+                    NUM_BLOCKS, BLOCKS_PADDED, False,
+                )  # fmt: skip
+        bracket = tl.zeros([], tl.int64)
+        if PASS > 0:
+            before = (first_pass + PASS - 1) * num_rows + row
+            bracket = _picked(
+                sums + before * sums_stride, tl.load(brackets + before), target, 4 * (NUM_PASSES - PASS),
+                NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
+            )  # fmt: skip
+        place = (first_pass + PASS) * num_rows + row
+        tl.store(brackets + place, bracket)  # every block of the row stores the same
+        maximum = _row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
+        digits = tl.arange(0, 16)
+        total = tl.zeros([16, 256], tl.float32)
+        for first in range(0, BLOCK, 256):
+            ids = block * BLOCK + first + tl.arange(0, 256)
+            x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+            key = _key_of(x, SHIFT)
+            above = (key - bracket) >> (4 * (NUM_PASSES - 1 - PASS))
+            if IS_MASS:
+                mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
+                is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
+                total += tl.where(is_counted, mass[None, :], 0.0)
+            else:
+                is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
+                total += is_counted.to(tl.float32)
+        tl.store(sums + (place * NUM_BLOCKS + block) * 16 + digits, tl.sum(total, 1))
+
+
+@triton.jit
+def _threshold(
+    sums,
+    brackets,
+    maximum,
+    top_k,
+    drop_mass,
+    row,
+    num_rows,
+    VOCAB: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    NUM_PASSES: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """The key of the least likely token that the row's top-k, then its top-p, keep; 0 when they keep all."""
     threshold = tl.zeros([], tl.int64)
-    source = logits + row * logits_stride
-    if (temperature >= _GREEDY_BELOW) & (has_top_k | (drop_mass >= 0)):
-        if has_top_k:
-            for step in range(NUM_BITS):
-                candidate = threshold | (tl.full([], 1, tl.int64) << (NUM_BITS - 1 - step))
-                count = tl.zeros([], tl.int64)
-                for first in range(0, VOCAB, BLOCK):
-                    ids = first + tl.arange(0, BLOCK)
-                    x = tl.load(source + ids, mask=ids < VOCAB, other=float("nan")).to(tl.float32)
-                    count += tl.sum(((_key_of(x, SHIFT) >= candidate) & (x == x)).to(tl.int32), 0)
-                threshold = tl.where(count >= top_k, candidate, threshold)
-        if drop_mass >= 0:
-            maximum = _row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-            kept = threshold
-            total = tl.zeros([], tl.float32)
-            for first in range(0, VOCAB, BLOCK):
-                ids = first + tl.arange(0, BLOCK)
-                x = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-                mass = tl.where(_key_of(x, SHIFT) >= kept, tl.exp((x - maximum) / temperature), 0.0)
-                total += tl.sum(mass, 0)
-            limit = drop_mass * total
-            largest_key = _key_of(maximum, SHIFT)
-            found = tl.zeros([], tl.int64)
-            for step in range(NUM_BITS):
-                candidate = found | (tl.full([], 1, tl.int64) << (NUM_BITS - 1 - step))
-                below = tl.zeros([], tl.float32)
-                for first in range(0, VOCAB, BLOCK):
-                    ids = first + tl.arange(0, BLOCK)
-                    x = tl.load(source + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-                    key = _key_of(x, SHIFT)
-                    is_below = (key >= kept) & (key < candidate)
-                    below += tl.sum(tl.where(is_below, tl.exp((x - maximum) / temperature), 0.0), 0)
-                found = tl.where(below <= limit, candidate, found)
-            threshold = tl.maximum(threshold, tl.minimum(found, largest_key))
-    tl.store(thresholds + row, threshold)
+    if (top_k > 0) & (top_k < VOCAB):
+        last = (NUM_PASSES - 1) * num_rows + row
+        threshold = _picked(
+            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), top_k.to(tl.float32), 0,
+            NUM_BLOCKS, BLOCKS_PADDED, False,
+        )  # fmt: skip
+    if drop_mass >= 0:
+        last = (2 * NUM_PASSES - 1) * num_rows + row
+        found = _picked(
+            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), drop_mass, 0, NUM_BLOCKS, BLOCKS_PADDED, True
+        )
+        threshold = tl.maximum(threshold, tl.minimum(found, _key_of(maximum, SHIFT)))
+    return threshold
 
 
 @triton.jit
@@ -148,7 +213,8 @@ def _draw_of_block(
     logits,
     values,
     indices,
-    thresholds,
+    sums,
+    brackets,
     partial_values,
     state,
     slots,
@@ -156,11 +222,14 @@ def _draw_of_block(
     choices,
     logits_stride,
     state_stride,
+    num_rows,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_PASSES: tl.constexpr,
     SHIFT: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
     """For sampled rows: the largest scaled logit plus noise of each block of the vocabulary."""
@@ -169,7 +238,13 @@ def _draw_of_block(
     temperature = _float_of(tl.load(params + _TEMPERATURE))
     if temperature >= _GREEDY_BELOW:
         maximum = _row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-        threshold = tl.load(thresholds + row)
+        threshold = tl.zeros([], tl.int64)
+        if IS_FILTERED:
+            top_k, drop_mass = tl.load(params + _TOP_K), _float_of(tl.load(params + _DROP_MASS))
+            threshold = _threshold(
+                sums, brackets, maximum, top_k, drop_mass, row, num_rows, VOCAB, NUM_BLOCKS, BLOCKS_PADDED,
+                NUM_PASSES, SHIFT,
+            )  # fmt: skip
         seed = tl.load(params + _SEED)
         groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         position = tl.load(positions + row) + 1 + tl.zeros([BLOCK // 4], tl.int32)
@@ -205,20 +280,22 @@ def _choose(
     state_stride,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
+    HAS_SAMPLED: tl.constexpr,
 ) -> None:
     """The best block's token, NOT_A_TOKEN for a row with a NaN or without any finite logit; it feeds the next step."""
     row = tl.program_id(0)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
-    is_sampled = _float_of(tl.load(params + _TEMPERATURE)) >= _GREEDY_BELOW
     index = tl.arange(0, BLOCKS_PADDED)
     mask = index < NUM_BLOCKS
     places = row * NUM_BLOCKS + index
     greedy = tl.load(greedy_values + places, mask=mask, other=float("-inf"))
-    # Of a greedy row nothing was drawn: what is loaded then is chance, and not used.
-    values = tl.where(is_sampled, tl.load(drawn_values + places, mask=mask, other=float("-inf")), greedy)
-    largest, at = tl.max(values, 0, return_indices=True, return_indices_tie_break_left=True)
-    place = row * NUM_BLOCKS + at
-    chosen = tl.where(is_sampled, tl.load(drawn_indices + place), tl.load(greedy_indices + place))
+    _, at = tl.max(greedy, 0, return_indices=True, return_indices_tie_break_left=True)
+    chosen = tl.load(greedy_indices + row * NUM_BLOCKS + at)
+    if HAS_SAMPLED:
+        if _float_of(tl.load(params + _TEMPERATURE)) >= _GREEDY_BELOW:
+            drawn = tl.load(drawn_values + places, mask=mask, other=float("-inf"))
+            _, drawn_at = tl.max(drawn, 0, return_indices=True, return_indices_tie_break_left=True)
+            chosen = tl.load(drawn_indices + row * NUM_BLOCKS + drawn_at)
     has_nan = tl.max(tl.load(broken + places, mask=mask, other=0), 0) > 0
     peak = tl.max(greedy, 0)
     is_finite = tl.abs(peak) < float("inf")
@@ -229,42 +306,59 @@ def _choose(
 
 
 def draw_tokens(
-    logits: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor
+    logits: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    choices: torch.Tensor,
+    *,
+    has_sampled: bool = True,
+    has_filtered: bool = True,
 ) -> torch.Tensor:
     """One token id per row, int64 [R]; -1 (NOT_A_TOKEN) where the logits are no numbers.
 
     logits [R, V], rows contiguous, of any float type; state: int64 rows of slots, as `replicas.slot_columns`; slots,
-    positions (of the token that was fed), choices: int32 [R]. Mutates state: each slot's last token, but for rows at
-    position -1, which are padding. Does not block; launches the same kernels whatever the parameters are.
+    positions (of the token that was fed), choices: int32 [R]. has_sampled, has_filtered: whether some row samples, or
+    has a top-k or top-p; kernels that no row needs are left out. Mutates state: each slot's last token, but for rows at
+    position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
     sizes = {"NUM_BLOCKS": num_blocks, "BLOCKS_PADDED": triton.next_power_of_2(num_blocks)}
-    num_bits = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}[logits.dtype]
+    # A key's bits are taken four at a time: as many of a float32's as the logits' type has, rounded up.
+    num_passes = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[logits.dtype]
     stride, state_stride = logits.stride(0), state.stride(0)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device=logits.device)
 
-    greedy_values, drawn_values = empty(num_rows, num_blocks), empty(num_rows, num_blocks)
-    greedy_indices = empty(num_rows, num_blocks, dtype=torch.int32)
-    drawn_indices, broken = torch.empty_like(greedy_indices), torch.empty_like(greedy_indices)
-    thresholds, tokens = empty(num_rows, dtype=torch.int64), empty(num_rows, dtype=torch.int64)
+    greedy_values, greedy_indices = empty(num_rows, num_blocks), empty(num_rows, num_blocks, dtype=torch.int32)
+    broken = torch.empty_like(greedy_indices)
     every_block = (num_rows, num_blocks)
     _best_of_block[every_block](
         logits, greedy_values, greedy_indices, broken, stride, VOCAB=vocab_size, NUM_BLOCKS=num_blocks, BLOCK=_BLOCK
     )
-    bits = {"SHIFT": 32 - num_bits, "VOCAB": vocab_size}
-    _find_threshold[(num_rows,)](
-        logits, thresholds, greedy_values, state, slots, stride, state_stride,
-        BLOCK=8192, NUM_BITS=num_bits, num_warps=16, **sizes, **bits,
-    )  # fmt: skip
-    _draw_of_block[every_block](
-        logits, drawn_values, drawn_indices, thresholds, greedy_values, state, slots, positions, choices, stride,
-        state_stride, BLOCK=_BLOCK, EXACT=libdevice is not None, **sizes, **bits,
-    )  # fmt: skip
+    drawn_values, drawn_indices = greedy_values, greedy_indices
+    if has_sampled:
+        drawn_values, drawn_indices = torch.empty_like(greedy_values), torch.empty_like(greedy_indices)
+        sums, brackets = greedy_values, drawn_indices
+        search = {"VOCAB": vocab_size, "BLOCK": _BLOCK, "NUM_PASSES": num_passes, "SHIFT": 32 - 4 * num_passes, **sizes}
+        if has_filtered:
+            sums = empty(2 * num_passes, num_rows, num_blocks, 16)
+            brackets = empty(2 * num_passes, num_rows, dtype=torch.int64)
+            for is_mass in (False, True):
+                for number in range(num_passes):
+                    _narrow[every_block](
+                        logits, sums, brackets, greedy_values, state, slots, stride, state_stride, num_rows,
+                        PASS=number, IS_MASS=is_mass, **search,
+                    )  # fmt: skip
+        _draw_of_block[every_block](
+            logits, drawn_values, drawn_indices, sums, brackets, greedy_values, state, slots, positions, choices,
+            stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=libdevice is not None, **search,
+        )  # fmt: skip
+    tokens = empty(num_rows, dtype=torch.int64)
     _choose[(num_rows,)](
         tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, state, slots, positions,
-        state_stride, **sizes,
+        state_stride, HAS_SAMPLED=has_sampled, **sizes,
     )  # fmt: skip
     return tokens
