@@ -133,7 +133,7 @@ def _shape_of_attend(
 def _attend_fresh(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
 ) -> torch.Tensor:
-    """Causal attention of `count` prompts of one length, [count * length, heads, head_dim] each, with torch's kernels."""
+    """Causal attention of `count` prompts of one length, tensors [count * length, heads, head_dim], by torch."""
 
     def by_prompt(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(0, (count, -1)).transpose(1, 2)

@@ -1,7 +1,7 @@
 """python -m benchmarks.gpu.goldens MODEL [REQUESTS]: real text on the card, token for token.
 
-The golden prompts of tests/golden in float32 against what transformers generated on a CPU; then REQUESTS of them at once
-with too little KV memory, so that many give way to host memory and come back.
+The golden prompts of tests/golden in float32 against what transformers generated on a CPU; then REQUESTS of them at
+once with too little KV memory, so that many give way to host memory and come back.
 MODEL is a folder or a GGUF (SmolLM2-135M-Instruct, which the goldens are of).
 """
 

@@ -38,7 +38,7 @@ def decode_attention(
     splits: tuple[int, int] | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
-    """GB/s of one layer's decode attention over more layers than fit into the L2 cache. splits: number, fewest tokens."""
+    """GB/s of one layer's decode attention over more layers than the L2 cache holds. splits: number, fewest tokens."""
     num_blocks = -(-context // BLOCK)
     layers = max(1, min(8, int(4e9 / (batch * num_blocks * BLOCK * KV_HEADS * DIM * 4))))
     pool = torch.randn(batch * num_blocks, layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def decode_attention(
 
 
 def single_row_products() -> list[dict[str, Any]]:
-    """GB/s of the kernel and of the library for every linear layer of both shapes, over more copies than the L2 holds."""
+    """GB/s of the kernel and of the library for every linear layer of both shapes, over more than the L2 holds."""
     rows = []
     shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),
               (4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024))  # fmt: skip
