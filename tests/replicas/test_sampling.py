@@ -154,7 +154,9 @@ def test_every_row_in_one_group_is_the_same() -> None:
     logits = logits_of(6, 9, 300)
     parameters = [SamplingParams(0.0), SamplingParams(1.0, seed=3), SamplingParams(0.7, 5, 0.9, 4)]
     batch = SamplingBatch.from_rows([(parameters[row % 3], 0, row) for row in range(9)])
-    assert torch.equal(sample(logits, replace(batch, groups=(RowGroup(None, True),))), sample(logits, batch))
+    assert torch.equal(
+        sample(logits, replace(batch, groups=(RowGroup(None, filtered=True, has_min_p=True),))), sample(logits, batch)
+    )
 
 
 def test_seed_choice_and_position_each_change_the_noise() -> None:
