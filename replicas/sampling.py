@@ -80,8 +80,8 @@ class SamplingBatch:
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """One token id per row: int64 [R] from logits float32 [R, V]. Mutates nothing, does not synchronise with the host.
 
-    A row's token does not depend on the other rows. Logits of -inf are never drawn while a finite one exists. Rows
-    with NaN get some id in [0, V).
+    A row's token does not depend on the other rows. Logits of -inf are never drawn while a finite one exists. Of a row
+    with NaN it is the id of one of these.
     """
     if len(batch.groups) == 1 and batch.groups[0].index is None:
         return _draw_group(logits, batch, batch.groups[0])
@@ -132,6 +132,8 @@ def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
     """(logits - row maximum) / temperature: a new tensor, at most 0. Subtracting first leaves nothing to overflow."""
     # A row of only -inf has no finite maximum: -inf - -inf would be NaN.
     maximum = logits.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+    # Subtracting NaN would make every logit NaN; as it is, those that are NaN win the argmax, and are seen.
+    maximum = torch.where(maximum.isnan(), 0.0, maximum)
     return (logits - maximum).div_(temperature.clamp(min=GREEDY_BELOW))
 
 
