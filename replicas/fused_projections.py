@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,9 @@ class JoinedLinear(nn.Module):
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]), requires_grad=False)
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        biases: list[torch.Tensor | None] = [part.bias for part in parts]
+        given = [bias.detach() for bias in biases if bias is not None]
+        self.bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
         self.sizes = [part.out_features for part in parts]
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
@@ -81,7 +83,7 @@ def fuse_projections(model: nn.Module) -> FusedCounts:
             parts = [getattr(module, name, None) for name in names]
             if any(not isinstance(part, nn.Module) or isinstance(part, ProjectionPart) for part in parts):
                 continue
-            linear = [part for part in parts if _is_plain(part)]
+            linear: list[nn.Linear] = [part for part in parts if _is_plain(part)]
             if len(linear) < len(names) or not _have_one_input(linear):
                 num_left_alone += 1
                 continue
@@ -99,7 +101,7 @@ def fuse_projections(model: nn.Module) -> FusedCounts:
     return counts
 
 
-def _is_plain(part: object) -> bool:
+def _is_plain(part: object) -> TypeGuard[nn.Linear]:
     """A linear layer that does what its class says: no subclass, no hooks."""
     return type(part) is nn.Linear and not part._forward_hooks and not part._forward_pre_hooks
 
