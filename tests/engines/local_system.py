@@ -166,15 +166,16 @@ class LocalSystem:
 
 async def collect(router: Router, spec: GenerationSpec) -> Generated:
     generated = Generated()
-    async for token in router.generate(spec):
-        if isinstance(token, ScoredPrompt):
-            assert not generated.token_ids, "the prompt's log-probabilities come before any token"
-            generated.prompts.append(token)
-            continue
-        generated.logprobs.setdefault(token.choice, []).append(token.logprobs)
-        generated.token_ids.setdefault(token.choice, []).append(token.token_id)
-        if token.finish_reason is not None:
-            generated.finish_reasons[token.choice] = token.finish_reason.value
+    async for batch in router.generate(spec):
+        for item in batch:
+            if isinstance(item, ScoredPrompt):
+                assert not generated.token_ids, "the prompt's log-probabilities come before any token"
+                generated.prompts.append(item)
+                continue
+            generated.logprobs.setdefault(item.choice, []).append(item.logprobs)
+            generated.token_ids.setdefault(item.choice, []).append(item.token_id)
+            if item.finish_reason is not None:
+                generated.finish_reasons[item.choice] = item.finish_reason.value
     return generated
 
 

@@ -132,11 +132,12 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, refere
         router = await system.start_router(max_retries=3, retry_delay_s=0.01)
         tokens = []
         try:
-            async for token in router.generate(spec):
-                assert isinstance(token, GeneratedToken)
-                tokens.append(token)
-                if len(tokens) in (10, 20):
-                    lose_all(system)
+            async for batch in router.generate(spec):
+                for token in batch:
+                    assert isinstance(token, GeneratedToken)
+                    tokens.append(token)
+                    if len(tokens) in (10, 20):
+                        lose_all(system)
         finally:
             await router.stop()
         return tokens
@@ -195,4 +196,4 @@ def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem
 
 
 async def drain(router: Any, spec: GenerationSpec) -> list[int]:
-    return [token.token_id async for token in router.generate(spec)]
+    return [token.token_id async for batch in router.generate(spec) for token in batch]
