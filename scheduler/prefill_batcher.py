@@ -64,7 +64,7 @@ class PrefillBatcher:
             # A prefill engine has one sequence for all choices: they only part at decode.
             slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
             first_slot = request.sequences[0].slot
-            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.choices)
+            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.prompt_choices)
         return PrefillChunk(
             request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.sampling_params import SamplingParams
 
 
@@ -75,6 +76,8 @@ class Sequence:
     num_known: int = 0
     # "stop" or "length" once its last token is known.
     finish_reason: str | None = None
+    # Of a beam search: what may come next, as the last committed step has it.
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(slots=True)
@@ -90,6 +93,8 @@ class Request:
     deadline_s: float
     local_prefill: bool = True
     priority: int = 0  # higher is more important
+    search: BeamSearch | None = None  # a beam search: choices are its beams, 0 .. width - 1
+    num_returned: int = 0  # of a beam search: how many of the best hypotheses become tokens
     state: RequestState = RequestState.QUEUED
     # When each state was first entered: every latency is a difference of two.
     entered_s: dict[RequestState, float] = field(default_factory=dict)
@@ -105,6 +110,9 @@ class Request:
         assert self.max_tokens >= 1, f"{self.request_id} asks for {self.max_tokens} tokens"
         assert self.choices, f"{self.request_id} has no choices"
         assert len(set(self.choices)) == len(self.choices), f"{self.request_id} names a choice twice"
+        if self.search is not None:
+            assert self.choices == tuple(range(self.search.params.width)), f"{self.request_id}: choices are no beams"
+            assert 1 <= self.num_returned <= len(self.choices), f"{self.request_id} returns {self.num_returned} beams"
 
     @property
     def prompt_len(self) -> int:
@@ -113,6 +121,16 @@ class Request:
     @property
     def is_over(self) -> bool:
         return self.state in TERMINAL_STATES
+
+    @property
+    def prompt_choices(self) -> tuple[int, ...]:
+        """Choices for which a token is sampled at the end of the prompt: beams have not parted there."""
+        return self.choices if self.search is None else self.choices[:1]
+
+    @property
+    def awaits_selection(self) -> bool:
+        """Whether it is a beam search that has a row in flight: which beams get the next one is not known yet."""
+        return self.search is not None and self.sequences[0].num_known < self.sequences[0].num_planned
 
     def enter(self, state: RequestState, now_s: float) -> None:
         """Move to `state`. Mutates. Raises IllegalTransition."""
