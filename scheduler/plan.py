@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class SampledToken:
     request_id: str
     choice: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
