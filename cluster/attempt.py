@@ -106,6 +106,7 @@ class Attempt:
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
+        self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
         self._is_unheard = True
         self._is_closed = False
 
@@ -170,6 +171,7 @@ class Attempt:
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+        self._num_from_prefill = 1 if reply.first_tokens else 0
         if reply.prompt_logprobs:
             self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
@@ -185,6 +187,7 @@ class Attempt:
                 self._leg.take_prompt(mail)
             if isinstance(mail, TokenItem):
                 self._leg.take(mail)
+            if isinstance(mail, TokenItem | Admitted):  # admitted again: the KV is there, a beam search goes on
                 self.stage = Stage.DECODE
 
     # -- mail --------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ class Attempt:
 
     def _num_from_decode(self, choice: int) -> int:
         """Tokens of a choice that came in frames: all but the one that came from prefill."""
-        return self._leg.num_taken(choice) - (1 if self.route.prefill_id is not None else 0)
+        return self._leg.num_taken(choice) - self._num_from_prefill
 
     # -- the generate call -------------------------------------------------------------------------
 
@@ -245,7 +248,7 @@ class Attempt:
         """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
         if self._generate is None or self._generate.done():
             return
-        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._request.choices):
+        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
             timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
             self._generate.add_done_callback(lambda _: timer.cancel())
         else:

@@ -87,6 +87,7 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 prompt_len=opened.request.prompt_len,
                 first_tokens=first_tokens,
                 deadline_s=opened.request.deadline_s,
+                candidates=done.candidates,
             )
 
     def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
