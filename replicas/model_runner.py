@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from replicas.attention import PagedStep
 from replicas.host_pool import HostPool
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_support import UnsupportedModel
+from replicas.paged_context import PagedStep
 from replicas.sampling import sample
 from replicas.slot_state import SlotState
 from replicas.step_inputs import build_step_inputs
