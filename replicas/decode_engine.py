@@ -23,6 +23,7 @@ from replicas.messages import (
     GenerateCall,
     GenerateReply,
     Handoff,
+    PromptLogprobs,
     TokenItem,
 )
 from scheduler.decode_scheduler import DecodeScheduler
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 _UNSENT_POLL_S = 0.005
 # A beam search sends all its tokens when it is over. A step of anything else has fewer than this.
 _MAX_FRAME_TOKENS = 4096
+# Log-probabilities of a prompt take up to 300 bytes a token: these many are a frame.
+_MAX_FRAME_POSITIONS = 4096
 
 
 @dataclass(slots=True)
@@ -62,6 +65,11 @@ class _Outbox:
 
     admitted: list[str] = field(default_factory=list)
     tokens: list[TokenItem] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        admitted, self.admitted = tuple(self.admitted), []
+        return admitted
 
 
 class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
@@ -180,6 +188,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     # -- tokens ------------------------------------------------------------------------------------
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            self._send_prompt(prompt)
         events = self.scheduler.commit(output, now_s)
         for event in events:
             self._send_token(event)
@@ -187,11 +197,20 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             if self.scheduler.get(request_id) is None:
                 self._finished.append(self._calls.pop(request_id))
 
+    def _send_prompt(self, prompt: PromptLogprobs) -> None:
+        opened = self._calls.get(prompt.request_id)
+        if opened is None:
+            return
+        for first in range(0, len(prompt.positions), _MAX_FRAME_POSITIONS):
+            positions = prompt.positions[first : first + _MAX_FRAME_POSITIONS]
+            part = PromptLogprobs(prompt.request_id, prompt.start + first, positions)
+            self._outbox[opened.router_id].prompts.append(part)
+
     def _send_token(self, event: TokenEvent) -> None:
         opened = self._calls[event.request_id]
         opened.num_sent[event.choice] += 1
         reason = FinishReason(event.finish_reason) if event.finish_reason else None
-        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason)
+        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         self._outbox[opened.router_id].tokens.append(item)
 
     def _flush(self, now_s: float) -> None:
@@ -201,9 +220,11 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         """
         load = self._load()
         for router_id, outbox in self._outbox.items():
+            for part in outbox.prompts:
+                self.sender.send(router_id, load, outbox.take_admitted(), (), (part,))
             for start in range(0, max(1, len(outbox.tokens)), _MAX_FRAME_TOKENS):
-                admitted = () if start else tuple(outbox.admitted)
-                self.sender.send(router_id, load, admitted, tuple(outbox.tokens[start : start + _MAX_FRAME_TOKENS]))
+                tokens = tuple(outbox.tokens[start : start + _MAX_FRAME_TOKENS])
+                self.sender.send(router_id, load, outbox.take_admitted(), tokens)
             self._last_sent_s[router_id] = now_s
         self._outbox.clear()
         for router_id, sent_s in self._last_sent_s.items():

@@ -18,6 +18,7 @@ from typing import Any
 
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 
@@ -136,18 +137,6 @@ class TokenItem:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """What the model thought of prompt tokens start, start + 1, ...; None of token 0, which nothing precedes.
-
-    Of a prompt that decode computes itself, one for each chunk, in order, the last no later than the first token.
-    """
-
-    request_id: str
-    start: int
-    positions: tuple[TokenLogprobs | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """State of an engine as the router's policies see it."""
 
@@ -170,6 +159,7 @@ class Frame:
     # Request ids whose memory was reserved; that of a beam search once more when its KV has come: its tokens come late.
     admitted: tuple[str, ...]
     tokens: tuple[TokenItem, ...]
+    # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...] = ()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.block_allocator import BlockAllocator
 from scheduler.outcome import TokenEvent
-from scheduler.plan import SlotInit
 from scheduler.plan_builder import PlanBuilder
 from scheduler.request import Request, Sequence
 
@@ -60,7 +59,7 @@ class BeamBatcher:
             sequence.block_ids = list(table)
             sequence.num_known = sequence.num_planned = num_planned
             sequence.finish_reason = None
-            self._builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, beam.token_ids[-1]))
+            self._builder.init_slot(request.slot_init(sequence, beam.token_ids[-1]))
             if start < len(table):
                 self._builder.write_table(sequence.slot, start, tuple(table[start:]))
         for sequence in request.sequences[len(search.beams) :]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from scheduler.beam_search import Candidate
 from scheduler.block_allocator import BlockCounts
+from scheduler.token_logprobs import TokenLogprobs
 
 
 class NeverFits(Exception):
@@ -39,6 +40,7 @@ class TokenEvent:
     index: int
     token_id: int
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from scheduler.beam_batcher import hypothesis_events
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import MemoryBudget, num_blocks_for
 from scheduler.outcome import PromptDone, TokenEvent
-from scheduler.plan import SampledToken, SlotInit, StepOutput, StepPlan
+from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
 
@@ -30,7 +30,7 @@ class PrefillScheduler(EngineScheduler):
     def _on_admitted(self, request: Request) -> None:
         (sequence,) = request.sequences
         sequence.block_ids = list(self.allocator.allocate(self.blocks_needed(request)))
-        self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, None))
+        self.builder.init_slot(request.slot_init(sequence))
         self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
         self.prompts.add(request)
 
@@ -52,7 +52,7 @@ class PrefillScheduler(EngineScheduler):
                 searches.append(self._search_begun(request, token, now_s))
             elif request is not None:
                 reason = request.finish_reason_of(token.token_id, num_known=1)
-                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason)
+                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason, token.logprobs)
                 firsts.setdefault(token.request_id, []).append(event)
         done = [self._prompt_done(self._requests[rid], tuple(events), now_s) for rid, events in firsts.items()]
         return (*done, *searches)

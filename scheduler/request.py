@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scheduler.beam_search import BeamSearch, Candidate
+from scheduler.plan import RuleContext, SlotInit
 from scheduler.sampling_params import SamplingParams
 
 
@@ -132,6 +133,12 @@ class Request:
     def awaits_selection(self) -> bool:
         """Whether it is a beam search that has a row in flight: which beams get the next one is not known yet."""
         return self.search is not None and self.sequences[0].num_known < self.sequences[0].num_planned
+
+    def slot_init(self, sequence: Sequence, last_token: int | None = None) -> SlotInit:
+        """What the runner is told when a sequence of this request takes its slot."""
+        output_start = self.prompt_len - self.num_output_in_prompt
+        context = RuleContext(self.prompt_ids, output_start, self.stop_token_ids)
+        return SlotInit(sequence.slot, sequence.choice, self.sampling, last_token, context)
 
     def enter(self, state: RequestState, now_s: float) -> None:
         """Move to `state`. Mutates. Raises IllegalTransition."""
