@@ -96,8 +96,8 @@ class ProjectedBudget(Budget):
         return self.projection.fits(newcomer, self.step, limit)
 
     def _worst_case(self, request: Request) -> Profile:
-        """Of a beam search, from its admission to its end: in which steps it has rows depends on the lag, what its beams
-        share on its tokens, and its length on both.
+        """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on
+        their tokens.
         """
         num_choices = len(request.choices)
         return constant(blocks_for_generation(request.prompt_len, request.max_tokens, num_choices, self._block_size))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
 from scheduler.beam_batcher import hypothesis_events
 from scheduler.beam_search import Candidate
-from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
 from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for

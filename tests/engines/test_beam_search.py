@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,13 @@ from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
 from scheduler.length_estimator import LengthEstimator
-from tests.engines.beam_reference import BeamCase, reference_texts
-from tests.engines.local_system import GREEDY, LocalSystem, settings, touch
-from tests.golden.golden_set import load_goldens
-from tests.model_folder import model_folder
+from tests.engines.local_system import GREEDY, LocalSystem, settings
+from tests.golden.beam_case import BeamCase
+from tests.golden.beam_reference import reference_texts
+from tests.golden.golden_set import BeamGolden, load_beam_goldens
 
 OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
 VOCAB_SIZE = 96
-EOS = 2
 
 
 def beam_spec(system: LocalSystem, case: BeamCase) -> GenerationSpec:
@@ -126,9 +125,8 @@ def test_one_token(tiny: LocalSystem, tiny_folder: Path) -> None:
 
 
 def test_a_single_beam_is_greedy(tiny: LocalSystem) -> None:
-    greedy, beam = tiny.run(
-        [tiny.spec(range(20), 30, GREEDY), beam_spec(tiny, BeamCase(tuple(range(20)), BeamParams(1), 1, 30, frozenset()))]
-    )
+    case = BeamCase(tuple(range(20)), BeamParams(1), 1, 30, frozenset())
+    greedy, beam = tiny.run([tiny.spec(case.prompt_ids, case.max_tokens, GREEDY), beam_spec(tiny, case)])
     assert beam == greedy
 
 
@@ -197,32 +195,35 @@ def test_searches_that_give_way(
 
 # -- the bundled model -------------------------------------------------------------------------------
 
-VARIANTS = [BeamParams(4, 0.5), BeamParams(4, 2.0), BeamParams(4, 1.0, True), BeamParams(4, 1.0, "never")]
+
+def _check_bundled(system: LocalSystem, goldens: list[BeamGolden]) -> None:
+    """beam_golden.json has each search's `width` best texts; of some, fewer are asked for."""
+    num_returned = [1 + number % golden.case.params.width for number, golden in enumerate(goldens)]
+    cases = [replace(golden.case, num_returned=n) for golden, n in zip(goldens, num_returned, strict=True)]
+    texts = [dict(enumerate(golden.texts[:n])) for golden, n in zip(goldens, num_returned, strict=True)]
+    check(system, cases, texts)
 
 
-def _bundled_cases() -> list[BeamCase]:
-    """20 prompts, texts and chats, as they are; and each again with something changed, and more stop tokens."""
-    goldens = [golden for golden in load_goldens() if golden.kind in ("text", "chat") and len(golden.prompt_ids) <= 60]
-    texts = [golden for golden in goldens if golden.kind == "text"][:12]
-    chats = [golden for golden in goldens if golden.kind == "chat"][:8]
-    cases = []
-    for number, golden in enumerate([*texts, *chats]):
-        prompt = tuple(golden.prompt_ids)
-        cases.append(BeamCase(prompt, BeamParams(4), 4, 16, frozenset({EOS})))
-        stops = frozenset({EOS, 28, 30, 198})  # full stop, comma, newline
-        cases.append(BeamCase(prompt, VARIANTS[number % len(VARIANTS)], 1 + number % 4, 16, stops))
-    return cases
-
-
-@pytest.mark.timeout(400)
 def test_equals_transformers_on_twenty_prompts() -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32)
-    cases = _bundled_cases()
-    assert len({case.prompt_ids for case in cases}) == 20
-    texts = [reference_texts(model, case) for case in cases]
-    del model
-    system = LocalSystem(settings("decode", lag=1), settings("prefill", lag=1))
-    try:
-        check(system, cases, texts)
-    finally:
-        system.close()
+    """Each with one of the six searches: all of them are in the test below."""
+    goldens = load_beam_goldens()
+    num_searches = len(goldens) // 20
+    chosen = [goldens[20 * (number % num_searches) + number] for number in range(20)]
+    assert len({golden.case.prompt_ids for golden in chosen}) == 20
+    with _bundled(1, 1) as system:
+        _check_bundled(system, chosen)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("num_prefills", [0, 1], ids=["colocated", "split"])
+def test_equals_transformers_in_all_searches(lag: int, num_prefills: int) -> None:
+    with _bundled(lag, num_prefills) as system:
+        _check_bundled(system, load_beam_goldens())
+
+
+@contextmanager
+def _bundled(lag: int, num_prefills: int) -> Iterator[LocalSystem]:
+    system = LocalSystem(settings("decode", lag=lag), settings("prefill", lag=lag) if num_prefills else None)
+    yield system
+    system.close()

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from scheduler.beam_search import BeamParams
-
-
-@dataclass(frozen=True, slots=True)
-class BeamCase:
-    """One search. num_returned: how many of its texts are wanted."""
-
-    prompt_ids: tuple[int, ...]
-    params: BeamParams
-    num_returned: int
-    max_tokens: int
-    stop_token_ids: frozenset[int]
+from tests.golden.beam_case import BeamCase
 
 
 def reference_texts(model: Any, case: BeamCase) -> dict[int, list[int]]:

@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from scheduler.beam_search import BeamParams  # noqa: E402
-from tests.golden.beam_reference import BeamCase, reference_texts  # noqa: E402
+from tests.golden.beam_case import BeamCase  # noqa: E402
+from tests.golden.beam_reference import reference_texts  # noqa: E402
 from tests.golden.golden_set import Golden, load_goldens  # noqa: E402
 from tests.model_folder import model_folder  # noqa: E402
 
