@@ -12,6 +12,7 @@ from cluster.batch_queue import BatchQueue
 from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
 from cluster.mailbox import Admitted, ChannelLost, Mail, Mailbox
 from replicas.messages import (
+    BeamParams,
     EngineLoad,
     FinishReason,
     FirstToken,
@@ -48,6 +49,46 @@ def test_the_first_attempt_asks_for_everything() -> None:
     request = new_leg(3).request("id", 2.5)
     assert (request.request_id, request.timeout_s) == ("id", 2.5)
     assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2), 6)
+
+
+def new_search(output: Output) -> Leg:
+    spec = replace(spec_of(1, 2, 3, n=2, max_tokens=6), beam=BeamParams(4, early_stopping=True))
+    return Leg(spec, {0: ChoiceState(), 1: ChoiceState()}, output)
+
+
+def test_a_search_asks_for_all_beams_and_emits_nothing_before_everything_is_here() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    request = leg.request("id", 1.0)
+    assert (request.choices, request.num_returned, request.beam) == ((0, 1, 2, 3), 2, leg.spec.beam)
+    for index, token_id in enumerate((10, 11)):
+        leg.take(item(0, index, token_id, STOP if index else None))
+    assert not leg.is_done
+    assert not leg.has_emitted
+    assert not output._items
+    leg.take(item(1, 0, 20, LENGTH))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (0, 11), (1, 20)]
+
+
+def test_a_search_that_failed_halfway_begins_again_as_one() -> None:
+    output: Output = BatchQueue()
+    failed = new_search(output)
+    failed.take(item(0, 0, 10, STOP))
+    (leg,) = failed.split()
+    request = leg.request("again", 1.0)
+    assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2, 3), 6)
+    leg.take(item(0, 0, 10, STOP))
+    leg.take(item(1, 0, 20, STOP))
+    assert emitted(output) == [(0, 10), (1, 20)]
+
+
+def test_a_search_of_one_token_is_over_with_prefill() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    leg.take_first((FirstToken(0, 10, LENGTH), FirstToken(1, 20, LENGTH)))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (1, 20)]
 
 
 def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
