@@ -19,11 +19,13 @@ from replicas.messages import (
     Frame,
     Handoff,
     NoteKind,
+    PromptLogprobs,
     TokenItem,
+    TokenLogprobs,
     TransferNote,
 )
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _T = TypeVar("_T")
 
@@ -59,14 +61,15 @@ def encode_frame(frame: Frame) -> bytes:
                 float(load.step_s),
             ),
             frame.admitted,
-            [(t.request_id, t.choice, t.index, t.token_id, t.finish_reason) for t in frame.tokens],
+            frame.tokens,
+            [(p.request_id, p.start, p.positions) for p in frame.prompts],
         )
     )
 
 
 def decode_frame(payload: bytes) -> Frame:
     """Raises MalformedMessage, and nothing else."""
-    fields = _unpack(payload, {_FRAME: 6})
+    fields = _unpack(payload, {_FRAME: 7})
     return Frame(
         replica_id=_text(fields[2], "replica_id"),
         epoch=_text(fields[3], "epoch"),
@@ -74,6 +77,7 @@ def decode_frame(payload: bytes) -> Frame:
         load=_load(fields[5]),
         admitted=tuple(_text(item, "admitted") for item in _array(fields[6], "admitted")),
         tokens=tuple(_token_item(item) for item in _array(fields[7], "tokens")),
+        prompts=tuple(_prompt(item) for item in _array(fields[8], "prompts")),
     )
 
 
@@ -146,15 +150,42 @@ def _first_token(value: object) -> FirstToken:
 
 def _token_item(value: object) -> TokenItem:
     """Written flat: it runs once per generated token in every router."""
-    request_id, choice, index, token_id, finish = _array(value, "tokens", length=5)
+    if type(value) is not list or len(value) != 6:
+        _refuse("tokens has an item that is no array of 6 fields")
+    request_id, choice, index, token_id, finish, logprobs = value
     if type(request_id) is not str or len(request_id) > _MAX_TEXT:
         _refuse("request_id is not a text of sensible length")
     if not (type(choice) is type(index) is type(token_id) is int):
         _refuse("choice, index and token_id are not integers")
-    if min(choice, index, token_id) < 0 or max(choice, index, token_id) > _MAX_COUNT:
+    if not (0 <= choice <= _MAX_COUNT and 0 <= index <= _MAX_COUNT and 0 <= token_id <= _MAX_COUNT):
         _refuse("choice, index or token_id is out of range")
     reason = None if finish is None else _choice(_FINISH, finish, "finish_reason")
-    return TokenItem(request_id, choice, index, token_id, reason)
+    return TokenItem(request_id, choice, index, token_id, reason, None if logprobs is None else _logprobs(logprobs))
+
+
+def _packed(value: object) -> tuple[object, ...]:
+    """What msgpack does not know itself."""
+    if not isinstance(value, TokenLogprobs):
+        raise TypeError(f"{type(value).__name__} has no place in a message")
+    return value.logprob, value.top
+
+
+def _prompt(value: object) -> PromptLogprobs:
+    item = _array(value, "prompts", length=3)
+    return PromptLogprobs(
+        request_id=_text(item[0], "request_id"),
+        start=_count(item[1], "start"),
+        positions=tuple(_logprobs(position) for position in _array(item[2], "positions")),
+    )
+
+
+def _logprobs(value: object) -> TokenLogprobs | None:
+    if value is None:
+        return None
+    logprob, top = _array(value, "logprobs", length=2)
+    pairs = [_array(pair, "top", length=2) for pair in _array(top, "top")]
+    tops = tuple((_count(token_id, "token_id"), _logprob(value)) for token_id, value in pairs)
+    return TokenLogprobs(_logprob(logprob), tops)
 
 
 def _load(value: object) -> EngineLoad:
@@ -170,7 +201,7 @@ def _load(value: object) -> EngineLoad:
 
 
 def _pack(message: tuple[object, ...]) -> bytes:
-    packed: bytes = msgpack.packb(message)
+    packed: bytes = msgpack.packb(message, default=_packed)
     return packed
 
 
@@ -221,6 +252,12 @@ def _count(value: object, field: str) -> int:
 def _seconds(value: object, field: str) -> float:
     if type(value) is not float or not math.isfinite(value) or value < 0.0:
         _refuse(f"{field} is not a finite, non-negative float")
+    return value
+
+
+def _logprob(value: object) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        _refuse("a log-probability is not a finite float")
     return value
 
 
