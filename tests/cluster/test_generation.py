@@ -9,9 +9,18 @@ import pytest
 
 from cluster.attempt_mailboxes import Mailboxes
 from cluster.batch_queue import BatchQueue
-from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError
+from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
 from cluster.mailbox import Admitted, ChannelLost, Mail, Mailbox
-from replicas.messages import BeamParams, EngineLoad, FinishReason, FirstToken, Frame, TokenItem
+from replicas.messages import (
+    BeamParams,
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    Frame,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+)
 from tests.cluster.fake_model import spec_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -156,6 +165,54 @@ def test_three_attempts_keep_one_account() -> None:
         if not leg.is_done:
             (leg,) = leg.split()
     assert emitted(output) == [(0, token_id) for token_id in range(10, 16)]
+
+
+PARTS = (
+    PromptLogprobs("request", 0, (None, TokenLogprobs(-1.0))),
+    PromptLogprobs("request", 2, (TokenLogprobs(-2.0, ((7, -0.5),)),)),
+)
+
+
+def scored_leg(n: int, output: Output) -> Leg:
+    spec = spec_of(1, 2, 3, n=n, max_tokens=6)
+    spec = replace(spec, sampling=replace(spec.sampling, num_prompt_logprobs=1))
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output)
+
+
+def test_a_prompts_logprobs_come_once_and_before_any_token() -> None:
+    output: Output = BatchQueue()
+    leg = scored_leg(2, output)
+    assert leg.request("id", 1.0).sampling.num_prompt_logprobs == 1
+    leg.take_prompt(PARTS[0])  # this attempt fails before its first token
+    (leg,) = leg.split()
+    for part in PARTS:
+        leg.take_prompt(part)
+    (leg,) = leg.split()  # so does this
+    request = leg.request("id", 1.0)
+    assert (request.sampling.num_prompt_logprobs, request.num_output_in_prompt) == (1, 0)
+    for part in PARTS:
+        leg.take_prompt(part)
+    leg.take(item(0, 0, 10))
+    for rest in leg.split():  # choice 1 has nothing yet, and still the prompt is not scored again
+        request = rest.request("id", 1.0)
+        assert request.sampling.num_prompt_logprobs is None
+        assert request.num_output_in_prompt == len(request.prompt_ids) - 3
+        rest.take(item(rest.open_choices[0], 0, 11))
+    output.close()
+    scored, *tokens = asyncio.run(output.take())
+    assert scored == ScoredPrompt((None, TokenLogprobs(-1.0), TokenLogprobs(-2.0, ((7, -0.5),))))
+    assert tokens == [GeneratedToken(0, 10, None), GeneratedToken(0, 11, None), GeneratedToken(1, 11, None)]
+
+
+def test_logprobs_of_a_prompt_that_are_missing_or_unasked_for_are_a_bug() -> None:
+    leg = scored_leg(1, BatchQueue())
+    with pytest.raises(ProtocolError):
+        leg.take_prompt(PARTS[1])
+    leg.take_prompt(PARTS[0])
+    with pytest.raises(ProtocolError):
+        leg.take(item(0, 0, 10))
+    with pytest.raises(ProtocolError):
+        new_leg(1).take_prompt(PARTS[0])
 
 
 # -- mailboxes -------------------------------------------------------------------------------------
