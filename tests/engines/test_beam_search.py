@@ -33,12 +33,13 @@ def beam_spec(system: LocalSystem, case: BeamCase) -> GenerationSpec:
     spec = system.spec(
         case.prompt_ids, case.max_tokens, num_choices=case.num_returned, stop_token_ids=case.stop_token_ids
     )
-    return replace(spec, beam=case.params)
+    return replace(spec, beam=case.params, timeout_s=1500.0)
 
 
 def check(system: LocalSystem, cases: list[BeamCase], texts: list[dict[int, list[int]]]) -> None:
     """All side by side. Finish reasons as well; nothing is left."""
-    for case, text, got in zip(cases, texts, system.run([beam_spec(system, c) for c in cases]), strict=True):
+    got_texts = system.run([beam_spec(system, c) for c in cases], queue_s=1500.0, handoff_s=600.0)
+    for case, text, got in zip(cases, texts, got_texts, strict=True):
         assert got.token_ids == text, case
         reasons = {c: "stop" if ids[-1] in case.stop_token_ids else "length" for c, ids in text.items()}
         assert got.finish_reasons == reasons
@@ -226,6 +227,7 @@ def test_equals_transformers_on_twenty_prompts() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("num_prefills", [0, 1], ids=["colocated", "split"])
 def test_equals_transformers_in_all_searches(lag: int, num_prefills: int) -> None:
