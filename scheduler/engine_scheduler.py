@@ -245,6 +245,19 @@ class EngineScheduler(ABC):
         """Prompt tokens yet to be computed here, queued ones included."""
         return self._num_queued_tokens + self.prompts.num_pending_tokens
 
+    def free_blocks(self) -> int:
+        """Blocks that a newcomer may use at every step to come."""
+        return self.budget.available
+
+    def later_free_blocks(self) -> tuple[int, ...]:
+        """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""
+        return ()
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return None
+
     # -- what is held ------------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:

@@ -25,7 +25,18 @@ counts = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(codec="utf-8"), max_size=40)
 finishes = st.sampled_from([None, *FinishReason])
 seconds = st.floats(0, 1e9)
-loads = st.builds(EngineLoad, counts, counts, counts, counts, counts, seconds)
+loads = st.builds(
+    EngineLoad,
+    counts,
+    counts,
+    counts,
+    counts,
+    counts,
+    seconds,
+    seconds,
+    st.lists(counts, max_size=5).map(tuple),
+    counts,
+)
 items = st.builds(TokenItem, names, counts, counts, counts, finishes)
 frames = st.builds(
     Frame, names, names, counts, loads, st.lists(names, max_size=4).map(tuple), st.lists(items, max_size=5).map(tuple)
@@ -45,7 +56,12 @@ handoffs = st.builds(
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
 
 FRAME = Frame(
-    "decode-0", "e1", 7, EngineLoad(1, 2, 3, 4, 5, 0.01), ("r2",), (TokenItem("r1", 0, 3, 42, FinishReason.STOP),)
+    "decode-0",
+    "e1",
+    7,
+    EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9),
+    ("r2",),
+    (TokenItem("r1", 0, 3, 42, FinishReason.STOP),),
 )
 HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0)
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r")
