@@ -20,6 +20,8 @@ class GenerationSpec:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
+    priority: int = 0  # higher is more important
+    client: str = ""  # an opaque label: clients share fairly
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Leg:
             stop_token_ids=self.spec.stop_token_ids,
             sampling=self.spec.sampling,
             timeout_s=timeout_s,
+            priority=self.spec.priority,
+            client=self.spec.client,
         )
 
     def take_first(self, first_tokens: tuple[FirstToken, ...]) -> None:

@@ -40,7 +40,8 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0  # higher is more important: it is preempted later
+    priority: int = 0  # higher is more important: it is admitted earlier and preempted later
+    client: str = ""  # an opaque label, never a key: clients of the same priority share fairly
 
 
 @dataclass(frozen=True, slots=True)

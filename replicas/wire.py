@@ -22,6 +22,7 @@ from replicas.messages import (
     TokenItem,
     TransferNote,
 )
+from scheduler.admission import LATER_STEPS
 
 WIRE_VERSION = 2
 
@@ -162,6 +163,9 @@ def _token_item(value: object) -> TokenItem:
 
 def _load(value: object) -> EngineLoad:
     item = _array(value, "load", length=9)
+    later_free_blocks = tuple(_count(free, "later_free_blocks") for free in _array(item[7], "later_free_blocks"))
+    if len(later_free_blocks) > len(LATER_STEPS):
+        _refuse("later_free_blocks are more than there are steps for them")
     return EngineLoad(
         num_running=_count(item[0], "num_running"),
         num_queued=_count(item[1], "num_queued"),
@@ -170,7 +174,7 @@ def _load(value: object) -> EngineLoad:
         total_blocks=_count(item[4], "total_blocks"),
         step_s=_amount(item[5], "step_s"),
         prefill_tokens_per_s=_amount(item[6], "prefill_tokens_per_s"),
-        later_free_blocks=tuple(_count(room, "later_free_blocks") for room in _array(item[7], "later_free_blocks")),
+        later_free_blocks=later_free_blocks,
         expected_tokens=_count(item[8], "expected_tokens"),
     )
 

@@ -67,6 +67,10 @@ class DecodeScheduler(EngineScheduler):
     def _slots_needed(self, request: Request) -> int:
         return len(request.choices)
 
+    def _cost(self, request: Request) -> int:
+        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
+        return request.prompt_len + len(request.choices) * length
+
     def _on_admitted(self, request: Request) -> None:
         if request.local_prefill:
             self._allocate_prompt(request)

@@ -90,13 +90,14 @@ class Request:
     deadline_s: float
     local_prefill: bool = True
     priority: int = 0  # higher is more important
+    client: str = ""  # whose it is: clients share fairly
     state: RequestState = RequestState.QUEUED
     # When each state was first entered: every latency is a difference of two.
     entered_s: dict[RequestState, float] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     num_prefilled: int = 0  # prompt tokens planned
     last_step_id: int = -1  # last step that computes on its blocks
-    num_overtaken: int = 0  # later arrivals that were admitted before it
+    num_overtaken: int = 0  # requests behind it that were admitted before it
     admission_number: int = -1  # counts admissions
     protected_until: int = 0  # it is not preempted while fewer tokens than this are planned
 

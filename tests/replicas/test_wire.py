@@ -34,7 +34,7 @@ loads = st.builds(
     counts,
     seconds,
     seconds,
-    st.lists(counts, max_size=5).map(tuple),
+    st.lists(counts, max_size=4).map(tuple),
     counts,
 )
 items = st.builds(TokenItem, names, counts, counts, counts, finishes)
@@ -111,6 +111,13 @@ def test_flipped_bytes_are_refused_or_stay_well_typed() -> None:
                 else:
                     assert decode(encode(decoded)) == decoded
         assert refused > 400  # the other decoder refuses always
+
+
+def test_a_load_from_more_steps_than_are_known_is_refused() -> None:
+    fields = _fields(encode_frame(FRAME))
+    fields[5][7] = [1] * 5
+    with pytest.raises(MalformedMessage, match="later_free_blocks"):
+        decode_frame(msgpack.packb(fields))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, -1])
