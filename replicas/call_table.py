@@ -45,4 +45,5 @@ def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill
         local_prefill=local_prefill,
         priority=request.priority,
         client=request.client,
+        num_output_in_prompt=request.num_output_in_prompt,
     )
