@@ -160,13 +160,11 @@ def test_the_watermark_stays_free_but_not_for_one_that_is_alone() -> None:
 
 def test_nobody_is_overtaken_more_often_than_configured() -> None:
     scheduler = DecodeScheduler(limits(num_blocks=10, max_sequences=4), AdmissionPolicy(max_overtakes=2))
+    scheduler.submit(make_request("first", prompt_len=4, max_tokens=9), 0.0)  # it runs when "large" comes
     scheduler.submit(make_request("large", prompt_len=36, max_tokens=1), 0.0)
-    scheduler.submit(make_request("first", prompt_len=4, max_tokens=9), 0.0)
     order = []
     for number in range(8):
         scheduler.submit(make_request(f"small{number}", prompt_len=4, max_tokens=9), 0.0)
-    scheduler._queue.move_to_end("large", last=False)
-    scheduler._queue.move_to_end("first", last=False)  # it runs when "large" comes
     while scheduler._requests:
         order += [request.request_id for request in scheduler.admit(0.0)]
         step(scheduler)

@@ -101,7 +101,7 @@ def test_clients_share_the_steps_and_what_was_begun_is_finished_first() -> None:
     for request in requests:
         batcher.add(request)
     chunks, completed = batcher.plan_chunks(100, 1, 0.0)
-    assert [chunk.request_id for chunk in chunks] == ["x1", "urgent", "y1", "x2", "x3"]
+    assert [chunk.request_id for chunk in chunks] == ["x1", "urgent", "x2", "y1", "x3"]
     assert len(completed) == 5
 
 
