@@ -19,6 +19,7 @@ from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
+from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
@@ -55,6 +56,7 @@ class Router:
         self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
+        self._load_reports = LoadReports(prefill, self._view) if prefill else None
         self._mailboxes = Mailboxes()
         self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
@@ -70,9 +72,13 @@ class Router:
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
         await self._intake.receiver.start()
+        if self._load_reports is not None:
+            self._load_reports.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
+        if self._load_reports is not None:
+            await self._load_reports.stop()
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
