@@ -24,7 +24,7 @@ from cluster.generation import Leg
 from cluster.mailbox import Admitted, ChannelLost, Mail
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
-from cluster.routing_policy import Need, Route
+from cluster.routing_policy import Route
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -60,7 +60,6 @@ class Attempt:
         leg: Leg,
         request: GenerationRequest,
         route: Route,
-        need: Need,
         *,
         decode: PoolClient,
         prefill: PoolClient | None,
@@ -71,7 +70,7 @@ class Attempt:
     ) -> None:
         self.route = route
         self.stage = Stage.QUEUE  # where it is now
-        self._leg, self._request, self._need = leg, request, need
+        self._leg, self._request = leg, request
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
@@ -82,7 +81,7 @@ class Attempt:
     def open(self) -> None:
         """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
-        self._view.sent(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
@@ -242,7 +241,7 @@ class Attempt:
     def _heard(self) -> None:
         if self._is_unheard:
             self._is_unheard = False
-            self._view.admitted(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+            self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     # -- failures ----------------------------------------------------------------------------------
 

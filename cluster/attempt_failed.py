@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from cluster.api_error import ApiError
-from cluster.pool_client import ReplicaLost
-from cluster.routing_policy import Route
 from replicas.messages import CallStatus
 
 
@@ -45,19 +42,3 @@ class AttemptFailed(Exception):
 
     def __str__(self) -> str:
         return f"{self.stage}: {self.status}: {self.detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """What became of a leg's attempts so far, those before it was split included. excluded: replicas to avoid."""
-
-    num_failed: int = 0
-    excluded: frozenset[str] = frozenset()
-
-    def after(self, failure: AttemptFailed, route: Route) -> Past:
-        if failure.status is CallStatus.EVICTED:
-            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
-        cause = failure.__cause__
-        # If it is not known which of the two was at fault, both are avoided.
-        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
-        return Past(self.num_failed + 1, self.excluded.union(id_ for id_ in at_fault if id_ is not None))

@@ -31,6 +31,8 @@ class GenerationSpec:
     timeout_s: float
     # Beam search: num_choices is how many of the best texts are returned, at most its width; sampling is not used.
     beam: BeamParams | None = None
+    priority: int = 0  # higher is more important
+    client: str = ""  # an opaque label: clients share fairly
 
 
 class GeneratedToken(NamedTuple):
@@ -104,6 +106,8 @@ class Leg:
             stop_token_ids=self.spec.stop_token_ids,
             sampling=self._sampling(),
             timeout_s=timeout_s,
+            priority=self.spec.priority,
+            client=self.spec.client,
             num_output_in_prompt=self._base,
             beam=beam,
             num_returned=0 if beam is None else self.spec.num_choices,

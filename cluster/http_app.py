@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from cluster import openai_response as openai
 from cluster.api_error import ApiError
 from cluster.client_gone import ClientGone
+from cluster.client_label import client_label
 from cluster.event_stream import EventStream
 from cluster.metrics_merge import CONTENT_TYPE
 from cluster.openai_body import parse_body
@@ -103,6 +104,7 @@ async def _serve_generation(
         else:
             assert isinstance(body, CompletionBody)
             generation, answer = await ingress.service.completion(body, timer)
+        generation.stand_in_line(-body.priority, client_label(request.headers, ingress.fairness))
         if body.stream:
             return await _stream(generation, answer, timer)
         return await _whole(generation, answer, timer)

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 
 from cluster.api_error import ApiError
 from cluster.attempt import Attempt, AttemptLimits, retrieve
-from cluster.attempt_failed import AttemptFailed, Past, Stage
+from cluster.attempt_failed import AttemptFailed, Stage
+from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.batch_queue import BatchQueue
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
+from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from replicas.messages import CallStatus, Frame
-from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Router:
         self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
+        self._load_reports = LoadReports(prefill, self._view) if prefill else None
         self._mailboxes = Mailboxes()
         self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
@@ -72,9 +74,13 @@ class Router:
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
         await self._intake.receiver.start()
+        if self._load_reports is not None:
+            self._load_reports.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
+        if self._load_reports is not None:
+            await self._load_reports.stop()
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
@@ -101,10 +107,12 @@ class Router:
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
         # together each sees those before it.
-        route, need = self._route(leg)
+        route = self._route(leg)
         self._check_room(route)
-        first = self._open_attempt(leg, route, need, deadline_s)
-        run = asyncio.create_task(self._run_leg(leg, deadline_s, Past(), first), context=contextvars.Context())
+        first = self._open_attempt(leg, route, deadline_s)
+        run = asyncio.create_task(
+            self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
+        )
         run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
         run.add_done_callback(lambda _: output.close())
         run.add_done_callback(retrieve)
@@ -118,9 +126,9 @@ class Router:
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
-    async def _run_leg(self, leg: Leg, deadline_s: float, past: Past, attempt: Attempt | None = None) -> None:
+    async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, *self._route(leg, past.excluded), deadline_s)
+            attempt = attempt or self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -131,14 +139,14 @@ class Router:
                     raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
             attempt = None
-            await asyncio.sleep(self._pause_s(past))
+            await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
             legs = leg.split()
             if len(legs) > 1:
                 await self._run_apart(legs, deadline_s, past)
                 return
             (leg,) = legs
 
-    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: Past) -> None:
+    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: AttemptHistory) -> None:
         """Choices that have parted go on each by itself; the first error ends them all."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -158,13 +166,12 @@ class Router:
                 raise
             raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
 
-    def _open_attempt(self, leg: Leg, route: Route, need: Need, deadline_s: float) -> Attempt:
+    def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
         request = leg.request(uuid.uuid4().hex, max(0.0, deadline_s - time.monotonic()))
         attempt = Attempt(
             leg,
             request,
             route,
-            need,
             decode=self._decode,
             prefill=self._prefill,
             view=self._view,
@@ -187,18 +194,15 @@ class Router:
             self._metrics.rejected("queue_timeout")
         return error
 
-    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: Past, deadline_s: float) -> bool:
-        is_too_late = time.monotonic() + self._pause_s(past) >= deadline_s
+    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
+        is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
         if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route, _ = self._route(leg, past.excluded)
+            route = self._route(leg, past.excluded)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
-
-    def _pause_s(self, past: Past) -> float:
-        return float(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
 
     def _check_room(self, route: Route) -> None:
         if route.must_wait and self.num_waiting >= self._limits.max_queued:
@@ -211,20 +215,16 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
-    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> tuple[Route, Need]:
+    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
         request = leg.request("", 0.0)
         prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
-        need = Need(
-            decode_blocks=blocks_for_generation(prompt_len, request.max_tokens, len(request.choices), block_size),
-            prefill_blocks=num_blocks_for(prompt_len, block_size),
-            prompt_tokens=prompt_len,
-        )
+        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size)
         decided = choose_route(
             need, self._view.decode_candidates(), self._view.prefill_candidates(), self._rules, excluded
         )
         match decided:
             case Route():
-                return decided, need
+                return decided
             case NeverFits(pool, needed, largest):
                 self._metrics.rejected("too_long")
                 raise ApiError(

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.batch_queue import BatchQueue
@@ -37,6 +38,10 @@ class TextGeneration:
         self._specs = specs
         self._choices = choices
         self._timer = timer
+
+    def stand_in_line(self, priority: int, client: str) -> None:
+        """Where its prompts wait: higher priority goes first, and clients share fairly. Before `deltas`. Mutates."""
+        self._specs = [replace(spec, priority=priority, client=client) for spec in self._specs]
 
     @property
     def usage(self) -> Usage:

@@ -55,6 +55,7 @@ def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill
         deadline_s=now_s + request.timeout_s,
         local_prefill=local_prefill,
         priority=request.priority,
+        client=request.client,
         num_output_in_prompt=request.num_output_in_prompt,
         search=search,
         num_returned=request.num_returned,

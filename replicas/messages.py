@@ -47,7 +47,8 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0  # higher is more important: it is preempted later
+    priority: int = 0  # higher is more important: it is admitted earlier and preempted later
+    client: str = ""  # an opaque label, never a key: clients of the same priority share fairly
     num_output_in_prompt: int = 0
     beam: BeamParams | None = None
     num_returned: int = 0  # with beam: 1 .. its width
@@ -145,9 +146,13 @@ class EngineLoad:
     num_running: int
     num_queued: int
     queued_prompt_tokens: int
-    free_blocks: int  # not reserved by any admitted request
+    free_blocks: int  # what a newcomer may use at every step to come, by the projection of all who were admitted
     total_blocks: int
     step_s: float  # moving average of the step time; 0.0 before the first
+    prefill_tokens_per_s: float = 0.0  # moving average over steps that compute prompts; 0.0 before the first
+    # As free_blocks, but from the step on that is so many (scheduler.admission.LATER_STEPS) away; empty: not projected.
+    later_free_blocks: tuple[int, ...] = ()
+    expected_tokens: int = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
 
 
 @dataclass(frozen=True, slots=True)

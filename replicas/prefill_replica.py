@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.engine_replica import EngineReplica, reply_or_cancel
-from replicas.messages import PrefillCall, PrefillReply
+from replicas.messages import EngineLoad, PrefillCall, PrefillReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -24,3 +24,7 @@ class PrefillReplica(EngineReplica["PrefillEngine"]):
     async def prefill(self, call: PrefillCall) -> PrefillReply:
         """Compute one prompt. Cancelling the call (Serve does, when the client has gone) frees all it holds."""
         return await reply_or_cancel(self._engine.prefill(call), self._engine.cancel, call.request.request_id)
+
+    async def load(self) -> EngineLoad:
+        """What waits here and how fast it is computed, not older than a step and 50 ms."""
+        return self._engine.status.load

@@ -24,6 +24,7 @@ from replicas.messages import (
     TokenLogprobs,
     TransferNote,
 )
+from scheduler.admission import LATER_STEPS
 
 WIRE_VERSION = 2
 
@@ -59,6 +60,9 @@ def encode_frame(frame: Frame) -> bytes:
                 load.free_blocks,
                 load.total_blocks,
                 float(load.step_s),
+                float(load.prefill_tokens_per_s),
+                load.later_free_blocks,
+                load.expected_tokens,
             ),
             frame.admitted,
             frame.tokens,
@@ -121,7 +125,7 @@ def _note(fields: list[object]) -> TransferNote:
 
 
 def _handoff(fields: list[object]) -> Handoff:
-    lease_s = _seconds(fields[10], "lease_s")
+    lease_s = _amount(fields[10], "lease_s")
     if lease_s == 0.0:
         _refuse("lease_s is zero")
     digest = fields[8]
@@ -194,14 +198,20 @@ def _token_scores(value: object, field: str) -> tuple[tuple[int, float], ...]:
 
 
 def _load(value: object) -> EngineLoad:
-    item = _array(value, "load", length=6)
+    item = _array(value, "load", length=9)
+    later_free_blocks = tuple(_count(free, "later_free_blocks") for free in _array(item[7], "later_free_blocks"))
+    if len(later_free_blocks) > len(LATER_STEPS):
+        _refuse("later_free_blocks are more than there are steps for them")
     return EngineLoad(
         num_running=_count(item[0], "num_running"),
         num_queued=_count(item[1], "num_queued"),
         queued_prompt_tokens=_count(item[2], "queued_prompt_tokens"),
         free_blocks=_count(item[3], "free_blocks"),
         total_blocks=_count(item[4], "total_blocks"),
-        step_s=_seconds(item[5], "step_s"),
+        step_s=_amount(item[5], "step_s"),
+        prefill_tokens_per_s=_amount(item[6], "prefill_tokens_per_s"),
+        later_free_blocks=later_free_blocks,
+        expected_tokens=_count(item[8], "expected_tokens"),
     )
 
 
@@ -254,7 +264,7 @@ def _count(value: object, field: str) -> int:
     return value
 
 
-def _seconds(value: object, field: str) -> float:
+def _amount(value: object, field: str) -> float:
     if type(value) is not float or not math.isfinite(value) or value < 0.0:
         _refuse(f"{field} is not a finite, non-negative float")
     return value

@@ -161,6 +161,7 @@ class SimulatedSystem:
             priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
             search=search,
             num_returned=rng.randint(1, num_choices) if search is not None else 0,
+            client=("", "a", "a", "b")[len(self.clients) % 4],
         )
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
@@ -211,6 +212,8 @@ class SimulatedSystem:
             request.deadline_s + self.rng.uniform(-2.0, 2.0),
             search=request.search,
             num_returned=request.num_returned,
+            priority=request.priority,
+            client=request.client,
         )
         try:
             self.prefill.submit(copy, self.now_s)
