@@ -33,6 +33,7 @@ from replicas.messages import (
     GenerationRequest,
     PrefillCall,
     PrefillReply,
+    PromptLogprobs,
     TokenItem,
 )
 
@@ -169,6 +170,8 @@ class Attempt:
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+        if reply.prompt_logprobs:
+            self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
         self.stage = Stage.TRANSFER
 
@@ -178,6 +181,8 @@ class Attempt:
             mail = await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None)
             if isinstance(mail, ChannelLost):
                 raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
+            if isinstance(mail, PromptLogprobs):
+                self._leg.take_prompt(mail)
             if isinstance(mail, TokenItem):
                 self._leg.take(mail)
                 self.stage = Stage.DECODE

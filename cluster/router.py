@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cluster.api_error import ApiError
 from cluster.attempt import Attempt, AttemptFailed, AttemptLimits, Stage, retrieve
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
-from cluster.generation import ChoiceState, GeneratedToken, GenerationSpec, Leg
+from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
@@ -104,13 +104,14 @@ class Router:
     def num_waiting(self) -> int:
         return self._view.num_waiting
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
-        """Tokens of all choices as they come, in order within each choice. Raises ApiError.
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GenerationItem, None]:
+        """Tokens of all choices as they come, in order within each choice; before them, if asked for, what the model
+        thought of the prompt. Raises ApiError.
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
         deadline_s = time.monotonic() + spec.timeout_s
-        output: asyncio.Queue[GeneratedToken | None] = asyncio.Queue()
+        output: asyncio.Queue[GenerationItem | None] = asyncio.Queue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
         # together each sees those before it.

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -31,6 +32,8 @@ class GenerationRequest:
     request_id is unique per attempt (never the client's id) and names the KV transfer too.
     choices are the choice indices to generate; they share the prompt's KV and differ in their noise.
     max_tokens counts every generated token of a choice, the first included; at least 1.
+    num_output_in_prompt: a replay's prompt ends with what earlier attempts have generated: so many of its last tokens
+    count as output for penalties, bad words and min_tokens (the whole request's, not this attempt's).
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class GenerationRequest:
     sampling: SamplingParams
     timeout_s: float
     priority: int = 0  # higher is more important: it is preempted later
+    num_output_in_prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +73,15 @@ class TransferPeer:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token prefill sampled for one choice, and whether it already ended that choice."""
+    """The token prefill sampled for one choice, and whether it already ended that choice.
+
+    logprobs: in replies, when they were asked for; decode has no use for them, so handoffs carry none.
+    """
 
     choice: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,19 @@ class TokenItem:
     index: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thought of prompt tokens start, start + 1, ...; None of token 0, which nothing precedes.
+
+    Of a prompt that decode computes itself, one for each chunk, in order, the last no later than the first token.
+    """
+
+    request_id: str
+    start: int
+    positions: tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +162,7 @@ class Frame:
     load: EngineLoad
     admitted: tuple[str, ...]  # request ids whose memory was reserved
     tokens: tuple[TokenItem, ...]
+    prompts: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +221,5 @@ class PrefillReply:
     queue_s: float
     prefill_s: float
     load: EngineLoad
+    # One for each prompt token, None of the first; empty when not asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

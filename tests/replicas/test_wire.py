@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, Handoff, NoteKind, TokenItem, TransferNote
+from replicas.messages import (
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    Frame,
+    Handoff,
+    NoteKind,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+    TransferNote,
+)
 from replicas.wire import (
     WIRE_VERSION,
     MalformedMessage,
@@ -26,9 +37,19 @@ names = st.text(st.characters(codec="utf-8"), max_size=40)
 finishes = st.sampled_from([None, *FinishReason])
 seconds = st.floats(0, 1e9)
 loads = st.builds(EngineLoad, counts, counts, counts, counts, counts, seconds)
-items = st.builds(TokenItem, names, counts, counts, counts, finishes)
+logprobs = st.floats(-9999.0, 0.0)
+scores = st.none() | st.builds(TokenLogprobs, logprobs, st.lists(st.tuples(counts, logprobs), max_size=3).map(tuple))
+items = st.builds(TokenItem, names, counts, counts, counts, finishes, scores)
+prompts = st.builds(PromptLogprobs, names, counts, st.lists(scores, max_size=3).map(tuple))
 frames = st.builds(
-    Frame, names, names, counts, loads, st.lists(names, max_size=4).map(tuple), st.lists(items, max_size=5).map(tuple)
+    Frame,
+    names,
+    names,
+    counts,
+    loads,
+    st.lists(names, max_size=4).map(tuple),
+    st.lists(items, max_size=5).map(tuple),
+    st.lists(prompts, max_size=2).map(tuple),
 )
 handoffs = st.builds(
     Handoff,
