@@ -51,7 +51,7 @@ class Config(Section):
         description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Where HTTP is served")
-    auth: AuthConfig = Field(default=AuthConfig(), description="API keys")
+    auth: AuthConfig = Field(default=AuthConfig(), description="Who may call the API, by API keys")
     cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")

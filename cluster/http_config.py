@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from cluster.config_section import LocalPath, Section, base_dir_of
 
-RoutePath = Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9/._-]*$")]
-Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[A-Za-z0-9.\-\[\]:]+)$")]
+
+def _check_path(path: str) -> str:
+    if not re.fullmatch(r"/[A-Za-z0-9/._-]*", path):
+        raise ValueError("is no path; expected one such as /health, which begins with a slash")
+    return path
+
+
+def _check_origin(origin: str) -> str:
+    if origin != "*" and not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+", origin):
+        raise ValueError('is no origin; expected one such as "https://chat.example.org", without a path, or "*"')
+    return origin
+
+
+def _check_variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError("is no name of an environment variable; expected letters, digits and _")
+    return name
+
+
+RoutePath = Annotated[str, AfterValidator(_check_path)]
+Origin = Annotated[str, AfterValidator(_check_origin)]
+VariableName = Annotated[str, AfterValidator(_check_variable)]
 
 
 class AuthConfig(Section):
@@ -20,9 +41,8 @@ class AuthConfig(Section):
         description="File with one API key a line; empty lines and lines that begin with # are skipped. Each ingress "
         "reads it when it starts, so on every node that runs one",
     )
-    api_keys_env: str | None = Field(
+    api_keys_env: VariableName | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="Name of the environment variable that holds API keys, separated by commas. Each ingress reads it "
         "when it starts; its keys count beside those of the file",
     )

@@ -41,7 +41,9 @@ def _stop_token_ids(value: Any, info: ValidationInfo) -> list[int]:
 
 
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": limit("max_stop_string_chars")}
-_STOP_SCHEMA = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": limit("max_stop_strings")}]}
+_STOP_SCHEMA = {
+    "anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": limit("max_stop_strings")}]
+}
 _STOP_IDS_SCHEMA = token_ids_schema(maxItems=limit("max_stop_token_ids"))
 
 
@@ -88,9 +90,8 @@ class OutputFields(OpenAIObject):
         description="Leave special tokens, such as the one that ends an answer, out of the text. Not in OpenAI's API.",
         examples=[True],
     )
-    prompt_logprobs: Annotated[Integer, AtMost("max_top_logprobs")] | None = Field(
+    prompt_logprobs: Annotated[Integer, Field(ge=0), AtMost("max_top_logprobs")] | None = Field(
         default=None,
-        ge=0,
         description="Report the log-probability of each token of the prompt, and at each position so many most likely "
         "tokens. Not streamed. Not in OpenAI's API.",
         examples=[0],

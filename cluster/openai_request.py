@@ -19,7 +19,6 @@ from cluster.openai_messages import ChatMessage
 from cluster.openai_object import (
     AtMost,
     Integer,
-    OpenAIObject,
     invalid,
     limit,
     limits_of,
@@ -47,6 +46,9 @@ _TOLERATED = frozenset(
 _MAX_UNKNOWN_NAMES = 10
 _MAX_MESSAGES = 2048
 _INT64_MAX = 2**63 - 1
+_Tokens = Annotated[Integer, Field(ge=1, le=_INT64_MAX)]
+_TokensOrZero = Annotated[Integer, Field(ge=0, le=_INT64_MAX)]
+_TokensToKeep = Annotated[Integer, Field(ge=-1, le=_INT64_MAX, json_schema_extra={"not": {"const": 0}})]
 
 
 def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
@@ -86,24 +88,18 @@ class GenerationBody(SamplingFields, OutputFields):
     model: str | None = Field(
         default=None, description="Name of the model, as /v1/models gives it; left out: the one that is served."
     )
-    max_tokens: Integer | None = Field(
+    max_tokens: _Tokens | None = Field(
         default=None,
-        ge=1,
-        le=_INT64_MAX,
         description="Most tokens of each choice. Together with the prompt it must fit into the model's context.",
         examples=[64],
     )
-    max_completion_tokens: Integer | None = Field(
+    max_completion_tokens: _Tokens | None = Field(
         default=None,
-        ge=1,
-        le=_INT64_MAX,
         description="OpenAI's newer name for max_tokens; goes before it.",
         examples=[64],
     )
-    truncate_prompt_tokens: Integer | None = Field(
+    truncate_prompt_tokens: _TokensToKeep | None = Field(
         default=None,
-        ge=-1,
-        le=_INT64_MAX,
         description="Keep only so many last tokens of each prompt; -1: as many as leave room for one token of output "
         "or for max_tokens. Not 0. Left out: a prompt that is too long is an error. Not in OpenAI's API.",
         examples=[512],
@@ -200,17 +196,14 @@ class CompletionBody(GenerationBody):
         description="One or more prompts, each a text or token ids. Control tokens in a text count as such.",
         examples=["Once upon a time"],
     )
-    max_tokens: Integer | None = Field(
+    max_tokens: _TokensOrZero | None = Field(
         default=None,
-        ge=0,
-        le=_INT64_MAX,
         description="Most tokens of each choice. Together with the prompt it must fit into the model's context. 0 is "
         "only allowed together with echo.",
         examples=[64],
     )
-    logprobs: Annotated[Integer, AtMost("max_logprobs")] | None = Field(
+    logprobs: Annotated[Integer, Field(ge=0), AtMost("max_logprobs")] | None = Field(
         default=None,
-        ge=0,
         description="Report the log-probability of each token, and at each position so many most likely tokens.",
         examples=[1],
     )
@@ -230,6 +223,3 @@ class CompletionBody(GenerationBody):
         if self.max_new_tokens == 0 and not self.echo:
             raise not_together("max_tokens", "must be greater than or equal to 1 (0 is for echo)")
         return self
-
-
-__all__ = ["ChatCompletionBody", "CompletionBody", "GenerationBody", "OpenAIObject"]

@@ -63,6 +63,12 @@ def _allowed_token_ids(value: Any, info: ValidationInfo) -> list[int]:
     return ids
 
 
+def _early_stopping(value: Any) -> bool | Literal["never"]:
+    if not isinstance(value, bool) and value != "never":
+        raise invalid('must be true, false or "never"')
+    return value
+
+
 _LOGIT_BIAS_SCHEMA = {
     "type": "object",
     "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
@@ -78,7 +84,7 @@ _ALLOWED_SCHEMA = token_ids_schema(minItems=1, maxItems=limit("max_allowed_token
 
 
 class SamplingFields(OpenAIObject):
-    """Order: logit_bias, bad_words, allowed_token_ids and min_tokens; penalties; temperature; min_p, top_k, top_p."""
+    """Names are OpenAI's and vLLM's; scheduler.sampling_params says in which order they apply."""
 
     temperature: float = Field(
         default=1.0,
@@ -149,12 +155,12 @@ class SamplingFields(OpenAIObject):
         "API.",
         examples=[["Paris"]],
     )
-    allowed_token_ids: Annotated[
-        list[int], PlainValidator(_allowed_token_ids), WithJsonSchema(_ALLOWED_SCHEMA)
-    ] = Field(
-        default_factory=list,
-        description="Sample only from these token ids; left out: from all. Not in OpenAI's API.",
-        examples=[[15, 16, 17]],
+    allowed_token_ids: Annotated[list[int], PlainValidator(_allowed_token_ids), WithJsonSchema(_ALLOWED_SCHEMA)] = (
+        Field(
+            default_factory=list,
+            description="Sample only from these token ids; left out: from all. Not in OpenAI's API.",
+            examples=[[15, 16, 17]],
+        )
     )
     min_tokens: Integer = Field(
         default=0,
@@ -164,19 +170,16 @@ class SamplingFields(OpenAIObject):
         "Not in OpenAI's API.",
         examples=[8],
     )
-    seed: Integer | None = Field(
+    seed: Annotated[Integer, Field(ge=_INT64_MIN, le=_INT64_MAX)] | None = Field(
         default=None,
-        ge=_INT64_MIN,
-        le=_INT64_MAX,
         description="The same request with the same seed gives the same answer. Left out: a new one each time.",
         examples=[42],
     )
     n: Annotated[Integer, AtMost("max_choices")] = Field(
         default=1, ge=1, description="How many choices to answer with, for each prompt.", examples=[1]
     )
-    best_of: Annotated[Integer, AtMost("max_choices")] | None = Field(
+    best_of: Annotated[Integer, Field(ge=1), AtMost("max_choices")] | None = Field(
         default=None,
-        ge=1,
         description="Generate so many choices and answer with the n that have the highest mean log-probability a "
         "token; at least n. Completions only, and not streamed. With use_beam_search: the number of beams.",
         examples=[1],
@@ -197,7 +200,9 @@ class SamplingFields(OpenAIObject):
         "of this. Not in OpenAI's API.",
         examples=[1.0],
     )
-    early_stopping: bool | Literal["never"] = Field(
+    early_stopping: Annotated[
+        bool | Literal["never"], PlainValidator(_early_stopping), WithJsonSchema({"enum": [True, False, "never"]})
+    ] = Field(
         default=False,
         description="For beam search: true ends when there are as many finished texts as beams; false when better "
         'ones are unlikely; "never" when they are impossible. Not in OpenAI\'s API.',
