@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from cluster import openai_response as openai
 from cluster.api_error import ApiError
+from cluster.client_gone import ClientGone
+from cluster.event_stream import EventStream
 from cluster.metrics_merge import CONTENT_TYPE
 from cluster.openai_body import parse_body
 from cluster.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
-from cluster.request_timer import RequestTimer
-from cluster.text_choice import TextDelta
+from cluster.request_timer import RequestTimer, outcome_of
 from cluster.text_generation import TextGeneration
 from cluster.version import VERSION
 
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def build_http_app(ingress: Ingress) -> FastAPI:
@@ -44,6 +41,7 @@ def build_http_app(ingress: Ingress) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
+    app.add_middleware(ClientGone)
     return app
 
 
@@ -109,7 +107,7 @@ async def _serve_generation(
             return await _stream(generation, answer, timer)
         return await _whole(generation, answer, timer)
     except ApiError as error:
-        timer.over(_outcome(error), [])
+        timer.over(outcome_of(error), [])
         raise
     except (asyncio.CancelledError, ClientDisconnect):
         timer.over("cancelled", [])
@@ -120,17 +118,20 @@ async def _serve_generation(
 
 
 async def _whole(generation: TextGeneration, answer: openai.Answer, timer: RequestTimer) -> Response:
-    texts: dict[int, str] = {}
+    texts: defaultdict[int, list[str]] = defaultdict(list)
     ids: defaultdict[int, list[int]] = defaultdict(list)
     reasons: dict[int, str] = {}
-    async with aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            texts[delta.index] = texts.get(delta.index, "") + delta.text
-            ids[delta.index].append(delta.token_id)
-            if delta.finish_reason is not None:
-                reasons[delta.index] = delta.finish_reason
+    async with aclosing(generation.deltas()) as batches:
+        async for deltas in batches:
+            for delta in deltas:
+                texts[delta.index].append(delta.text)
+                ids[delta.index].append(delta.token_id)
+                if delta.finish_reason is not None:
+                    reasons[delta.index] = delta.finish_reason
     choices = [
-        openai.Choice(index, texts[index], reasons[index], tuple(ids[index]) if answer.return_token_ids else None)
+        openai.Choice(
+            index, "".join(texts[index]), reasons[index], tuple(ids[index]) if answer.return_token_ids else None
+        )
         for index in sorted(texts)
     ]
     response = _json(answer.whole(choices, generation.usage))
@@ -142,72 +143,7 @@ async def _stream(generation: TextGeneration, answer: openai.Answer, timer: Requ
     """Headers leave only with the first token: what fails before is still a plain HTTP error."""
     deltas = generation.deltas()
     first = await anext(deltas)  # if this raises, the deltas have ended with it
-    return _EventStream(first, deltas, generation, answer, timer)
-
-
-class _EventStream(StreamingResponse):
-    """A streamed answer. However it ends, even before it began: its generation is closed, its outcome counted once."""
-
-    def __init__(
-        self,
-        first: TextDelta,
-        deltas: AsyncGenerator[TextDelta, None],
-        generation: TextGeneration,
-        answer: openai.Answer,
-        timer: RequestTimer,
-    ) -> None:
-        self._first, self._deltas, self._generation = first, deltas, generation
-        self._answer, self._timer = answer, timer
-        self._reasons: list[str] = []
-        self._outcome = "cancelled"  # unless it comes to another end
-        self._bytes = self._events()
-        super().__init__(self._bytes, media_type="text/event-stream", headers=_STREAM_HEADERS)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except ClientDisconnect:
-            pass
-        finally:
-            # Not left to the generators' own `finally`: one that waits for its consumer ends when it is collected.
-            self._timer.over(self._outcome, self._reasons)
-            await self._bytes.aclose()
-            await self._deltas.aclose()
-
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        opened: set[int] = set()
-        try:
-            for event in _chunks(self._first, self._answer, opened, self._reasons):
-                yield event
-            async for delta in self._deltas:
-                for event in _chunks(delta, self._answer, opened, self._reasons):
-                    yield event
-            if self._answer.include_usage:
-                yield openai.sse_event(self._answer.usage_chunk(self._generation.usage))
-            self._outcome = "ok"
-            yield openai.SSE_DONE
-        except ApiError as error:
-            self._outcome = _outcome(error)
-            yield openai.sse_error(error)
-        except Exception:
-            self._outcome = "server_error"
-            logger.exception("stream failed", extra={"event": "stream_failed"})
-            yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
-
-
-def _chunks(delta: TextDelta, answer: openai.Answer, opened: set[int], reasons: list[str]) -> list[bytes]:
-    chunks: list[dict[str, Any]] = []
-    if delta.index not in opened:
-        opened.add(delta.index)
-        opening = answer.opening(delta.index)
-        chunks += [opening] if opening is not None else []
-    if delta.text or answer.return_token_ids:
-        ids = (delta.token_id,) if answer.return_token_ids else None
-        chunks.append(answer.delta(delta.index, delta.text, ids))
-    if delta.finish_reason is not None:
-        reasons.append(delta.finish_reason)
-        chunks.append(answer.finish(delta.index, delta.finish_reason))
-    return [openai.sse_event(chunk) for chunk in chunks]
+    return EventStream(first, deltas, generation, answer, timer)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -227,15 +163,6 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(openai.json_bytes(value), status, headers, _JSON)
-
-
-def _outcome(error: ApiError) -> str:
-    """As in splitserve_requests_total."""
-    if error.status in (429, 503):
-        return "rejected"
-    if error.status == 504:
-        return "timeout"
-    return "client_error" if error.status < 500 else "server_error"
 
 
 async def _on_api_error(_: Request, error: ApiError) -> Response:

@@ -18,7 +18,7 @@ ENDPOINTS = (
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
-REJECTIONS = ("queue_full", "no_capacity", "too_long", "auth")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth")
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")

@@ -178,8 +178,8 @@ def model_card(model: str, created: int, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """A response body: UTF-8, not escaped further than JSON demands."""
+def json_bytes(value: Mapping[str, Any] | str) -> bytes:
+    """A response body, or a text in one: UTF-8, not escaped further than JSON demands."""
     return orjson.dumps(value)
 
 

@@ -14,8 +14,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.api_error import ApiError
-from cluster.attempt import Attempt, AttemptFailed, AttemptLimits, Stage, retrieve
+from cluster.attempt import Attempt, AttemptLimits, retrieve
+from cluster.attempt_failed import AttemptFailed, Past, Stage
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.batch_queue import BatchQueue
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient, ReplicaLost
@@ -37,22 +39,6 @@ class RouterLimits:
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """What became of a leg's attempts so far, those before it was split included. excluded: replicas to avoid."""
-
-    num_failed: int = 0
-    excluded: frozenset[str] = frozenset()
-
-    def after(self, failure: AttemptFailed, route: Route) -> _Past:
-        if failure.status is CallStatus.EVICTED:
-            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
-        cause = failure.__cause__
-        # If it is not known which of the two was at fault, both are avoided.
-        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
-        return _Past(self.num_failed + 1, self.excluded.union(id_ for id_ in at_fault if id_ is not None))
 
 
 class Router:
@@ -104,27 +90,27 @@ class Router:
     def num_waiting(self) -> int:
         return self._view.num_waiting
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GenerationItem, None]:
-        """Tokens of all choices as they come, in order within each choice; before them, if asked for, what the model
-        thought of the prompt. Raises ApiError.
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
+        """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
+        if asked for, what the model thought of the prompt. Raises ApiError.
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
         deadline_s = time.monotonic() + spec.timeout_s
-        output: asyncio.Queue[GenerationItem | None] = asyncio.Queue()
+        output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
         # together each sees those before it.
         route, need = self._route(leg)
         self._check_room(route)
         first = self._open_attempt(leg, route, need, deadline_s)
-        run = asyncio.create_task(self._run_leg(leg, deadline_s, _Past(), first), context=contextvars.Context())
+        run = asyncio.create_task(self._run_leg(leg, deadline_s, Past(), first), context=contextvars.Context())
         run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
-        run.add_done_callback(lambda _: output.put_nowait(None))
+        run.add_done_callback(lambda _: output.close())
         run.add_done_callback(retrieve)
         try:
-            while (token := await output.get()) is not None:
-                yield token
+            while items := await output.take():
+                yield items
             await run  # its error, if it has one
         finally:
             run.cancel()
@@ -132,7 +118,7 @@ class Router:
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
-    async def _run_leg(self, leg: Leg, deadline_s: float, past: _Past, attempt: Attempt | None = None) -> None:
+    async def _run_leg(self, leg: Leg, deadline_s: float, past: Past, attempt: Attempt | None = None) -> None:
         while True:
             attempt = attempt or self._open_attempt(leg, *self._route(leg, past.excluded), deadline_s)
             try:
@@ -142,7 +128,7 @@ class Router:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
                 past = past.after(failure, attempt.route)
                 if not self._may_retry(leg, failure, past, deadline_s):
-                    raise failure.api_error(leg.has_emitted) from failure
+                    raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
             attempt = None
             await asyncio.sleep(self._pause_s(past))
@@ -152,7 +138,7 @@ class Router:
                 return
             (leg,) = legs
 
-    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: _Past) -> None:
+    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: Past) -> None:
         """Choices that have parted go on each by itself; the first error ends them all."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -195,7 +181,13 @@ class Router:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: _Past, deadline_s: float) -> bool:
+    def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
+        error = failure.api_error(leg.has_emitted, leg.spec.generation_id)
+        if error.status == 429:
+            self._metrics.rejected("queue_timeout")
+        return error
+
+    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: Past, deadline_s: float) -> bool:
         is_too_late = time.monotonic() + self._pause_s(past) >= deadline_s
         if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
             return False
@@ -205,7 +197,7 @@ class Router:
             return not route.must_wait and route.decode_id not in past.excluded
         return True
 
-    def _pause_s(self, past: _Past) -> float:
+    def _pause_s(self, past: Past) -> float:
         return float(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
 
     def _check_room(self, route: Route) -> None:

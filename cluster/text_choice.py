@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.detokenizer import IncrementalDetokenizer
 from cluster.stop_strings import StopMatcher
@@ -14,11 +13,10 @@ if TYPE_CHECKING:
     from replicas.messages import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """One token's piece of a choice's text, often empty; finish_reason ("stop" or "length") on the last one."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     text: str
     finish_reason: str | None
     token_id: int

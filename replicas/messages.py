@@ -14,7 +14,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
@@ -116,13 +116,15 @@ class TransferNote:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenItem:
-    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token)."""
+class TokenItem(NamedTuple):
+    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token).
+
+    A tuple, made twice for each token there is: it is packed as it lies here, and made in a third of the time.
+    """
 
     request_id: str
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     token_id: int
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None

@@ -61,11 +61,8 @@ def encode_frame(frame: Frame) -> bytes:
                 float(load.step_s),
             ),
             frame.admitted,
-            [
-                (t.request_id, t.choice, t.index, t.token_id, t.finish_reason, t.logprobs and _packed(t.logprobs))
-                for t in frame.tokens
-            ],
-            [(p.request_id, p.start, [at and _packed(at) for at in p.positions]) for p in frame.prompts],
+            frame.tokens,
+            [(p.request_id, p.start, p.positions) for p in frame.prompts],
         )
     )
 
@@ -153,19 +150,24 @@ def _first_token(value: object) -> FirstToken:
 
 def _token_item(value: object) -> TokenItem:
     """Written flat: it runs once per generated token in every router."""
-    request_id, choice, index, token_id, finish, logprobs = _array(value, "tokens", length=6)
+    if type(value) is not list or len(value) != 6:
+        _refuse("tokens has an item that is no array of 6 fields")
+    request_id, choice, index, token_id, finish, logprobs = value
     if type(request_id) is not str or len(request_id) > _MAX_TEXT:
         _refuse("request_id is not a text of sensible length")
     if not (type(choice) is type(index) is type(token_id) is int):
         _refuse("choice, index and token_id are not integers")
-    if min(choice, index, token_id) < 0 or max(choice, index, token_id) > _MAX_COUNT:
+    if not (0 <= choice <= _MAX_COUNT and 0 <= index <= _MAX_COUNT and 0 <= token_id <= _MAX_COUNT):
         _refuse("choice, index or token_id is out of range")
     reason = None if finish is None else _choice(_FINISH, finish, "finish_reason")
-    return TokenItem(request_id, choice, index, token_id, reason, _logprobs(logprobs))
+    return TokenItem(request_id, choice, index, token_id, reason, None if logprobs is None else _logprobs(logprobs))
 
 
-def _packed(logprobs: TokenLogprobs) -> tuple[float, tuple[tuple[int, float], ...]]:
-    return logprobs.logprob, logprobs.top
+def _packed(value: object) -> tuple[object, ...]:
+    """What msgpack does not know itself."""
+    if not isinstance(value, TokenLogprobs):
+        raise TypeError(f"{type(value).__name__} has no place in a message")
+    return value.logprob, value.top
 
 
 def _prompt(value: object) -> PromptLogprobs:
@@ -199,7 +201,7 @@ def _load(value: object) -> EngineLoad:
 
 
 def _pack(message: tuple[object, ...]) -> bytes:
-    packed: bytes = msgpack.packb(message)
+    packed: bytes = msgpack.packb(message, default=_packed)
     return packed
 
 

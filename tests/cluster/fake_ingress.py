@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from cluster.api_error import ApiError
 from cluster.config import Config
-from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec
 from cluster.generation_service import GenerationService
 from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
@@ -61,7 +61,7 @@ class ScriptedSource:
         self.specs: list[GenerationSpec] = []
         self.open_prompts: list[str] = []
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
         prompt = bytes(spec.prompt_ids).decode()
         self.specs.append(spec)
         self.open_prompts.append(prompt)
@@ -73,7 +73,7 @@ class ScriptedSource:
                 if isinstance(step, str):
                     await asyncio.Event().wait()
                 else:
-                    yield step
+                    yield [step]
         finally:
             try:
                 await asyncio.sleep(0)  # ending takes a moment, in which it may be cancelled again

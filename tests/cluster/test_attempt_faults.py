@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.attempt import Stage
-from cluster.generation import GeneratedToken
+from cluster.attempt_failed import Stage
+from cluster.generation import GenerationItem
 from replicas.messages import CallStatus
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
@@ -171,12 +171,12 @@ async def cancel_after(turns: int, consumer: asyncio.Task[object]) -> bool:
     return is_done
 
 
-async def close_after(turns: int, tokens: AsyncGenerator[GeneratedToken, None]) -> bool:
-    """The consumer takes so many tokens and closes."""
+async def close_after(turns: int, batches: AsyncGenerator[list[GenerationItem], None]) -> bool:
+    """The consumer takes so many batches of tokens and closes."""
     for _ in range(turns):
-        if await anext(tokens, None) is None:
+        if await anext(batches, None) is None:
             return True
-    await tokens.aclose()
+    await batches.aclose()
     return False
 
 

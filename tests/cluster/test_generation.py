@@ -6,19 +6,21 @@ import asyncio
 
 import pytest
 
-from cluster.attempt_mailboxes import Admitted, ChannelLost, Mailboxes
-from cluster.generation import ChoiceState, GeneratedToken, Leg, ProtocolError
+from cluster.attempt_mailboxes import Mailboxes
+from cluster.batch_queue import BatchQueue
+from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError
+from cluster.mailbox import Admitted, ChannelLost, Mail, Mailbox
 from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, TokenItem
 from tests.cluster.fake_model import spec_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 LOAD = EngineLoad(0, 0, 0, 10, 10, 0.0)
-Output = asyncio.Queue[GeneratedToken | None]
+Output = BatchQueue[GenerationItem]
 
 
 def new_leg(n: int, output: Output | None = None, max_tokens: int = 6) -> Leg:
     spec = spec_of(1, 2, 3, n=n, max_tokens=max_tokens)
-    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or asyncio.Queue())
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or BatchQueue())
 
 
 def item(choice: int, index: int, token_id: int, reason: FinishReason | None = None) -> TokenItem:
@@ -26,8 +28,8 @@ def item(choice: int, index: int, token_id: int, reason: FinishReason | None = N
 
 
 def emitted(output: Output) -> list[tuple[int, int]]:
-    tokens = [output.get_nowait() for _ in range(output.qsize())]
-    return [(token.choice, token.token_id) for token in tokens if token is not None]
+    output.close()
+    return [(token.choice, token.token_id) for token in asyncio.run(output.take()) if isinstance(token, GeneratedToken)]
 
 
 # -- a leg -----------------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ def test_the_first_attempt_asks_for_everything() -> None:
 
 
 def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(2, output, max_tokens=3)
     assert not leg.has_emitted
     leg.take_first((FirstToken(0, 10, None), FirstToken(1, 20, STOP)))
@@ -55,7 +57,7 @@ def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("bad", [item(0, 0, 9), item(0, 2, 9), item(1, 1, 9)], ids=["again", "ahead", "after its end"])
 def test_a_token_out_of_turn_is_not_passed_on(bad: TokenItem) -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(2, output)
     leg.take(item(0, 0, 10))
     leg.take(item(1, 0, 20, STOP))
@@ -102,7 +104,7 @@ def test_a_finished_choice_is_never_asked_for_again() -> None:
 
 
 def test_three_attempts_keep_one_account() -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(1, output)
     for start in (0, 2, 4):
         request = leg.request("id", 1.0)
@@ -122,8 +124,8 @@ def frame(replica_id: str, admitted: tuple[str, ...] = (), tokens: tuple[TokenIt
     return Frame(replica_id, "e", 0, LOAD, admitted, tokens)
 
 
-def contents(box: asyncio.Queue[object]) -> list[object]:
-    return [box.get_nowait() for _ in range(box.qsize())]
+def contents(box: Mailbox) -> list[Mail]:
+    return list(iter(box.get_nowait, None))  # type: ignore[arg-type]
 
 
 def test_admission_comes_before_the_tokens_of_the_same_frame() -> None:

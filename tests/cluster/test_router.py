@@ -139,7 +139,7 @@ async def test_a_token_out_of_turn_is_our_bug_and_says_so(n: int) -> None:
 
     def on_wire(frame: Frame) -> Iterable[Frame]:
         is_bad = len(rig.cluster.requests) > 1 and frame.tokens
-        return (replace(frame, tokens=(replace(frame.tokens[0], index=6), *frame.tokens[1:])) if is_bad else frame,)
+        return (replace(frame, tokens=(frame.tokens[0]._replace(index=6), *frame.tokens[1:])) if is_bad else frame,)
 
     async with running_router(FakeCluster(num_decode=2)) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"))
@@ -268,7 +268,7 @@ async def test_the_pool_is_empty_when_it_is_tried_again() -> None:
         rig.cluster.kill("decode-0")
         rig.cluster.remove("decode-0")
         with pytest.raises(ApiError) as caught:
-            _ = [token async for token in tokens]
+            _ = [batch async for batch in tokens]
         assert caught.value.status == 503
 
 

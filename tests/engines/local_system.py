@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.attempt import AttemptLimits
-from cluster.generation import GenerationSpec
+from cluster.generation import GeneratedToken, GenerationSpec
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
@@ -163,10 +163,12 @@ class LocalSystem:
 
 async def collect(router: Router, spec: GenerationSpec) -> Generated:
     generated = Generated()
-    async for token in router.generate(spec):
-        generated.token_ids.setdefault(token.choice, []).append(token.token_id)
-        if token.finish_reason is not None:
-            generated.finish_reasons[token.choice] = token.finish_reason.value
+    async for batch in router.generate(spec):
+        for token in batch:
+            if isinstance(token, GeneratedToken):
+                generated.token_ids.setdefault(token.choice, []).append(token.token_id)
+                if token.finish_reason is not None:
+                    generated.finish_reasons[token.choice] = token.finish_reason.value
     return generated
 
 

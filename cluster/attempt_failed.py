@@ -1,0 +1,60 @@
+"""How an attempt at a generation fails, and what the client is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.api_error import ApiError
+from cluster.pool_client import ReplicaLost
+from cluster.routing_policy import Route
+from replicas.messages import CallStatus
+
+
+class Stage(StrEnum):
+    """Where an attempt failed."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+
+
+class AttemptFailed(Exception):
+    """This attempt is over without its last token. may_retry: another try, perhaps elsewhere, can succeed."""
+
+    def __init__(self, stage: Stage, status: CallStatus, detail: str, may_retry: bool) -> None:
+        super().__init__(stage, status, detail, may_retry)
+        self.stage, self.status, self.detail, self.may_retry = stage, status, detail, may_retry
+
+    def api_error(self, has_emitted: bool, generation_id: str) -> ApiError:
+        """What the client is told if this is the end. has_emitted: it has got tokens. generation_id: as in the log."""
+        if self.status is CallStatus.TIMEOUT and self.stage is Stage.QUEUE and not has_emitted:
+            text = f"no decode replica had room in time ({self.detail}); try again later"
+            return ApiError(429, text, code="queue_timeout", retry_after_s=1.0)
+        if self.status is CallStatus.TIMEOUT:
+            return ApiError(504, f"the request timed out at {self.stage}: {self.detail}", code="timeout")
+        if self.status is CallStatus.REJECTED:
+            return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
+        # What an engine says of its own fault is for the log: it could be anything.
+        text = f"the request failed at {self.stage}; the server's log has more under {generation_id}"
+        return ApiError(500, text, code="failed")
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.status}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What became of a leg's attempts so far, those before it was split included. excluded: replicas to avoid."""
+
+    num_failed: int = 0
+    excluded: frozenset[str] = frozenset()
+
+    def after(self, failure: AttemptFailed, route: Route) -> Past:
+        if failure.status is CallStatus.EVICTED:
+            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
+        cause = failure.__cause__
+        # If it is not known which of the two was at fault, both are avoided.
+        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
+        return Past(self.num_failed + 1, self.excluded.union(id_ for id_ in at_fault if id_ is not None))
