@@ -58,6 +58,15 @@ class TokenNames:
         return self._tokenizer.bytes_of_token.get(token_id, b"")
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobsReport:
+    """How an answer reports log-probabilities. num_top, num_prompt_top: candidates at a position; None: no report."""
+
+    names: TokenNames
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+
+
 def chat_logprobs(tokens: Sequence[ScoredToken], num_top: int, names: TokenNames) -> dict[str, Any]:
     """`logprobs` of a chat choice or chunk."""
 

@@ -64,9 +64,11 @@ def _allowed_token_ids(value: Any, info: ValidationInfo) -> list[int]:
 
 
 def _early_stopping(value: Any) -> bool | Literal["never"]:
-    if not isinstance(value, bool) and value != "never":
+    if isinstance(value, bool):
+        return value
+    if value != "never":
         raise invalid('must be true, false or "never"')
-    return value
+    return "never"
 
 
 _LOGIT_BIAS_SCHEMA = {

@@ -133,7 +133,7 @@ def _success(operation: _Operation) -> dict[str, Any]:
         content = {_JSON: {"schema": _ref(operation.answer)}}
     if operation.event is not None:
         # What one event's data is; JSON schema has no word for the stream of them.
-        content[_EVENTS] = {"schema": {"type": "string"}, "x-event-data": _ref(operation.event)}  # type: ignore[dict-item]
+        content[_EVENTS] = {"schema": {"type": "string"}, "x-event-data": _ref(operation.event)}
     return {"description": "Success", "headers": _request_id_header(), "content": content}
 
 
@@ -169,12 +169,13 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _schemas(limits: LimitsConfig, model_name: str) -> dict[str, Any]:
-    bodies = [operation.body for operation in _OPERATIONS if operation.body is not None]
-    others = [model for operation in _OPERATIONS for model in (operation.answer, operation.event) if model is not None]
+    bodies: list[type[BaseModel]] = [operation.body for operation in _OPERATIONS if operation.body is not None]
+    others: list[type[BaseModel]] = [
+        model for operation in _OPERATIONS for model in (operation.answer, operation.event) if model is not None
+    ]
     _, request_part = models_json_schema([(model, "validation") for model in bodies], ref_template=_REF)
-    _, answer_part = models_json_schema(
-        [(model, "serialization") for model in (*others, answers.ErrorEnvelope)], ref_template=_REF
-    )
+    others.append(answers.ErrorEnvelope)
+    _, answer_part = models_json_schema([(model, "serialization") for model in others], ref_template=_REF)
     requests: dict[str, Any] = _with_limits(request_part["$defs"], limits)
     for schema in requests.values():
         _accept_nulls(schema)
@@ -183,7 +184,7 @@ def _schemas(limits: LimitsConfig, model_name: str) -> dict[str, Any]:
         schema["properties"]["model"] |= {"examples": [model_name]}
         if issubclass(model, GenerationBody):
             schema["properties"] |= {name: _refused(name) for name in NEUTRAL_VALUES}
-    return requests | answer_part["$defs"]
+    return {**requests, **answer_part["$defs"]}
 
 
 def _with_limits(schema: Any, limits: LimitsConfig) -> Any:
