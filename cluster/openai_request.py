@@ -102,7 +102,7 @@ class GenerationBody(SamplingFields, OutputFields):
         default=None,
         description="Keep only so many last tokens of each prompt; -1: as many as leave room for one token of output "
         "or for max_tokens. Not 0. Left out: a prompt that is too long is an error. Not in OpenAI's API.",
-        examples=[512],
+        examples=[256],
     )
 
     @property

@@ -58,8 +58,8 @@ class LetterSource:
 
 def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:
     """What the "model" thinks of a token; at every third position it thinks others likelier."""
-    others = [(97 + i, -1.0 - i) for i in range(num_top)]
+    others = [(97 + i, -1.0 - i) for i in range(num_top + 1) if 97 + i != token_id][:num_top]
     if position % 3 == 0:
         return TokenLogprobs(-30.0 - token_id / 1000, tuple(others))
     mine = (token_id, -0.25 - position / 1000)
-    return TokenLogprobs(mine[1], tuple([mine, *(other for other in others if other[0] != token_id)][:num_top]))
+    return TokenLogprobs(mine[1], tuple([mine, *others][:num_top]))
