@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from replicas.kv_pool import KvPool
-from replicas.step_inputs import ChunkSpan, DecodeGroup, StepInputs
+from replicas.paged_context import PagedContext, PagedStep
 
 ATTENTION_NAME = "splitserve_paged"
 
@@ -23,18 +22,6 @@ _UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "head_mask", "po
 
 class UnsupportedAttention(Exception):
     """The model asks for a kind of attention that this does not compute; serving it would give wrong text."""
-
-
-class PagedStep:
-    """One step's view for the attention function: the pool and where this step's tokens go.
-
-    num_calls counts layers served, so that the runner can tell a model that bypasses this function.
-    """
-
-    def __init__(self, pool: KvPool, inputs: StepInputs) -> None:
-        self.pool = pool
-        self.inputs = inputs
-        self.num_calls = 0
 
 
 def register_attention() -> None:
@@ -64,46 +51,36 @@ def paged_attention(
             raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={arguments[name]}")
     paged.num_calls += 1
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = paged.pool.layer_keys(layer), paged.pool.layer_values(layer)
-    inputs = paged.inputs
-    keys[inputs.write_blocks, inputs.write_offsets] = key[0].transpose(0, 1)
-    values[inputs.write_blocks, inputs.write_offsets] = value[0].transpose(0, 1)
-    output = torch.empty_like(query[0].transpose(0, 1), memory_format=torch.contiguous_format)
-    for group in inputs.groups:
-        output[group.rows] = _attend_rows(query[0][:, group.rows], keys, values, group, scaling)
-    for chunk in inputs.chunks:
+    by_token = query[0].transpose(0, 1)
+    paged.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    output = torch.empty_like(by_token, memory_format=torch.contiguous_format)
+    for group, context in zip(paged.inputs.groups, paged.groups, strict=True):
+        output[group.rows] = _attend_rows(by_token[group.rows], context, layer, scaling)
+    for chunk, context in zip(paged.inputs.chunks, paged.chunks, strict=True):
         span = slice(chunk.start, chunk.start + chunk.length)
-        output[span] = _attend_chunk(query[0][:, span], keys, values, chunk, scaling)
+        output[span] = _attend_chunk(query[0][:, span], context, layer, scaling)
     return output.unsqueeze(0), None
 
 
-def _attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: DecodeGroup, scaling: float
-) -> torch.Tensor:
-    """query [num_heads, n, head_dim] -> [n, num_heads, head_dim].
+def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+    """query [n, num_heads, head_dim] -> the same, one query for each of n sequences.
 
     The heads that share a KV head become the queries of one attention over it, so nothing is repeated.
     """
-    num_heads, n, head_dim = query.shape
-    num_kv_heads = keys.shape[2]
-    grouped = query.transpose(0, 1).reshape(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    k = keys[group.block_table].flatten(1, 2).transpose(1, 2)
-    v = values[group.block_table].flatten(1, 2).transpose(1, 2)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=scaling)
+    n, num_heads, head_dim = query.shape
+    keys, values = context.keys_values(layer)
+    grouped = query.reshape(n, keys.shape[1], num_heads // keys.shape[1], head_dim)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=context.mask(), scale=scaling)
     return out.reshape(n, num_heads, head_dim)
 
 
-def _attend_chunk(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, chunk: ChunkSpan, scaling: float
-) -> torch.Tensor:
-    """query [num_heads, length, head_dim] -> [length, num_heads, head_dim]."""
+def _attend_chunk(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+    """query [num_heads, length, head_dim] -> [length, num_heads, head_dim], of one sequence."""
     num_heads, length, head_dim = query.shape
-    num_kv_heads = keys.shape[2]
-    groups = num_heads // num_kv_heads
-    grouped = query.reshape(num_kv_heads, groups * length, head_dim)
-    k = keys[chunk.block_ids].flatten(0, 1).transpose(0, 1)
-    v = values[chunk.block_ids].flatten(0, 1).transpose(0, 1)
-    mask = chunk.mask.repeat(groups, 1)
+    keys, values = context.keys_values(layer)
+    groups = num_heads // keys.shape[1]
+    grouped = query.reshape(keys.shape[1], groups * length, head_dim)
     # A batch dimension of one: without it SDPA takes the slow path for masks.
-    out = F.scaled_dot_product_attention(grouped[None], k[None], v[None], attn_mask=mask, scale=scaling)[0]
+    mask = context.mask(num_repeats=groups)
+    out = F.scaled_dot_product_attention(grouped[None], keys, values, attn_mask=mask, scale=scaling)[0]
     return out.reshape(num_heads, length, head_dim).transpose(0, 1)

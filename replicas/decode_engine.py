@@ -24,6 +24,7 @@ from replicas.messages import (
     GenerateCall,
     GenerateReply,
     Handoff,
+    PromptLogprobs,
     TokenItem,
 )
 from scheduler.decode_scheduler import DecodeScheduler
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
 _UNSENT_POLL_S = 0.005
+# Log-probabilities of a prompt take up to 300 bytes a token: these many are a frame.
+_MAX_FRAME_POSITIONS = 4096
 
 
 @dataclass(slots=True)
@@ -61,6 +64,11 @@ class _Outbox:
 
     admitted: list[str] = field(default_factory=list)
     tokens: list[TokenItem] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        admitted, self.admitted = tuple(self.admitted), []
+        return admitted
 
 
 class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
@@ -169,6 +177,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     # -- tokens ------------------------------------------------------------------------------------
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            self._send_prompt(prompt)
         events = self.scheduler.commit(output, now_s)
         for event in events:
             self._send_token(event)
@@ -176,11 +186,20 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             if self.scheduler.get(request_id) is None:
                 self._finished.append(self._calls.pop(request_id))
 
+    def _send_prompt(self, prompt: PromptLogprobs) -> None:
+        opened = self._calls.get(prompt.request_id)
+        if opened is None:
+            return
+        for first in range(0, len(prompt.positions), _MAX_FRAME_POSITIONS):
+            positions = prompt.positions[first : first + _MAX_FRAME_POSITIONS]
+            part = PromptLogprobs(prompt.request_id, prompt.start + first, positions)
+            self._outbox[opened.router_id].prompts.append(part)
+
     def _send_token(self, event: TokenEvent) -> None:
         opened = self._calls[event.request_id]
         opened.num_sent[event.choice] += 1
         reason = FinishReason(event.finish_reason) if event.finish_reason else None
-        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason)
+        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         self._outbox[opened.router_id].tokens.append(item)
 
     def _flush(self, now_s: float) -> None:
@@ -190,7 +209,9 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         """
         load = self._load()
         for router_id, outbox in self._outbox.items():
-            self.sender.send(router_id, load, tuple(outbox.admitted), tuple(outbox.tokens))
+            for part in outbox.prompts:
+                self.sender.send(router_id, load, outbox.take_admitted(), (), (part,))
+            self.sender.send(router_id, load, outbox.take_admitted(), tuple(outbox.tokens))
             self._last_sent_s[router_id] = now_s
         self._outbox.clear()
         for router_id, sent_s in self._last_sent_s.items():

@@ -9,6 +9,7 @@ Everything that touches the scheduler, the runner or the slots runs on this thre
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -23,9 +24,10 @@ import torch
 from replicas.engine_metrics import EngineMetrics
 from replicas.engine_status import EngineStatus, StepClock
 from replicas.fault_points import FaultPoints
-from replicas.messages import CallStatus, EngineLoad
-from replicas.model_runner import NOT_A_TOKEN, ModelRunner, StepHandle
+from replicas.messages import CallStatus, EngineLoad, PromptLogprobs
+from replicas.model_runner import ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
+from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
@@ -35,6 +37,10 @@ logger = logging.getLogger(__name__)
 _HELD_POLL_S = 0.01
 _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
+_BROKEN = {
+    NOT_A_TOKEN: "the model's output was not a number",
+    NOTHING_ALLOWED: "its rules of token choice (allowed_token_ids, bad_words, min_tokens) leave no token to choose",
+}
 
 
 SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
@@ -164,11 +170,15 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
-        broken = {token.request_id for token in output.tokens if token.token_id == NOT_A_TOKEN}
-        for request_id in broken:
-            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, "the model's output was not a number")
-        good = tuple(token for token in output.tokens if token.request_id not in broken)
-        self._on_tokens(replace(output, tokens=good), time.monotonic())
+        broken = {token.request_id: _BROKEN[token.token_id] for token in output.tokens if token.token_id in _BROKEN}
+        broken |= {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt)}
+        for request_id, detail in broken.items():
+            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, detail)
+        if broken:
+            tokens = tuple(token for token in output.tokens if token.request_id not in broken)
+            prompts = tuple(prompt for prompt in output.prompts if prompt.request_id not in broken)
+            output = replace(output, tokens=tokens, prompts=prompts)
+        self._on_tokens(output, time.monotonic())
 
     def _drain_inbox(self) -> None:
         while True:
@@ -234,3 +244,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _close(self) -> None:
         """The thread ends: release what it owns."""
+
+
+def _has_nan(prompt: PromptLogprobs) -> bool:
+    return any(position is not None and math.isnan(position.logprob) for position in prompt.positions)

@@ -48,13 +48,22 @@ class KvPool:
         # Zeros, not empty: touching the pages now makes a memory shortage show at start, not at first use.
         self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
 
-    def layer_keys(self, layer: int) -> torch.Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim] of one layer's keys."""
-        return self.tensor[:, layer, 0]
+    @property
+    def planes_per_block(self) -> int:
+        """Keys and values of every layer: a block's plane 2 * layer holds keys, 2 * layer + 1 values."""
+        return 2 * self.layout.num_layers
 
-    def layer_values(self, layer: int) -> torch.Tensor:
-        """View [num_blocks, block_size, num_kv_heads, head_dim] of one layer's values."""
-        return self.tensor[:, layer, 1]
+    def planes(self) -> torch.Tensor:
+        """View [num_blocks * planes_per_block, block_size * num_kv_heads * head_dim].
+
+        Rows of it are what an index select copies fastest: 6 times as fast as indexing `tensor[:, layer, 0]`, whose
+        blocks it copies element by element.
+        """
+        return self.tensor.view(self.num_blocks * self.planes_per_block, -1)
+
+    def token_rows(self) -> torch.Tensor:
+        """View [num_blocks * planes_per_block * block_size, num_kv_heads * head_dim]: one plane's row of a token."""
+        return self.tensor.view(self.num_blocks * self.planes_per_block * self.layout.block_size, -1)
 
     def clear(self, block_ids: torch.Tensor, tails: Sequence[tuple[int, int]]) -> None:
         """Zero whole blocks (int64 [n]), and of each (block, offset) the tokens from offset on. Mutates the pool."""

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 
@@ -131,18 +132,6 @@ class TokenItem(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """What the model thought of prompt tokens start, start + 1, ...; None of token 0, which nothing precedes.
-
-    Of a prompt that decode computes itself, one for each chunk, in order, the last no later than the first token.
-    """
-
-    request_id: str
-    start: int
-    positions: tuple[TokenLogprobs | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """State of an engine as the router's policies see it."""
 
@@ -164,6 +153,7 @@ class Frame:
     load: EngineLoad
     admitted: tuple[str, ...]  # request ids whose memory was reserved
     tokens: tuple[TokenItem, ...]
+    # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...] = ()
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from replicas.attention import ATTENTION_NAME, register_attention
+from replicas.fused_projections import fuse_projections
 from replicas.gguf_conversion import resolve_source
 from replicas.kv_pool import KvLayout
 from replicas.model_support import UnsupportedModel, refuse_unsupported
@@ -61,6 +62,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
     model = model.to(device).eval().requires_grad_(False)
+    fuse_projections(model)
     num_heads = config.num_attention_heads
     return LoadedModel(
         model=model,

@@ -19,11 +19,12 @@ from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 class DecodeGroup:
     """Decode rows of similar context length, so that padding to the longest costs less than twice the work.
 
-    rows: int64 [n], indices into the flat tokens. block_table: int64 [n, num_blocks].
+    rows: indices into the flat tokens, a slice where they are adjacent, else int64 [n].
+    block_table: int64 [n, num_blocks].
     mask: bool [n, 1, 1, num_blocks * block_size], true where a key is visible.
     """
 
-    rows: torch.Tensor
+    rows: torch.Tensor | slice
     block_table: torch.Tensor
     mask: torch.Tensor
 
@@ -120,5 +121,12 @@ def _decode_groups(rows: tuple[DecodeRow, ...], slots: SlotState, block_size: in
         table = torch.where(is_own, table, table[:, :1])
         keys = torch.arange(num_blocks * block_size)
         mask = (keys[None, :] <= last[:, None])[:, None, None, :]
-        groups.append(DecodeGroup(torch.tensor(indices, dtype=torch.int64), table, mask))
+        groups.append(DecodeGroup(_index(indices), table, mask))
     return tuple(groups)
+
+
+def _index(indices: list[int]) -> torch.Tensor | slice:
+    """Ascending row numbers as an index; a slice copies nothing."""
+    if indices[-1] - indices[0] + 1 == len(indices):
+        return slice(indices[0], indices[-1] + 1)
+    return torch.tensor(indices, dtype=torch.int64)

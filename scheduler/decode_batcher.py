@@ -89,7 +89,12 @@ class DecodeBatcher:
         sequence.num_known += 1
         sequence.finish_reason = request.finish_reason_of(token.token_id, sequence.num_known)
         return TokenEvent(
-            token.request_id, token.choice, sequence.num_known - 1, token.token_id, sequence.finish_reason
+            token.request_id,
+            token.choice,
+            sequence.num_known - 1,
+            token.token_id,
+            sequence.finish_reason,
+            token.logprobs,
         )
 
     def _plan_row(self, request: Request, sequence: Sequence) -> DecodeRow:

@@ -13,7 +13,7 @@ from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 from scheduler.outcome import TokenEvent
-from scheduler.plan import SlotInit, StepOutput, StepPlan
+from scheduler.plan import StepOutput, StepPlan
 from scheduler.preemption import Preemption, growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 
@@ -61,7 +61,7 @@ class DecodeScheduler(EngineScheduler):
         if request.local_prefill:
             self._allocate_prompt(request)
             for sequence in request.sequences:
-                self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, None))
+                self.builder.init_slot(request.slot_init(sequence))
             self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
             self.prompts.add(request)
         else:
@@ -95,7 +95,7 @@ class DecodeScheduler(EngineScheduler):
         for sequence in request.sequences:
             token_id, sequence.finish_reason = first_tokens[sequence.choice]
             sequence.num_planned = sequence.num_known = 1
-            self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, token_id))
+            self.builder.init_slot(request.slot_init(sequence, token_id))
         self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
         self._start(request, self.builder.next_step_id)
 

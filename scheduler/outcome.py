@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.block_allocator import BlockCounts
+from scheduler.token_logprobs import TokenLogprobs
 
 
 class NeverFits(Exception):
@@ -38,6 +39,7 @@ class TokenEvent:
     index: int
     token_id: int
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

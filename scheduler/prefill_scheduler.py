@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import MemoryBudget, num_blocks_for
 from scheduler.outcome import PromptDone, TokenEvent
-from scheduler.plan import SlotInit, StepOutput, StepPlan
+from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
 
@@ -29,7 +29,7 @@ class PrefillScheduler(EngineScheduler):
     def _on_admitted(self, request: Request) -> None:
         (sequence,) = request.sequences
         sequence.block_ids = list(self.allocator.allocate(self.blocks_needed(request)))
-        self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, None))
+        self.builder.init_slot(request.slot_init(sequence))
         self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
         self.prompts.add(request)
 
@@ -48,7 +48,7 @@ class PrefillScheduler(EngineScheduler):
             request = self.get(token.request_id)
             if request is not None:
                 reason = request.finish_reason_of(token.token_id, num_known=1)
-                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason)
+                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason, token.logprobs)
                 firsts.setdefault(token.request_id, []).append(event)
         return tuple(self._prompt_done(self._requests[rid], tuple(events), now_s) for rid, events in firsts.items())
 

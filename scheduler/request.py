@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from scheduler.plan import RuleContext, SlotInit
 from scheduler.sampling_params import SamplingParams
 
 
@@ -114,6 +115,12 @@ class Request:
     @property
     def is_over(self) -> bool:
         return self.state in TERMINAL_STATES
+
+    def slot_init(self, sequence: Sequence, last_token: int | None = None) -> SlotInit:
+        """What the runner is told when a sequence of this request takes its slot."""
+        output_start = self.prompt_len - self.num_output_in_prompt
+        context = RuleContext(self.prompt_ids, output_start, self.stop_token_ids)
+        return SlotInit(sequence.slot, sequence.choice, self.sampling, last_token, context)
 
     def enter(self, state: RequestState, now_s: float) -> None:
         """Move to `state`. Mutates. Raises IllegalTransition."""

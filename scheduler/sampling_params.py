@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class SamplingParams:
     """Parameters of one request's token choice; the same for all its choices. The defaults change nothing.
 
-    Rules apply to a row of logits in this order: repetition, presence and frequency penalties; logit_bias; what is
-    forbidden (allowed_token_ids, bad_words, min_tokens); temperature; min_p; top_k; top_p; the draw. Greedy choice
-    obeys all of them before temperature.
+    Rules apply to a row of logits in this order: logit_bias; what is forbidden (allowed_token_ids, bad_words,
+    min_tokens); repetition, then presence and frequency penalty; temperature; min_p; top_k; top_p; the draw. Greedy
+    choice obeys all of them before temperature. Token ids are the vocabulary's: whoever makes one of these checks.
 
     temperature: 0 means greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 and -1 keep all.

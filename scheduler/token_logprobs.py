@@ -19,3 +19,12 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thought of prompt tokens start, start + 1, ...; None of token 0, which nothing precedes."""
+
+    request_id: str
+    start: int
+    positions: tuple[TokenLogprobs | None, ...]
