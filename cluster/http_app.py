@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_http_app(ingress: Ingress) -> ASGIApp:
-    """The ASGI app of one ingress replica. Raises ConfigError if its API keys can't be read."""
+def build_http_app(ingress: Ingress, server_sends_request_id: bool = False) -> ASGIApp:
+    """The ASGI app of one ingress replica. Raises ConfigError if its API keys can't be read.
+
+    server_sends_request_id: whether the server that runs it puts X-Request-Id on responses, as Ray Serve does.
+    """
     # redirect_slashes would answer with an address made of the client's Host header.
     app = FastAPI(
         title="SplitServe", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
@@ -53,7 +56,7 @@ def build_http_app(ingress: Ingress) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
     app.add_middleware(ClientGone)
-    return add_middleware(app, ingress.config, lambda: ingress.metrics.rejected("auth"))
+    return add_middleware(app, ingress.config, lambda: ingress.metrics.rejected("auth"), server_sends_request_id)
 
 
 def _add_generation_routes(app: FastAPI, ingress: Ingress) -> None:

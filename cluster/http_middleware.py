@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from cluster.http_config import CorsConfig
 
 
-def add_middleware(app: ASGIApp, config: Config, on_refusal: Callable[[], None]) -> ASGIApp:
-    """Around the whole app, its answers to unexpected errors included. on_refusal: a request came without a key.
+def add_middleware(
+    app: ASGIApp, config: Config, on_refusal: Callable[[], None], sends_request_id: bool
+) -> ASGIApp:
+    """Around the whole app, its answers to unexpected errors included.
 
+    on_refusal: a request came without a key. sends_request_id: whether the server does so, see RequestIdMiddleware.
     Raises ConfigError if the API keys can't be read.
     """
     keys = load_api_keys(config.auth)
@@ -27,7 +30,7 @@ def add_middleware(app: ASGIApp, config: Config, on_refusal: Callable[[], None])
     if config.cors.allow_origins:
         # Outside of the keys: a browser asks without one whether it may ask, and shows no error without these headers.
         app = _cors(app, config.cors)
-    return RequestIdMiddleware(app)
+    return RequestIdMiddleware(app, is_sent=sends_request_id)
 
 
 def _cors(app: ASGIApp, config: CorsConfig) -> ASGIApp:

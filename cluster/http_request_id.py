@@ -17,10 +17,15 @@ _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class RequestIdMiddleware:
-    """ASGI: takes the id from the header or makes one. A header that is no valid id is answered with 400."""
+    """ASGI: takes the id from the header or makes one. A header that is no valid id is answered with 400.
 
-    def __init__(self, app: ASGIApp) -> None:
+    is_sent: whether the server around it puts the id on responses, and makes one where the client gave none. Ray Serve
+    does both, and would put a second one beside ours.
+    """
+
+    def __init__(self, app: ASGIApp, is_sent: bool) -> None:
         self._app = app
+        self._is_sent = is_sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,7 +36,7 @@ class RequestIdMiddleware:
         request_id = given[0] if given and is_valid else f"req-{uuid.uuid4().hex}".encode()
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and not self._is_sent:
                 message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
             await send(message)
 

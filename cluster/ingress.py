@@ -94,7 +94,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
 
-        return build_http_app(self)
+        return build_http_app(self, server_sends_request_id=True)
 
     # -- what the HTTP app asks --------------------------------------------------------------------
 
