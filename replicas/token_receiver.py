@@ -117,7 +117,7 @@ class TokenReceiver:
         empty.run(self._authenticator.start)
         self._socket = self._bind()
         self._loop = asyncio.get_running_loop()
-        empty.run(self._loop.add_reader, self._socket.fd, self._receive, self._socket)
+        empty.run(self._loop.add_reader, self._socket, self._receive, self._socket)
 
     async def stop(self) -> None:
         """Stop receiving and free the port. Frames not yet received are lost."""
@@ -174,7 +174,7 @@ class TokenReceiver:
 
     def _bind(self) -> zmq.Socket[bytes]:
         # Not pyzmq's asyncio socket: that makes a future and a callback or two for each frame.
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL, socket_class=zmq.Socket)
+        socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PULL)
         socket.curve_server = True
         socket.curve_publickey = self._public_key
         socket.curve_secretkey = self._secret_key
@@ -209,7 +209,7 @@ class TokenReceiver:
     def _end_reception(self) -> None:
         if self._loop is not None:
             assert self._socket is not None
-            self._loop.remove_reader(self._socket.fd)
+            self._loop.remove_reader(self._socket)
             self._loop = None
         if self._next_turn is not None:
             self._next_turn.cancel()
