@@ -75,6 +75,7 @@ class Attempt:
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
+        self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
         self._is_unheard = True
         self._is_closed = False
 
@@ -139,6 +140,7 @@ class Attempt:
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+        self._num_from_prefill = 1 if reply.first_tokens else 0
         if reply.prompt_logprobs:
             self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
@@ -165,6 +167,8 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
+        if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
+            self.stage = Stage.DECODE
         return False
 
     # -- mail --------------------------------------------------------------------------------------
@@ -201,7 +205,7 @@ class Attempt:
 
     def _num_from_decode(self, choice: int) -> int:
         """Tokens of a choice that came in frames: all but the one that came from prefill."""
-        return self._leg.num_taken(choice) - (1 if self.route.prefill_id is not None else 0)
+        return self._leg.num_taken(choice) - self._num_from_prefill
 
     # -- the generate call -------------------------------------------------------------------------
 
@@ -229,7 +233,7 @@ class Attempt:
         """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
         if self._generate is None or self._generate.done():
             return
-        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._request.choices):
+        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
             timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
             self._generate.add_done_callback(lambda _: timer.cancel())
         else:

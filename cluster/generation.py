@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.batch_queue import BatchQueue
-from replicas.messages import FinishReason, FirstToken, GenerationRequest, PromptLogprobs, TokenItem, TokenLogprobs
+from replicas.messages import (
+    BeamParams,
+    FinishReason,
+    FirstToken,
+    GenerationRequest,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+)
 from scheduler.sampling_params import SamplingParams
 
 
@@ -21,6 +29,8 @@ class GenerationSpec:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
+    # Beam search: num_choices is how many of the best texts are returned, at most its width; sampling is not used.
+    beam: BeamParams | None = None
 
 
 class GeneratedToken(NamedTuple):
@@ -58,6 +68,8 @@ class Leg:
 
     A generation starts as one leg. When an attempt fails after its choices have parted, each unfinished choice
     goes on as a leg of its own, replaying prompt + emitted tokens as a new prompt (design section 6).
+
+    Of a beam search nothing is emitted before all of it is here, so that it can be searched again from the prompt.
     """
 
     def __init__(
@@ -69,6 +81,7 @@ class Leg:
         self._base = len(next(iter(choices.values())).token_ids)  # tokens emitted before this attempt
         self._owes_prompt = spec.sampling.num_prompt_logprobs is not None  # its scores, before the first token
         self._scores: list[TokenLogprobs | None] = []  # of the prompt, as this attempt has brought them so far
+        self._withheld: list[GeneratedToken] = []  # of a beam search that is not complete
         self.open_choices = tuple(c for c, state in choices.items() if state.finish_reason is None)
 
     @property
@@ -77,20 +90,23 @@ class Leg:
 
     @property
     def has_emitted(self) -> bool:
-        return any(state.token_ids for state in self._choices.values())
+        return self.spec.beam is None and any(state.token_ids for state in self._choices.values())
 
     def request(self, request_id: str, timeout_s: float) -> GenerationRequest:
         """The attempt's request: what has been emitted has become part of the prompt."""
+        beam = self.spec.beam
         emitted = self._choices[self.open_choices[0]].token_ids[: self._base]
         return GenerationRequest(
             request_id=request_id,
             prompt_ids=(*self.spec.prompt_ids, *emitted),
-            choices=self.open_choices,
+            choices=self.open_choices if beam is None else tuple(range(beam.width)),
             max_tokens=self.spec.max_tokens - self._base,
             stop_token_ids=self.spec.stop_token_ids,
             sampling=self._sampling(),
             timeout_s=timeout_s,
             num_output_in_prompt=self._base,
+            beam=beam,
+            num_returned=0 if beam is None else self.spec.num_choices,
         )
 
     def take_first(self, first_tokens: tuple[FirstToken, ...]) -> None:
@@ -117,6 +133,8 @@ class Leg:
 
     def split(self) -> list[Leg]:
         """The unfinished choices as legs to try again: together while they still share their history."""
+        if self.spec.beam is not None:
+            return [self._leg_of({choice: ChoiceState() for choice in self._choices})]
         unfinished = {c: state for c, state in self._choices.items() if state.finish_reason is None}
         if len({tuple(state.token_ids) for state in unfinished.values()}) == 1:
             return [self._leg_of(unfinished)]
@@ -152,7 +170,14 @@ class Leg:
             self._emit_prompt()
         state.token_ids.append(token_id)
         state.finish_reason = finish_reason
-        self._output.put(GeneratedToken(choice, token_id, finish_reason, logprobs))
+        token = GeneratedToken(choice, token_id, finish_reason, logprobs)
+        if self.spec.beam is None:
+            self._output.put(token)
+            return
+        self._withheld.append(token)
+        if self.is_done:
+            for token in self._withheld:
+                self._output.put(token)
 
 
 class ProtocolError(AssertionError):

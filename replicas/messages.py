@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
@@ -35,6 +36,8 @@ class GenerationRequest:
     max_tokens counts every generated token of a choice, the first included; at least 1.
     num_output_in_prompt: a replay's prompt ends with what earlier attempts have generated: so many of its last tokens
     count as output for penalties, bad words and min_tokens (the whole request's, not this attempt's).
+    beam: search with so many beams, which are the choices; sampling is not used. No token leaves before the search is
+    over; then the num_returned best texts do, as choices 0, 1, ...
     """
 
     request_id: str
@@ -46,6 +49,8 @@ class GenerationRequest:
     timeout_s: float
     priority: int = 0  # higher is more important: it is preempted later
     num_output_in_prompt: int = 0
+    beam: BeamParams | None = None
+    num_returned: int = 0  # with beam: 1 .. its width
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class Handoff:
     digest: bytes | None  # of those blocks' bytes in that order; None when verification is off
     first_tokens: tuple[FirstToken, ...]
     lease_s: float  # relative: clocks of two hosts are never compared
+    # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 class NoteKind(StrEnum):
@@ -151,7 +158,8 @@ class Frame:
     epoch: str
     seq: int  # per (decode engine, router), from 0 without gaps
     load: EngineLoad
-    admitted: tuple[str, ...]  # request ids whose memory was reserved
+    # Request ids whose memory was reserved; that of a beam search once more when its KV has come: its tokens come late.
+    admitted: tuple[str, ...]
     tokens: tuple[TokenItem, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...] = ()

@@ -99,6 +99,7 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 prompt_len=opened.request.prompt_len,
                 first_tokens=tuple(replace(token, logprobs=None) for token in first_tokens),
                 deadline_s=opened.request.deadline_s,
+                candidates=done.candidates,
             )
 
     def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:

@@ -99,13 +99,14 @@ def encode_notification(message: Handoff | TransferNote) -> bytes:
             message.digest,
             [(first.choice, first.token_id, first.finish_reason) for first in message.first_tokens],
             float(message.lease_s),
+            message.candidates,
         )
     )
 
 
 def decode_notification(payload: bytes) -> Handoff | TransferNote:
     """Raises MalformedMessage, and nothing else."""
-    fields = _unpack(payload, {_HANDOFF: 9, _NOTE: 5})
+    fields = _unpack(payload, {_HANDOFF: 10, _NOTE: 5})
     return _note(fields) if fields[1] == _NOTE else _handoff(fields)
 
 
@@ -136,6 +137,7 @@ def _handoff(fields: list[object]) -> Handoff:
         digest=digest,
         first_tokens=tuple(_first_token(item) for item in _array(fields[9], "first_tokens")),
         lease_s=lease_s,
+        candidates=_token_scores(fields[11], "candidates"),
     )
 
 
@@ -183,9 +185,12 @@ def _logprobs(value: object) -> TokenLogprobs | None:
     if value is None:
         return None
     logprob, top = _array(value, "logprobs", length=2)
-    pairs = [_array(pair, "top", length=2) for pair in _array(top, "top")]
-    tops = tuple((_count(token_id, "token_id"), _logprob(value)) for token_id, value in pairs)
-    return TokenLogprobs(_logprob(logprob), tops)
+    return TokenLogprobs(_logprob(logprob), _token_scores(top, "top"))
+
+
+def _token_scores(value: object, field: str) -> tuple[tuple[int, float], ...]:
+    pairs = [_array(pair, field, length=2) for pair in _array(value, field)]
+    return tuple((_count(token_id, "token_id"), _logprob(logprob)) for token_id, logprob in pairs)
 
 
 def _load(value: object) -> EngineLoad:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget
+from scheduler.memory_budget import Budget, blocks_for_generation
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request
 
@@ -58,6 +58,8 @@ class ProjectedBudget(Budget):
 
     def newcomer(self, request: Request) -> Profile:
         """What a request would use that is admitted now."""
+        if request.search is not None:
+            return self._worst_case(request)
         num_rows = self._rows_left(request, 1)
         return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
 
@@ -93,7 +95,16 @@ class ProjectedBudget(Budget):
         limit = self.limit if len(self.projection) else self.num_blocks
         return self.projection.fits(newcomer, self.step, limit)
 
+    def _worst_case(self, request: Request) -> Profile:
+        """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on
+        their tokens.
+        """
+        num_choices = len(request.choices)
+        return constant(blocks_for_generation(request.prompt_len, request.max_tokens, num_choices, self._block_size))
+
     def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
+        if request.search is not None:
+            return self._worst_case(request)
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
         num_planned = max((sequence.num_planned for sequence in live), default=request.max_tokens)
         num_rows = self._rows_left(request, num_planned)

@@ -64,7 +64,7 @@ class PrefillBatcher:
             # A prefill engine has one sequence for all choices: they only part at decode.
             slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
             first_slot = request.sequences[0].slot
-            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.choices)
+            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.prompt_choices)
         is_scored = request.sampling.num_prompt_logprobs is not None
         # The chunk's last token scores the first one of the next.
         scored_ids = request.prompt_ids[start + 1 : end + 1] if is_scored else None

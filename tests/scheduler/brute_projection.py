@@ -52,6 +52,14 @@ def newcomer_future(request: Request, num_rows: int, first_step: int, block_size
     return Future(first_step, counts, None)
 
 
+def search_future(request: Request, block_size: int) -> Future:
+    """At most so many, at any time: as if all beams parted at once and none ended before its last token."""
+    prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
+    tables = [prompt for _ in request.choices]
+    counts = play(tables, list(range(len(tables))), request.prompt_len, request.max_tokens - 1, block_size)
+    return Future(0, [max(counts)], None)
+
+
 class BruteProjection:
     """num_rows: how many rows a choice still has with so many tokens planned (the bound, or an estimate)."""
 
@@ -71,6 +79,8 @@ class BruteProjection:
         scheduler = self._scheduler
         request = scheduler._requests[request_id]
         in_transfer = scheduler._transfers.get(request_id, ())
+        if request.search is not None and request.state in (*_UNSTARTED, RequestState.RUNNING):
+            return search_future(request, self._block_size)
         if request.state in _UNSTARTED:
             rows = self._rows(request, request.max_tokens - 1)
             return newcomer_future(request, rows, self._admitted_at[request_id], self._block_size)
@@ -115,6 +125,10 @@ def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str
     head = next(iter(scheduler._queue.values()), None)
     if head is not None:
         profile = scheduler.budget.newcomer(head)
+        if head.search is not None:
+            slow = brute.peak(search_future(head, scheduler.limits.block_size))
+            assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
+            return
         rows = profile.last_row - brute.step + 1
         slow = brute.peak(newcomer_future(head, rows, brute.step, scheduler.limits.block_size))
         assert scheduler.budget.projection.peak_with(profile, brute.step) == slow

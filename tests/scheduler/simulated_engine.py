@@ -69,6 +69,8 @@ class SimulatedEngine(Generic[SchedulerT]):
         self.runner = PagedRunner(scheduler.limits, max_blocks, num_host_blocks)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
+        self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
+        self.num_beams_swapped = 0  # plans in which a search was out of memory's way
         self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
         self._in_flight: deque[_Step] = deque()
         self.num_overtaken: Counter[str] = Counter()
@@ -168,6 +170,9 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
+        if plan.swap_outs:
+            states = [request.state for request in self.scheduler._requests.values() if request.search is not None]
+            self.num_beams_swapped += states.count(RequestState.PREEMPTED)
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
         block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins)
         host_ids = frozenset(swap.host for swap in plan.swap_outs + plan.swap_ins)
@@ -204,9 +209,18 @@ class SimulatedEngine(Generic[SchedulerT]):
             self._on_end(victim)
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
+        self._count_beams(output)
         for event in self.scheduler.commit(output, now_s):
             self._on_event(event)
         self.check()
+
+    def _count_beams(self, output: StepOutput) -> None:
+        for token in output.tokens:
+            request = self.scheduler.get(token.request_id)
+            if request is not None and request.search is not None:
+                is_row = request.sequences[0].num_known > 0
+                self.num_beam_rows += is_row
+                self.num_beam_prompts += not is_row
 
     def _victim(self, plan: StepPlan, rate: float) -> str | None:
         if plan.is_empty or self._rng.random() >= rate:
@@ -249,6 +263,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             (sequence,) = [sequence for sequence in request.sequences if sequence.choice == row.choice]
             assert sequence.slot == row.slot
             assert sequence.finish_reason is None
+            assert request.search is None or request.sequences[0].num_planned == request.search.length + 1
             written = sequence.block_ids[row.position // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
@@ -260,7 +275,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             assert chunk.token_ids == request.prompt_ids[chunk.start : end] != ()
             self._prompt_progress[chunk.request_id] = end
             choices = tuple(target.choice for target in chunk.targets)
-            assert choices == (request.choices if end == request.prompt_len else ())
+            assert choices == (request.prompt_choices if end == request.prompt_len else ())
 
     def check(self) -> None:
         """Everything that must hold at any time, recounted from nothing. O(blocks + requests)."""
