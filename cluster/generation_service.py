@@ -17,7 +17,7 @@ from cluster.openai_request import ChatCompletionBody, CompletionBody, Generatio
 from cluster.openai_response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.prompt_echo import PromptEcho
 from cluster.request_timer import RequestTimer
-from cluster.sampling_choice import sampling_params
+from cluster.sampling_choice import beam_params, sampling_params
 from cluster.served_model import check_model
 from cluster.text_choice import TextChoice
 from cluster.text_generation import TextGeneration, TokenSource
@@ -140,14 +140,16 @@ class GenerationService:
         self, body: GenerationBody, ids: list[int], stop_ids: frozenset[int], default_max_tokens: int | None
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
+        beam = beam_params(body)
         return GenerationSpec(
             generation_id=uuid.uuid4().hex,
             prompt_ids=tuple(ids),
-            num_choices=body.num_generated_choices,
+            num_choices=body.n if beam is not None else body.num_generated_choices,
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
             sampling=self._sampling(body, stop_ids, max_tokens),
             timeout_s=self._config.ingress.request_timeout_s,
+            beam=beam,
         )
 
     def _sampling(self, body: GenerationBody, stop_ids: frozenset[int], max_tokens: int) -> SamplingParams:
@@ -174,7 +176,7 @@ class GenerationService:
 
     def _check_product(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
         most = self._config.limits.max_generated_tokens
-        total = sum(spec.num_choices * spec.max_tokens for spec in specs)
+        total = sum(body.num_generated_choices * spec.max_tokens for spec in specs)
         if total > most:
             several = "best_of" if body.best_of is not None else "n"
             raise ApiError(

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from cluster.http_config import CorsConfig
 
 
-def add_middleware(
-    app: ASGIApp, config: Config, on_refusal: Callable[[], None], sends_request_id: bool
-) -> ASGIApp:
+def add_middleware(app: ASGIApp, config: Config, on_refusal: Callable[[], None], sends_request_id: bool) -> ASGIApp:
     """Around the whole app, its answers to unexpected errors included.
 
     on_refusal: a request came without a key. sends_request_id: whether the server does so, see RequestIdMiddleware.

@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
+from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from cluster.tokenizer import Tokenizer
 
 _SEED_MASK = (1 << 64) - 1
+
+
+def beam_params(body: SamplingFields) -> BeamParams | None:
+    """None without beam search."""
+    if not body.use_beam_search:
+        return None
+    return BeamParams(body.num_generated_choices, body.length_penalty, body.early_stopping)
 
 
 def sampling_params(

@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from scheduler.beam_search import BeamParams
 from tests.cluster.api_client import CHAT, HELLO, TEXT, ApiClient, api_client
 
 BOTH = (CHAT, TEXT)
@@ -312,6 +313,20 @@ async def test_min_tokens_holds_for_stop_strings_too() -> None:
         stop = text[2]
         cut = (await c.send(TEXT, {"max_tokens": 12, "seed": 9, "stop": stop, "min_tokens": 5})).json()["choices"][0]
         assert cut["text"] == text[: text.find(stop, 5)] if stop in text[5:] else text
+
+
+async def test_beam_search_is_asked_for_in_the_engines_words() -> None:
+    async with api_client() as c:
+        fields = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"}
+        for path in BOTH:
+            for stream in (False, True):
+                assert (await c.send(path, fields, stream)).status_code == 200
+        assert len(c.ingress.source.specs) == 4
+        for spec in c.ingress.source.specs:
+            assert (spec.num_choices, spec.beam) == (2, BeamParams(4, 0.5, "never"))
+        await c.send(TEXT, {"use_beam_search": True, "n": 3})
+        assert c.ingress.source.specs[-1].beam == BeamParams(3)
+        assert (await c.send(TEXT, {"use_beam_search": True, "best_of": 9})).status_code == 400
 
 
 # -- choices ---------------------------------------------------------------------------------------

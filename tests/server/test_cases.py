@@ -219,6 +219,21 @@ def test_best_of(client: httpx.Client) -> None:
     assert chosen["text"] == every[means.index(max(means))]["text"]
 
 
+def test_beam_search(client: httpx.Client) -> None:
+    """That it is transformers' own is tested in the engine; here, that it comes through HTTP, whole and streamed."""
+    body = {"prompt": "The capital of France is", "max_tokens": 6, "use_beam_search": True, "n": 2, "best_of": 4}
+    answer = client.post(TEXT, json=body).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(set(texts)) == 2
+    streamed_texts = ["", ""]
+    for event in stream_events(client, TEXT, body):
+        for choice in event["choices"]:
+            streamed_texts[choice["index"]] += choice["text"]
+    assert streamed_texts == texts
+    one = whole(client, TEXT, body | {"max_tokens": 1, "n": 1})
+    assert texts[0].startswith(one["text"][:1])
+
+
 # -- G ---------------------------------------------------------------------------------------------
 
 
