@@ -50,7 +50,7 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    refuse_unsupported(body)
+    refuse_unsupported(body, getattr(model_class, "fields_elsewhere", {}))
     try:
         return model_class.model_validate(body, context=limits)
     except ValidationError as error:

@@ -10,7 +10,7 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
@@ -85,6 +85,9 @@ class GenerationBody(SamplingFields, OutputFields):
 
     model_config = ConfigDict(extra="allow")
 
+    # What only another endpoint has and this one would have to ignore, and the values that ask for nothing.
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
     model: str | None = Field(
         default=None, description="Name of the model, as /v1/models gives it; left out: the one that is served."
     )
@@ -123,7 +126,7 @@ class GenerationBody(SamplingFields, OutputFields):
     @property
     def unknown_fields(self) -> list[str]:
         """Names of ignored fields, for the log: sorted, shortened, the first few."""
-        names = set(self.model_extra or ()) - _TOLERATED - NEUTRAL_VALUES.keys()
+        names = set(self.model_extra or ()) - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
         return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
 
     @model_validator(mode="after")
@@ -136,6 +139,8 @@ class GenerationBody(SamplingFields, OutputFields):
 
 class ChatCompletionBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
+
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
 
     messages: Annotated[list[ChatMessage], FailFast()] = Field(
         min_length=1,
@@ -190,6 +195,12 @@ class ChatCompletionBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
+
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "top_logprobs": (0,),
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+    }
 
     # A text may be empty: whether that means BOS or nothing is up to the tokenizer.
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = Field(

@@ -43,9 +43,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral."""
-    for name, neutral in NEUTRAL_VALUES.items():
+def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral.
+
+    others: further fields with their neutral values, those that only another endpoint has.
+    """
+    for name, neutral in (*NEUTRAL_VALUES.items(), *others.items()):
         value = body.get(name)
         if value is None or any(_same(value, candidate) for candidate in neutral):
             continue

@@ -1,7 +1,7 @@
-"""Runs in the clients' environment: log-likelihoods of a task through local-completions, and by lm-eval's own hf backend.
+"""Runs in the clients' environment: log-likelihoods of a task through local-completions, and by lm-eval's hf backend.
 
-Arguments: URL, API key, model folder. Prints one JSON object: {"server": [...], "hf": [...]}, a list of [log-likelihood,
-is greedy] for each choice of each question.
+Arguments: URL, API key, model folder. Prints one JSON object, {"server": [...], "hf": [...]}: lists of [log-likelihood,
+is greedy], one for each choice of each question.
 """
 
 from __future__ import annotations

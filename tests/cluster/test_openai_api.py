@@ -352,6 +352,18 @@ def test_what_does_not_go_together(endpoints: list[Any], fields: dict[str, Any],
         assert error.message.startswith(param)
 
 
+def test_fields_of_the_other_endpoint_are_refused_where_they_would_be_ignored() -> None:
+    for (model_class, body), name, neutral, asking in [
+        (CHAT, "echo", False, True),
+        (TEXT, "top_logprobs", 0, 5),
+        (TEXT, "continue_final_message", False, True),
+        (TEXT, "chat_template_kwargs", {}, {"x": 1}),
+    ]:
+        error = refusal(json.dumps(body | {name: asking}).encode(), model_class)
+        assert (error.code, error.param) == ("unsupported", name)
+        assert parse_body(json.dumps(body | {name: neutral}).encode(), None, model_class, LIMITS).unknown_fields == []
+
+
 def test_what_goes_together() -> None:
     for build in (chat, completion):
         beams = build(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping="never", temperature=0)
