@@ -139,7 +139,7 @@ class Attempt:
             self._view.prompt_answered(prefill_id, num_tokens)
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
-            raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+            raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
         self._num_from_prefill = 1 if reply.first_tokens else 0
         if reply.prompt_logprobs:
             self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
@@ -226,7 +226,7 @@ class Attempt:
         reply = self._result(self._generate, stage)
         if reply.status is not CallStatus.OK:
             stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
-            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status is not CallStatus.TIMEOUT)
+            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status.may_retry)
         return reply
 
     def _end_generate(self) -> None:

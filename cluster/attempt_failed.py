@@ -36,6 +36,9 @@ class AttemptFailed(Exception):
             return ApiError(504, f"the request timed out at {self.stage}: {self.detail}", code="timeout")
         if self.status is CallStatus.REJECTED:
             return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
+        if self.status is CallStatus.NOTHING_ALLOWED:
+            text = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to choose; relax one of them"
+            return ApiError(400, text, code="nothing_allowed")
         # What an engine says of its own fault is for the log: it could be anything.
         text = f"the request failed at {self.stage}; the server's log has more under {generation_id}"
         return ApiError(500, text, code="failed")

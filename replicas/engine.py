@@ -38,8 +38,8 @@ _HELD_POLL_S = 0.01
 _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
 _BROKEN = {
-    NOT_A_TOKEN: "the model's output was not a number",
-    NOTHING_ALLOWED: "its rules of token choice (allowed_token_ids, bad_words, min_tokens) leave no token to choose",
+    NOT_A_TOKEN: (CallStatus.ERROR, "the model's output was not a number"),
+    NOTHING_ALLOWED: (CallStatus.NOTHING_ALLOWED, "its rules of token choice leave no token to choose"),
 }
 
 
@@ -172,8 +172,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         output = handle.result() if isinstance(handle, StepHandle) else handle
         broken = {token.request_id: _BROKEN[token.token_id] for token in output.tokens if token.token_id in _BROKEN}
         broken |= {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt)}
-        for request_id, detail in broken.items():
-            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, detail)
+        for request_id, (status, detail) in broken.items():
+            self._end(request_id, RequestState.FAILED, status, detail)
         if broken:
             tokens = tuple(token for token in output.tokens if token.request_id not in broken)
             prompts = tuple(prompt for prompt in output.prompts if prompt.request_id not in broken)

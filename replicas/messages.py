@@ -181,7 +181,13 @@ class CallStatus(StrEnum):
     KV_LOST = "kv_lost"  # the prompt's KV did not arrive intact: retry on another pair
     EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
+    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     ERROR = "error"
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another attempt could end otherwise."""
+        return self not in (CallStatus.TIMEOUT, CallStatus.NOTHING_ALLOWED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ for ties. Ties: both filters keep every token that ties with the least likely ke
 its top-p drops some of them, in no defined order); greedy takes the lowest token id.
 
 Measured at V = 49,152, float32, one thread of a CPU, ms per row in batches of 8 and more: greedy 0.05, sampled 1.0,
-with top-k or top-p 1.8; min-p adds nothing that shows. A single sampled row: 1.6, with a filter 2.4.
+with top-k or top-p 1.8; min-p adds 0.2. A single sampled row: 1.6, with a filter 2.4.
 """
 
 from __future__ import annotations

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from cluster.attempt_mailboxes import Mailboxes
 from cluster.batch_queue import BatchQueue
-from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError
+from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
 from cluster.mailbox import Admitted, ChannelLost, Mail, Mailbox
-from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, TokenItem
+from replicas.messages import (
+    BeamParams,
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    Frame,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+)
 from tests.cluster.fake_model import spec_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -39,6 +49,46 @@ def test_the_first_attempt_asks_for_everything() -> None:
     request = new_leg(3).request("id", 2.5)
     assert (request.request_id, request.timeout_s) == ("id", 2.5)
     assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2), 6)
+
+
+def new_search(output: Output) -> Leg:
+    spec = replace(spec_of(1, 2, 3, n=2, max_tokens=6), beam=BeamParams(4, early_stopping=True))
+    return Leg(spec, {0: ChoiceState(), 1: ChoiceState()}, output)
+
+
+def test_a_search_asks_for_all_beams_and_emits_nothing_before_everything_is_here() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    request = leg.request("id", 1.0)
+    assert (request.choices, request.num_returned, request.beam) == ((0, 1, 2, 3), 2, leg.spec.beam)
+    for index, token_id in enumerate((10, 11)):
+        leg.take(item(0, index, token_id, STOP if index else None))
+    assert not leg.is_done
+    assert not leg.has_emitted
+    assert not output._items
+    leg.take(item(1, 0, 20, LENGTH))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (0, 11), (1, 20)]
+
+
+def test_a_search_that_failed_halfway_begins_again_as_one() -> None:
+    output: Output = BatchQueue()
+    failed = new_search(output)
+    failed.take(item(0, 0, 10, STOP))
+    (leg,) = failed.split()
+    request = leg.request("again", 1.0)
+    assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2, 3), 6)
+    leg.take(item(0, 0, 10, STOP))
+    leg.take(item(1, 0, 20, STOP))
+    assert emitted(output) == [(0, 10), (1, 20)]
+
+
+def test_a_search_of_one_token_is_over_with_prefill() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    leg.take_first((FirstToken(0, 10, LENGTH), FirstToken(1, 20, LENGTH)))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (1, 20)]
 
 
 def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
@@ -115,6 +165,54 @@ def test_three_attempts_keep_one_account() -> None:
         if not leg.is_done:
             (leg,) = leg.split()
     assert emitted(output) == [(0, token_id) for token_id in range(10, 16)]
+
+
+PARTS = (
+    PromptLogprobs("request", 0, (None, TokenLogprobs(-1.0))),
+    PromptLogprobs("request", 2, (TokenLogprobs(-2.0, ((7, -0.5),)),)),
+)
+
+
+def scored_leg(n: int, output: Output) -> Leg:
+    spec = spec_of(1, 2, 3, n=n, max_tokens=6)
+    spec = replace(spec, sampling=replace(spec.sampling, num_prompt_logprobs=1))
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output)
+
+
+def test_a_prompts_logprobs_come_once_and_before_any_token() -> None:
+    output: Output = BatchQueue()
+    leg = scored_leg(2, output)
+    assert leg.request("id", 1.0).sampling.num_prompt_logprobs == 1
+    leg.take_prompt(PARTS[0])  # this attempt fails before its first token
+    (leg,) = leg.split()
+    for part in PARTS:
+        leg.take_prompt(part)
+    (leg,) = leg.split()  # so does this
+    request = leg.request("id", 1.0)
+    assert (request.sampling.num_prompt_logprobs, request.num_output_in_prompt) == (1, 0)
+    for part in PARTS:
+        leg.take_prompt(part)
+    leg.take(item(0, 0, 10))
+    for rest in leg.split():  # choice 1 has nothing yet, and still the prompt is not scored again
+        request = rest.request("id", 1.0)
+        assert request.sampling.num_prompt_logprobs is None
+        assert request.num_output_in_prompt == len(request.prompt_ids) - 3
+        rest.take(item(rest.open_choices[0], 0, 11))
+    output.close()
+    scored, *tokens = asyncio.run(output.take())
+    assert scored == ScoredPrompt((None, TokenLogprobs(-1.0), TokenLogprobs(-2.0, ((7, -0.5),))))
+    assert tokens == [GeneratedToken(0, 10, None), GeneratedToken(0, 11, None), GeneratedToken(1, 11, None)]
+
+
+def test_logprobs_of_a_prompt_that_are_missing_or_unasked_for_are_a_bug() -> None:
+    leg = scored_leg(1, BatchQueue())
+    with pytest.raises(ProtocolError):
+        leg.take_prompt(PARTS[1])
+    leg.take_prompt(PARTS[0])
+    with pytest.raises(ProtocolError):
+        leg.take(item(0, 0, 10))
+    with pytest.raises(ProtocolError):
+        new_leg(1).take_prompt(PARTS[0])
 
 
 # -- mailboxes -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -164,6 +165,16 @@ def test_a_client_that_goes_leaves_nothing(tiny: LocalSystem) -> None:
 
     asyncio.run(leave())
     assert [ledger.used_slots for ledger in tiny.ledgers()] == [0] * len(tiny.engines)
+
+
+def test_a_search_may_take_longer_than_a_handoff(tiny: LocalSystem) -> None:
+    """Its first token is one of the last things to come; the router hears that the KV is there all the same."""
+    case = BeamCase(tuple(range(30)), BeamParams(4, early_stopping="never"), 1, 450, frozenset())
+    started_s = time.monotonic()
+    (patient,) = tiny.run([beam_spec(tiny, case)])
+    handoff_s = (time.monotonic() - started_s) / 2
+    (got,) = tiny.run([beam_spec(tiny, case)], handoff_s=handoff_s)
+    assert got == patient
 
 
 # -- memory that runs short --------------------------------------------------------------------------

@@ -10,12 +10,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.generation import GenerationSpec
 from replicas.settings import EngineSettings
@@ -23,6 +20,7 @@ from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
+from tests.engines.tiny_model import save_tiny_model, tiny_settings
 from tests.golden.golden_set import load_goldens
 
 OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
@@ -44,20 +42,8 @@ def _running(engine: EngineSettings) -> Iterator[LocalSystem]:
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    base = settings("decode", lag=1)
-    return replace(base, model=replace(base.model, source=str(Path(folder)), max_model_len=512))
+    save_tiny_model(folder)
+    return tiny_settings("decode", folder, lag=1)
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,6 +21,7 @@ from replicas.slot_state import SlotState
 from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED, choose_tokens
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
+from tests.replicas.rule_reference import Row, expected
 from tests.replicas.test_sampling import chi_square, chi_square_limit
 
 VOCAB_SIZE = 97
@@ -54,20 +49,6 @@ RULES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of logits to be changed: what the sequence holds so far."""
-
-    params: SamplingParams
-    prompt: tuple[int, ...]
-    output: tuple[int, ...] = ()
-    num_output_in_prompt: int = 0
-
-    @property
-    def num_generated(self) -> int:
-        return self.num_output_in_prompt + len(self.output)
-
-
 def changed(logits: torch.Tensor, rows: Sequence[Row], slots: SlotState | None = None) -> torch.Tensor:
     """What the rules make of logits. The outputs come to the slots as a runner's do: token by token."""
     slots = slots or SlotState(len(rows), 1, 200)
@@ -81,38 +62,13 @@ def feed(slots: SlotState, rows: Sequence[Row]) -> list[SamplePlace]:
     inits = []
     for slot, row in enumerate(rows):
         output_start = len(row.prompt) - row.num_output_in_prompt
-        inits.append(SlotInit(slot, 0, row.params, None, RuleContext(row.prompt, output_start, STOPS)))
+        inits.append(SlotInit(slot, 0, row.params, None, RuleContext(row.prompt, output_start, row.stop_token_ids)))
     slots.apply(StepPlan(0, tuple(inits), (), (), (), ()))
     for index in range(max(len(row.output) for row in rows)):
         having = [(slot, row) for slot, row in enumerate(rows) if index < len(row.output)]
         places = [SamplePlace(slot, 0, len(row.prompt) + index, slot) for slot, row in having]
         slots.store_tokens(places, torch.tensor([row.output[index] for _, row in having]))
     return [SamplePlace(slot, 0, len(row.prompt) + len(row.output), slot) for slot, row in enumerate(rows)]
-
-
-def expected(logits: torch.Tensor, row: Row) -> torch.Tensor:
-    """One row, by transformers' processors and, where it has none, by the definition. In the documented order."""
-    params = row.params
-    ids = [*row.prompt, *row.output]
-    input_ids, scores = torch.tensor([ids]), logits[None].clone()
-    if params.logit_bias:
-        scores = SequenceBiasLogitsProcessor({(t,): bias for t, bias in params.logit_bias})(input_ids, scores)
-    if params.allowed_token_ids:
-        forbidden = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-        forbidden[list(params.allowed_token_ids)] = False
-        scores = scores.masked_fill(forbidden, -torch.inf)
-    num_prompt = len(ids) - row.num_generated
-    processors = LogitsProcessorList()
-    if params.bad_words:
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in params.bad_words]))
-    if params.min_tokens:
-        processors.append(MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, list(STOPS)))
-    if params.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
-    scores = processors(input_ids, scores)
-    for token_id, count in Counter(ids[num_prompt:]).items():
-        scores[0, token_id] -= count * params.frequency_penalty + params.presence_penalty
-    return scores[0]
 
 
 def random_rows(seed: int, choose: Callable[[random.Random], SamplingParams], num_rows: int = 40) -> list[Row]:
@@ -125,7 +81,7 @@ def random_rows(seed: int, choose: Callable[[random.Random], SamplingParams], nu
     rows = []
     for _ in range(num_rows):
         prompt = tokens(1, 30)
-        rows.append(Row(choose(rng), prompt, tokens(0, 25), rng.choice([0, 0, rng.randint(0, len(prompt) - 1)])))
+        rows.append(Row(choose(rng), prompt, tokens(0, 25), rng.choice([0, 0, rng.randint(0, len(prompt) - 1)]), STOPS))
     return rows
 
 
@@ -185,13 +141,13 @@ def test_the_first_tokens_of_a_prompt_obey_the_prompts_own_slot_and_part_in_thei
 def test_min_tokens_counts_output_of_earlier_attempts() -> None:
     logits = logits_of(5, 1)
     for num_generated, is_held_back in ((0, True), (5, True), (6, False), (9, False)):
-        row = Row(RULES["min_tokens"], (1,) * 12, (), num_generated)
+        row = Row(RULES["min_tokens"], (1,) * 12, (), num_generated, STOPS)
         assert bool(changed(logits, [row])[0, sorted(STOPS)].isneginf().all()) == is_held_back
 
 
 def test_rules_that_leave_nothing_are_told_from_broken_logits() -> None:
     rows = [
-        Row(SamplingParams(allowed_token_ids=(5,), min_tokens=3), (1, 2)),
+        Row(SamplingParams(allowed_token_ids=(5,), min_tokens=3), (1, 2), stop_token_ids=STOPS),
         Row(SamplingParams(0.0, allowed_token_ids=(5,), bad_words=((5,),)), (1, 2)),
         Row(SamplingParams(presence_penalty=1.0), (1, 2)),
         Row(SamplingParams(), (1, 2)),
@@ -274,13 +230,11 @@ def test_ten_thousand_draws_with_everything_at_once() -> None:
     logits = logits_of(10, 1) / 3
     slots = SlotState(1, 1, 200)
     (place,) = feed(slots, [row])
-    tokens: list[int] = []
-    for first in range(0, num_draws, 1000):
-        # The same slot again and again: only the choice, that is the noise, differs.
-        places = [place._replace(choice=choice) for choice in range(first, first + 1000)]
-        scores = logits.expand(1000, -1).clone()
-        slots.rules.apply(scores, places)
-        tokens += sample(scores, slots.sampling_batch(places)).tolist()
+    scores = logits.clone()
+    slots.rules.apply(scores, [place])
+    # The same slot again and again: only the choice, that is the noise, differs.
+    places = [place._replace(choice=choice) for choice in range(num_draws)]
+    tokens = sample(scores.expand(num_draws, -1), slots.sampling_batch(places)).tolist()
     probabilities = warped(expected(logits[0], row)[None], params).softmax(-1)[0].tolist()
     statistic, degrees = chi_square(tokens, probabilities)
     assert degrees > 5

@@ -62,13 +62,14 @@ handoffs = st.builds(
     st.none() | st.binary(min_size=16, max_size=16),
     st.lists(st.builds(FirstToken, counts, counts, finishes), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
+    st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
 
 FRAME = Frame(
     "decode-0", "e1", 7, EngineLoad(1, 2, 3, 4, 5, 0.01), ("r2",), (TokenItem("r1", 0, 3, 42, FinishReason.STOP),)
 )
-HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0)
+HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r")
 
 
