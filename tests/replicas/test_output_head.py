@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from replicas.output_head import FewRowsLinear, lay_out_head
+from replicas.output_head import WideLinear, lay_out_head
 
 
 def tiny_llama(**changes: Any) -> Any:
@@ -50,7 +50,7 @@ def test_same_logits_and_the_same_greedy_tokens(tie_word_embeddings: bool) -> No
 @pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (2, 2), (5,), (0,), (2, 3)])
 def test_any_number_of_rows(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
-    head = FewRowsLinear(8, 20, bias=bias)
+    head = WideLinear(8, 2500, bias=bias)
     x = torch.randn(*shape, 8)
     torch.testing.assert_close(head(x), nn.functional.linear(x, head.weight, head.bias), rtol=1e-5, atol=1e-6)
 
