@@ -313,7 +313,7 @@ CHAT, TEXT = (ChatCompletionBody, {"messages": HELLO}), (CompletionBody, {"promp
         ([CHAT, TEXT], {"max_tokens": -1}, "max_tokens"),
         ([CHAT, TEXT], {"max_tokens": -5, "stream": True}, "max_tokens"),
         ([TEXT], {"max_tokens": 0, "echo": False}, "max_tokens"),
-        ([CHAT], {"max_tokens": 0, "echo": True}, "max_tokens"),
+        ([CHAT], {"max_tokens": 0, "echo": True}, "echo"),
         ([CHAT], {"top_logprobs": 1}, "top_logprobs"),
         ([CHAT], {"best_of": 2}, "best_of"),
         ([CHAT, TEXT], {"best_of": 2, "n": 3}, "best_of"),
