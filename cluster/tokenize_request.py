@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from cluster.openai_messages import ChatMessage
 from cluster.openai_object import OpenAIObject, not_together, token_ids, token_ids_schema
@@ -12,6 +12,15 @@ from cluster.openai_object import OpenAIObject, not_together, token_ids, token_i
 
 class TokenizeBody(OpenAIObject):
     """Either a prompt, as for completions, or messages, as for chat."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array", "minItems": 1}}},
+            ]
+        }
+    )
 
     model: str | None = Field(default=None, description="Name of the model; left out: the one that is served.")
     prompt: str | None = Field(default=None, description="The text; or give messages.", examples=["Once upon a time"])
