@@ -25,6 +25,7 @@ from cluster.config_conflicts import (
 )
 from cluster.config_section import Section
 from cluster.fairness_config import FairnessConfig
+from cluster.http_config import AuthConfig, CorsConfig
 from cluster.model_config import ModelConfig
 from cluster.pool_config import PoolsConfig
 from cluster.service_config import (
@@ -51,6 +52,8 @@ class Config(Section):
         description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Where HTTP is served")
+    auth: AuthConfig = Field(default=AuthConfig(), description="Who may call the API, by API keys")
+    cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")

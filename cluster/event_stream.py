@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from cluster import openai_response as openai
 from cluster.api_error import ApiError
 from cluster.choice_events import ChoiceEvents
+from cluster.http_request_id import request_id_of
 from cluster.request_timer import RequestTimer, outcome_of
 
 if TYPE_CHECKING:
@@ -43,11 +44,13 @@ class EventStream(StreamingResponse):
         self._answer, self._timer = answer, timer
         self._choices: dict[int, ChoiceEvents] = {}
         self._reasons: list[str] = []
+        self._request_id = ""
         self._outcome = "cancelled"  # unless it comes to another end
         self._bytes = self._events()
         super().__init__(self._bytes, media_type="text/event-stream", headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = request_id_of(scope)
         try:
             await super().__call__(scope, receive, send)
         except ClientDisconnect:
@@ -74,7 +77,7 @@ class EventStream(StreamingResponse):
             yield openai.sse_error(error)
         except Exception:
             self._outcome = "server_error"
-            logger.exception("stream failed", extra={"event": "stream_failed"})
+            logger.exception("stream failed", extra={"event": "stream_failed", "request_id": self._request_id})
             yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
 
     def _events_of(self, deltas: list[TextDelta]) -> bytes:
@@ -85,5 +88,6 @@ class EventStream(StreamingResponse):
             self._reasons.append(delta.finish_reason)
         choice = self._choices.get(delta.index)
         if choice is None:
-            choice = self._choices[delta.index] = ChoiceEvents(self._answer, delta.index)
+            usage = (lambda: self._generation.usage) if self._answer.continuous_usage else None
+            choice = self._choices[delta.index] = ChoiceEvents(self._answer, delta.index, usage)
         return choice

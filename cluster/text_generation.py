@@ -44,6 +44,34 @@ class TextGeneration:
         self._specs = [replace(spec, priority=priority, client=client) for spec in self._specs]
 
     @property
+    def generation_ids(self) -> list[str]:
+        """Of each prompt: what the log calls it."""
+        return [spec.generation_id for spec in self._specs]
+
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of a choice."""
+        for spec in self._specs:
+            if index < spec.num_choices:
+                return spec.prompt_ids
+            index -= spec.num_choices
+        raise IndexError("no such choice")
+
+    def best(self, num_kept: int) -> list[TextChoice]:
+        """Of each prompt's choices the num_kept with the highest mean log-probability a token, the best first.
+
+        All of them in their own order when there are no more. Once all have ended.
+        """
+        kept: list[TextChoice] = []
+        first = 0
+        for spec in self._specs:
+            choices = list(self._choices[first : first + spec.num_choices])
+            first += spec.num_choices
+            if len(choices) > num_kept:
+                choices.sort(key=lambda choice: choice.sum_logprobs / max(1, choice.num_tokens), reverse=True)
+            kept += choices[:num_kept]
+        return kept
+
+    @property
     def usage(self) -> Usage:
         """A prompt counts once, however many choices it has."""
         return Usage(
@@ -77,12 +105,14 @@ class TextGeneration:
 
     def _delta(self, item: GenerationItem, choices: Sequence[TextChoice]) -> TextDelta | None:
         if isinstance(item, ScoredPrompt):
+            for choice in choices:
+                choice.prompt_logprobs = item.positions
             return None
         choice = choices[item.choice]
         if choice.finish_reason is not None:
             return None  # a stop string has ended it; the others still run
         self._timer.token(choice.index)
-        return choice.push(item.token_id, item.finish_reason)
+        return choice.push(item.token_id, item.finish_reason, item.logprobs)
 
     async def _side_by_side(self) -> AsyncGenerator[list[TextDelta], None]:
         output: BatchQueue[TextDelta] = BatchQueue()
