@@ -129,6 +129,12 @@ class MemoryProjection:
             return []
         return [request_id for request_id, profile in self._profiles.items() if _due(profile) < step]
 
+    @property
+    def next_due(self) -> int:
+        """The last step before which `overdue` names nobody, unless something changes."""
+        self._refresh()
+        return self._next_due
+
     def peak(self, step: int) -> int:
         """Most blocks in use at any time from `step` on."""
         self._refresh()

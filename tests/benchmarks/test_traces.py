@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.traces import TraceEntry, read_trace
+from cluster.simulation.traces import TraceEntry, read_trace
 from benchmarks.load.workload import LengthRange, PromptMaker, Shape, synthetic_shapes
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
