@@ -94,6 +94,7 @@ def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettin
         admission=admission_policy(decode.admission) if decode else AdmissionPolicy(),
         host_memory_bytes=decode.host_memory_bytes if decode else None,
         fault_dir=str(config.testing.fault_dir) if config.testing.fault_dir else None,
+        step_record_dir=str(config.testing.step_record_dir) if config.testing.step_record_dir else None,
         version=VERSION,
         ray_version=ray.__version__,
         log_level=config.logging.level,

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from replicas.fault_points import FaultPoints
 from replicas.messages import CallStatus, EngineLoad
 from replicas.model_runner import NOT_A_TOKEN, ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
+from replicas.step_recorder import StepRecorder
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
@@ -51,6 +52,7 @@ class EngineParts(Generic[SchedulerT]):
     metrics: EngineMetrics
     lag: int
     num_threads: int
+    recorder: StepRecorder = field(default_factory=StepRecorder)
 
 
 class Engine(ABC, Generic[SchedulerT, OpenCallT]):
@@ -62,6 +64,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
+        self.recorder = parts.recorder
         self._lag = parts.lag
         self._num_threads = parts.num_threads
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
@@ -152,6 +155,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             )
             handle = self._launch_in_pieces(plan)
         duration_s = time.monotonic() - started_s
+        self.recorder.launched(plan, started_s)
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
         return handle
@@ -164,6 +168,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
+        self.recorder.committed(output.step_id)
         broken = {token.request_id for token in output.tokens if token.token_id == NOT_A_TOKEN}
         for request_id in broken:
             self._end(request_id, RequestState.FAILED, CallStatus.ERROR, "the model's output was not a number")

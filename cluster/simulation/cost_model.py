@@ -66,5 +66,7 @@ def load_costs(path: Path) -> CostModel:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}" for found in error.errors())
+        lines = (
+            f"{path}: {'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}" for found in error.errors()
+        )
         raise ConfigError(*lines) from error

@@ -15,11 +15,12 @@ from typing import Generic, TypeVar
 from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
-from cluster.simulation.step_model import StepModel, StepShape
+from cluster.simulation.step_model import StepModel
 from replicas.messages import EngineLoad
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import RequestState
+from scheduler.step_shape import StepShape
 
 SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
 

@@ -1,4 +1,4 @@
-"""An ingress's router on the simulated clock: cluster.routing_policy over a cluster.pool_view, as cluster.router does."""
+"""A router on the simulated clock: cluster.routing_policy over a cluster.pool_view, as cluster.router does it."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ class SimulatedRouter:
             prefill = self._prefills[prefill_id]
             deadline_s = attempt.client.job.arrival_s + self._times.request_s
             self._call(prefill, attempt, now_s, lambda at_s: prefill.submit(attempt, deadline_s, at_s))
-            self._at(
-                now_s + self._times.handoff_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s)
-            )
+            self._at(now_s + self._times.handoff_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
 
     def _evicted(self, attempt: Attempt, now_s: float) -> None:
         """Its memory was needed by others: once more, with what there is as prompt."""

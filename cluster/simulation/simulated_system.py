@@ -7,6 +7,7 @@ up to half a second later.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -72,9 +73,7 @@ class SimulatedSystem:
         for index in range(shape.decode.num_replicas):
             scheduler = make_decode(shape)
             name = f"decode-{index:04d}"
-            decode = SimulatedDecode(
-                name, index, scheduler, costs.decode, shape.decode.lag, costs, self.queue, machine
-            )
+            decode = SimulatedDecode(name, index, scheduler, costs.decode, shape.decode.lag, costs, self.queue, machine)
             decode.on_frame, decode.on_load_ended = self._frame_sender(name), self._load_ended
             decode.may_skip = may_skip
             decode.prepare()
@@ -117,7 +116,13 @@ class SimulatedSystem:
             self._arrive_at(0)
             if sample_interval_s is not None:
                 self._sample_at(run.clients[0].job.arrival_s, sample_interval_s)
-        self.queue.run()
+        was_collecting = gc.isenabled()
+        gc.disable()  # everything lives until the end; looking for garbage among it takes more than half of the time
+        try:
+            self.queue.run()
+        finally:
+            if was_collecting:
+                gc.enable()
         for decode in self.decodes.values():
             run.gaps.merge(decode.gaps)
         return run

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cluster.admission_settings import admission_policy
 from cluster.config import Config
 from cluster.pool_config import PoolConfig
-from cluster.simulation.simulated_router import RouterTimes
 from cluster.routing_policy import RoutingRules
+from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from scheduler.admission import AdmissionPolicy
 from scheduler.engine_scheduler import PoolLimits
@@ -47,7 +47,7 @@ def shape_of(
     pools = config.pools
     block_bytes = kv_bytes_per_token * config.kv.block_size
     num_prefill, num_decode = replicas or (pools.prefill.replicas if pools.prefill else 0, pools.decode.replicas)
-    if (num_prefill == 0) != (pools.prefill is None) or num_decode < 1:
+    if (num_prefill == 0) != (pools.prefill is None) or num_prefill < 0 or num_decode < 1:
         raise ConfigError(f"--replicas {num_prefill} {num_decode} does not fit layout {config.layout} of the config")
     prefill_tokens, decode_tokens = kv_tokens or (None, None)
     decode = _pool_shape("decode", pools.decode, num_decode, config, block_bytes, decode_tokens)
