@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections import deque
-from io import TextIOWrapper
 from pathlib import Path
 
 from scheduler.plan import StepPlan
@@ -22,26 +21,24 @@ class StepRecorder:
     """
 
     def __init__(self, folder: str | None = None, pool: str = "") -> None:
-        """Raises OSError when the file cannot be made."""
-        self._file: TextIOWrapper | None = None
-        if folder is not None:
-            self._file = Path(folder, f"{pool}-{os.getpid()}.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._path = Path(folder, f"{pool}-{os.getpid()}.jsonl") if folder is not None else None
         self._launched: deque[tuple[int, float, StepShape]] = deque()
         self._last_end_s = 0.0
 
     def launched(self, plan: StepPlan, now_s: float) -> None:
         """Its launch began at now_s."""
-        if self._file is not None and not plan.is_empty:
+        if self._path is not None and not plan.is_empty:
             self._launched.append((plan.step_id, now_s, StepShape.of(plan)))
 
     def committed(self, step_id: int) -> None:
-        """Its tokens are here. Writes a line; steps before it that were abandoned are forgotten."""
-        if self._file is None:
+        """Its tokens are here. Writes a line; abandoned steps before it are forgotten. Raises OSError."""
+        if self._path is None:
             return
         end_s = time.monotonic()
         while self._launched and self._launched[0][0] <= step_id:
             launched_id, launched_s, shape = self._launched.popleft()
             if launched_id == step_id:
                 start_s = max(launched_s, self._last_end_s)
-                self._file.write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]) + "\n")
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]) + "\n")
         self._last_end_s = end_s

@@ -19,9 +19,8 @@ class TraceScale:
     """How a trace is made to fit the system.
 
     rate: 2.5 sends every request twice and every second one a third time, in the same time; 0.5 leaves out every
-    second one. By chance, but the first copy keeps its time. length: a factor on prompts and outputs. max_model_len: prompts and
-    outputs are cut to fit. max_tokens: what every client asks for, though its answer stops at the trace's length; None:
-    exactly that length.
+    second one: by chance, but the first copy keeps its time. length: a factor on prompts and outputs. max_tokens: what
+    every client asks for, though its answer stops at the trace's length; None: exactly that length.
     """
 
     rate: float = 1.0
