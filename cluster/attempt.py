@@ -24,7 +24,7 @@ from cluster.attempt_mailboxes import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.generation import Leg
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
-from cluster.routing_policy import Need, Route
+from cluster.routing_policy import Route
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -33,6 +33,7 @@ from replicas.messages import (
     GenerationRequest,
     PrefillCall,
     PrefillReply,
+    PromptLogprobs,
     TokenItem,
 )
 
@@ -90,7 +91,6 @@ class Attempt:
         leg: Leg,
         request: GenerationRequest,
         route: Route,
-        need: Need,
         *,
         decode: PoolClient,
         prefill: PoolClient | None,
@@ -101,7 +101,7 @@ class Attempt:
     ) -> None:
         self.route = route
         self.stage = Stage.QUEUE  # where it is now
-        self._leg, self._request, self._need = leg, request, need
+        self._leg, self._request = leg, request
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
@@ -111,7 +111,7 @@ class Attempt:
     def open(self) -> None:
         """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
-        self._view.sent(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
@@ -169,6 +169,8 @@ class Attempt:
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+        if reply.prompt_logprobs:
+            self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
         self.stage = Stage.TRANSFER
 
@@ -178,6 +180,8 @@ class Attempt:
             mail = await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None)
             if isinstance(mail, ChannelLost):
                 raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
+            if isinstance(mail, PromptLogprobs):
+                self._leg.take_prompt(mail)
             if isinstance(mail, TokenItem):
                 self._leg.take(mail)
                 self.stage = Stage.DECODE
@@ -249,7 +253,7 @@ class Attempt:
     def _heard(self) -> None:
         if self._is_unheard:
             self._is_unheard = False
-            self._view.admitted(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+            self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
-from replicas.messages import ChannelAddress, Frame, TokenItem
+from replicas.messages import ChannelAddress, Frame, PromptLogprobs, TokenItem
 from replicas.token_receiver import TokenReceiver
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class ChannelLost:
     detail: str
 
 
-Mail = Admitted | TokenItem | ChannelLost
+Mail = Admitted | PromptLogprobs | TokenItem | ChannelLost
 
 
 class Mailboxes:
@@ -56,6 +56,8 @@ class Mailboxes:
         """Sort a frame. What belongs to nobody any more is dropped: its request was ended here first."""
         for request_id in frame.admitted:
             self._put(frame.replica_id, request_id, Admitted())
+        for part in frame.prompts:
+            self._put(frame.replica_id, part.request_id, part)
         for item in frame.tokens:
             self._put(frame.replica_id, item.request_id, item)
 

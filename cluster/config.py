@@ -24,6 +24,7 @@ from cluster.config_conflicts import (
     timeout_conflicts,
 )
 from cluster.config_section import Section
+from cluster.fairness_config import FairnessConfig
 from cluster.model_config import ModelConfig
 from cluster.pool_config import PoolsConfig
 from cluster.service_config import (
@@ -55,6 +56,7 @@ class Config(Section):
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
+    fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from replicas.messages import FinishReason, FirstToken, GenerationRequest, TokenItem
+from replicas.messages import FinishReason, FirstToken, GenerationRequest, PromptLogprobs, TokenItem, TokenLogprobs
 from scheduler.sampling_params import SamplingParams
 
 
@@ -20,6 +20,8 @@ class GenerationSpec:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
+    priority: int = 0  # higher is more important
+    client: str = ""  # an opaque label: clients share fairly
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,17 @@ class GeneratedToken:
     choice: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """What the model thought of the prompt: one for each of its tokens, None of the first. Before any token."""
+
+    positions: tuple[TokenLogprobs | None, ...]
+
+
+GenerationItem = GeneratedToken | ScoredPrompt
 
 
 @dataclass(slots=True)
@@ -47,12 +60,14 @@ class Leg:
     """
 
     def __init__(
-        self, spec: GenerationSpec, choices: dict[int, ChoiceState], output: asyncio.Queue[GeneratedToken | None]
+        self, spec: GenerationSpec, choices: dict[int, ChoiceState], output: asyncio.Queue[GenerationItem | None]
     ) -> None:
         self.spec = spec
         self._choices = choices
         self._output = output
         self._base = len(next(iter(choices.values())).token_ids)  # tokens emitted before this attempt
+        self._owes_prompt = spec.sampling.num_prompt_logprobs is not None  # its scores, before the first token
+        self._scores: list[TokenLogprobs | None] = []  # of the prompt, as this attempt has brought them so far
         self.open_choices = tuple(c for c, state in choices.items() if state.finish_reason is None)
 
     @property
@@ -72,18 +87,30 @@ class Leg:
             choices=self.open_choices,
             max_tokens=self.spec.max_tokens - self._base,
             stop_token_ids=self.spec.stop_token_ids,
-            sampling=self.spec.sampling,
+            sampling=self._sampling(),
             timeout_s=timeout_s,
+            priority=self.spec.priority,
+            client=self.spec.client,
+            num_output_in_prompt=self._base,
         )
 
     def take_first(self, first_tokens: tuple[FirstToken, ...]) -> None:
         """Prefill's answer: token 0 of each choice. Mutates; emits."""
         for token in first_tokens:
-            self._take(token.choice, 0, token.token_id, token.finish_reason)
+            self._take(token.choice, 0, token.token_id, token.finish_reason, token.logprobs)
+
+    def take_prompt(self, part: PromptLogprobs) -> None:
+        """What the model thought of the prompt's next tokens. Mutates; they are emitted before the first token.
+
+        Raises ProtocolError when it was not asked for or is not the next part.
+        """
+        if not self._owes_prompt or part.start != len(self._scores):
+            raise ProtocolError(f"prompt: logprobs of token {part.start} after {len(self._scores)}")
+        self._scores += part.positions
 
     def take(self, item: TokenItem) -> None:
         """One token of a frame. Mutates; emits. Raises ProtocolError when it is not the choice's next one."""
-        self._take(item.choice, item.index, item.token_id, item.finish_reason)
+        self._take(item.choice, item.index, item.token_id, item.finish_reason, item.logprobs)
 
     def num_taken(self, choice: int) -> int:
         """Tokens of a choice taken in this attempt."""
@@ -93,16 +120,40 @@ class Leg:
         """The unfinished choices as legs to try again: together while they still share their history."""
         unfinished = {c: state for c, state in self._choices.items() if state.finish_reason is None}
         if len({tuple(state.token_ids) for state in unfinished.values()}) == 1:
-            return [Leg(self.spec, unfinished, self._output)]
-        return [Leg(self.spec, {c: state}, self._output) for c, state in unfinished.items()]
+            return [self._leg_of(unfinished)]
+        return [self._leg_of({c: state}) for c, state in unfinished.items()]
 
-    def _take(self, choice: int, index: int, token_id: int, finish_reason: FinishReason | None) -> None:
+    def _leg_of(self, choices: dict[int, ChoiceState]) -> Leg:
+        leg = Leg(self.spec, choices, self._output)
+        leg._owes_prompt = self._owes_prompt
+        return leg
+
+    def _sampling(self) -> SamplingParams:
+        """A replay need not score the prompt again: the client has got that."""
+        return self.spec.sampling if self._owes_prompt else replace(self.spec.sampling, num_prompt_logprobs=None)
+
+    def _emit_prompt(self) -> None:
+        if len(self._scores) != len(self.spec.prompt_ids):
+            raise ProtocolError(f"prompt: logprobs of {len(self._scores)} tokens, it has {len(self.spec.prompt_ids)}")
+        self._output.put_nowait(ScoredPrompt(tuple(self._scores)))
+        self._owes_prompt = False
+
+    def _take(
+        self,
+        choice: int,
+        index: int,
+        token_id: int,
+        finish_reason: FinishReason | None,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
         state = self._choices[choice]
         if state.finish_reason is not None or index != len(state.token_ids) - self._base:
             raise ProtocolError(f"choice {choice}: token {index} after {len(state.token_ids) - self._base}")
+        if self._owes_prompt:
+            self._emit_prompt()
         state.token_ids.append(token_id)
         state.finish_reason = finish_reason
-        self._output.put_nowait(GeneratedToken(choice, token_id, finish_reason))
+        self._output.put_nowait(GeneratedToken(choice, token_id, finish_reason, logprobs))
 
 
 class ProtocolError(AssertionError):

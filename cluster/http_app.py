@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster import openai_response as openai
 from cluster.api_error import ApiError
+from cluster.client_label import client_label
 from cluster.metrics_merge import CONTENT_TYPE
 from cluster.openai_body import parse_body
 from cluster.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
@@ -105,6 +106,7 @@ async def _serve_generation(
         else:
             assert isinstance(body, CompletionBody)
             generation, answer = await ingress.service.completion(body, timer)
+        generation.stand_in_line(-body.priority, client_label(request.headers, ingress.fairness))
         if body.stream:
             return await _stream(generation, answer, timer)
         return await _whole(generation, answer, timer)

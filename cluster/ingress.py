@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from cluster.config import Config
+    from cluster.fairness_config import FairnessConfig
     from cluster.service_config import LimitsConfig
     from replicas.metric_set import FamilySnapshot
 
@@ -107,6 +108,10 @@ class Ingress:
     @property
     def limits(self) -> LimitsConfig:
         return self._config.limits
+
+    @property
+    def fairness(self) -> FairnessConfig:
+        return self._config.fairness
 
     def missing_pools(self) -> list[str]:
         """Pools that a request would need and that have no replica now."""

@@ -5,8 +5,8 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 - null means the same as leaving the field out;
 - fields nobody knows are ignored (`unknown_fields`, to log them), fields that would need something this server does
   not do are refused (openai_unsupported);
-- vLLM's extensions top_k, stop_token_ids, ignore_eos, include_stop_str_in_output and return_token_ids work on both
-  endpoints, and so does max_completion_tokens, which goes before max_tokens.
+- vLLM's extensions top_k, stop_token_ids, ignore_eos, include_stop_str_in_output, return_token_ids and priority work
+  on both endpoints, and so does max_completion_tokens, which goes before max_tokens.
 """
 
 from __future__ import annotations
@@ -219,6 +219,8 @@ class GenerationBody(_Object):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    # vLLM's: the smaller goes first.
+    priority: Integer = 0
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -241,6 +243,14 @@ class GenerationBody(_Object):
     def _check_n(cls, value: int, info: ValidationInfo) -> int:
         if value > _limits(info).max_choices:
             raise invalid(f"must be at most {_limits(info).max_choices}")
+        return value
+
+    @field_validator("priority")
+    @classmethod
+    def _check_priority(cls, value: int, info: ValidationInfo) -> int:
+        least, most = _limits(info).min_priority, _limits(info).max_priority
+        if not least <= value <= most:
+            raise invalid(f"must be from {least} (goes first) to {most}")
         return value
 
     @field_validator("top_k")

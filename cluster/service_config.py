@@ -118,6 +118,15 @@ class LimitsConfig(Section):
         ge=1,
         description="Most tokens one request may cause: prompts times n times max_tokens",
     )
+    min_priority: int = Field(
+        default=0,
+        ge=-1_000,
+        le=0,
+        description="Smallest priority a request may give, which is the most important: smaller ones go first",
+    )
+    max_priority: int = Field(
+        default=100, ge=0, le=1_000, description="Largest priority a request may give, the least important"
+    )
 
 
 class LoggingConfig(Section):

@@ -6,9 +6,10 @@ import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.generation import GenerationItem, GenerationSpec, ScoredPrompt
 from cluster.openai_response import Usage
 from cluster.text_choice import TextChoice, TextDelta
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """What the router does for us; a fake in tests."""
 
-    def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]: ...
+    def generate(self, spec: GenerationSpec) -> AsyncGenerator[GenerationItem, None]: ...
 
 
 class TextGeneration:
@@ -36,6 +37,10 @@ class TextGeneration:
         self._specs = specs
         self._choices = choices
         self._timer = timer
+
+    def stand_in_line(self, priority: int, client: str) -> None:
+        """Where its prompts wait: higher priority goes first, and clients share fairly. Before `deltas`. Mutates."""
+        self._specs = [replace(spec, priority=priority, client=client) for spec in self._specs]
 
     @property
     def usage(self) -> Usage:
@@ -78,6 +83,8 @@ class TextGeneration:
         num_open = len(choices)
         async with aclosing(self._source.generate(spec)) as tokens:
             async for token in tokens:
+                if isinstance(token, ScoredPrompt):
+                    continue
                 choice = choices[token.choice]
                 if choice.finish_reason is not None:
                     continue  # a stop string has ended it; the others still run

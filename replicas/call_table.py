@@ -44,4 +44,6 @@ def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill
         deadline_s=now_s + request.timeout_s,
         local_prefill=local_prefill,
         priority=request.priority,
+        client=request.client,
+        num_output_in_prompt=request.num_output_in_prompt,
     )

@@ -206,9 +206,12 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             num_running=self.scheduler.num_running,
             num_queued=self.scheduler.num_queued,
             queued_prompt_tokens=self.scheduler.queued_prompt_tokens,
-            free_blocks=self.scheduler.budget.available,
+            free_blocks=self.scheduler.free_blocks(),
             total_blocks=self.scheduler.budget.num_blocks,
             step_s=self.steps.mean_s,
+            prefill_tokens_per_s=self.steps.prefill_tokens_per_s,
+            later_free_blocks=self.scheduler.later_free_blocks(),
+            expected_tokens=self.scheduler.expected_tokens or 0,
         )
 
     # -- what differs between the engines ----------------------------------------------------------

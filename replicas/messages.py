@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -31,6 +32,8 @@ class GenerationRequest:
     request_id is unique per attempt (never the client's id) and names the KV transfer too.
     choices are the choice indices to generate; they share the prompt's KV and differ in their noise.
     max_tokens counts every generated token of a choice, the first included; at least 1.
+    num_output_in_prompt: a replay's prompt ends with what earlier attempts have generated: so many of its last tokens
+    count as output for penalties, bad words and min_tokens (the whole request's, not this attempt's).
     """
 
     request_id: str
@@ -40,7 +43,9 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0  # higher is more important: it is preempted later
+    priority: int = 0  # higher is more important: it is admitted earlier and preempted later
+    client: str = ""  # an opaque label, never a key: clients of the same priority share fairly
+    num_output_in_prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,15 @@ class TransferPeer:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token prefill sampled for one choice, and whether it already ended that choice."""
+    """The token prefill sampled for one choice, and whether it already ended that choice.
+
+    logprobs: in replies, when they were asked for; decode has no use for them, so handoffs carry none.
+    """
 
     choice: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,19 @@ class TokenItem:
     index: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What the model thought of prompt tokens start, start + 1, ...; None of token 0, which nothing precedes.
+
+    Of a prompt that decode computes itself, one for each chunk, in order, the last no later than the first token.
+    """
+
+    request_id: str
+    start: int
+    positions: tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +148,13 @@ class EngineLoad:
     num_running: int
     num_queued: int
     queued_prompt_tokens: int
-    free_blocks: int  # not reserved by any admitted request
+    free_blocks: int  # what a newcomer may use at every step to come, by the projection of all who were admitted
     total_blocks: int
     step_s: float  # moving average of the step time; 0.0 before the first
+    prefill_tokens_per_s: float = 0.0  # moving average over steps that compute prompts; 0.0 before the first
+    # As free_blocks, but from the step on that is so many (scheduler.admission.LATER_STEPS) away; empty: not projected.
+    later_free_blocks: tuple[int, ...] = ()
+    expected_tokens: int = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,7 @@ class Frame:
     load: EngineLoad
     admitted: tuple[str, ...]  # request ids whose memory was reserved
     tokens: tuple[TokenItem, ...]
+    prompts: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +226,5 @@ class PrefillReply:
     queue_s: float
     prefill_s: float
     load: EngineLoad
+    # One for each prompt token, None of the first; empty when not asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from replicas.messages import PrefillCall, PrefillReply
+from replicas.messages import EngineLoad, PrefillCall, PrefillReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ class PrefillReplica:
         except asyncio.CancelledError:
             self._engine.cancel(call.request.request_id)
             raise
+
+    async def load(self) -> EngineLoad:
+        """What waits here and how fast it is computed, not older than a step and 50 ms."""
+        return self._engine.status.load
 
     async def forget_peer(self, agent_name: str) -> None:
         """The router saw this decode replica die: leases held for it end."""

@@ -19,11 +19,14 @@ from replicas.messages import (
     Frame,
     Handoff,
     NoteKind,
+    PromptLogprobs,
     TokenItem,
+    TokenLogprobs,
     TransferNote,
 )
+from scheduler.admission import LATER_STEPS
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _T = TypeVar("_T")
 
@@ -57,16 +60,23 @@ def encode_frame(frame: Frame) -> bytes:
                 load.free_blocks,
                 load.total_blocks,
                 float(load.step_s),
+                float(load.prefill_tokens_per_s),
+                load.later_free_blocks,
+                load.expected_tokens,
             ),
             frame.admitted,
-            [(t.request_id, t.choice, t.index, t.token_id, t.finish_reason) for t in frame.tokens],
+            [
+                (t.request_id, t.choice, t.index, t.token_id, t.finish_reason, t.logprobs and _packed(t.logprobs))
+                for t in frame.tokens
+            ],
+            [(p.request_id, p.start, [at and _packed(at) for at in p.positions]) for p in frame.prompts],
         )
     )
 
 
 def decode_frame(payload: bytes) -> Frame:
     """Raises MalformedMessage, and nothing else."""
-    fields = _unpack(payload, {_FRAME: 6})
+    fields = _unpack(payload, {_FRAME: 7})
     return Frame(
         replica_id=_text(fields[2], "replica_id"),
         epoch=_text(fields[3], "epoch"),
@@ -74,6 +84,7 @@ def decode_frame(payload: bytes) -> Frame:
         load=_load(fields[5]),
         admitted=tuple(_text(item, "admitted") for item in _array(fields[6], "admitted")),
         tokens=tuple(_token_item(item) for item in _array(fields[7], "tokens")),
+        prompts=tuple(_prompt(item) for item in _array(fields[8], "prompts")),
     )
 
 
@@ -116,7 +127,7 @@ def _note(fields: list[object]) -> TransferNote:
 
 
 def _handoff(fields: list[object]) -> Handoff:
-    lease_s = _seconds(fields[10], "lease_s")
+    lease_s = _amount(fields[10], "lease_s")
     if lease_s == 0.0:
         _refuse("lease_s is zero")
     digest = fields[8]
@@ -146,7 +157,7 @@ def _first_token(value: object) -> FirstToken:
 
 def _token_item(value: object) -> TokenItem:
     """Written flat: it runs once per generated token in every router."""
-    request_id, choice, index, token_id, finish = _array(value, "tokens", length=5)
+    request_id, choice, index, token_id, finish, logprobs = _array(value, "tokens", length=6)
     if type(request_id) is not str or len(request_id) > _MAX_TEXT:
         _refuse("request_id is not a text of sensible length")
     if not (type(choice) is type(index) is type(token_id) is int):
@@ -154,18 +165,46 @@ def _token_item(value: object) -> TokenItem:
     if min(choice, index, token_id) < 0 or max(choice, index, token_id) > _MAX_COUNT:
         _refuse("choice, index or token_id is out of range")
     reason = None if finish is None else _choice(_FINISH, finish, "finish_reason")
-    return TokenItem(request_id, choice, index, token_id, reason)
+    return TokenItem(request_id, choice, index, token_id, reason, _logprobs(logprobs))
+
+
+def _packed(logprobs: TokenLogprobs) -> tuple[float, tuple[tuple[int, float], ...]]:
+    return logprobs.logprob, logprobs.top
+
+
+def _prompt(value: object) -> PromptLogprobs:
+    item = _array(value, "prompts", length=3)
+    return PromptLogprobs(
+        request_id=_text(item[0], "request_id"),
+        start=_count(item[1], "start"),
+        positions=tuple(_logprobs(position) for position in _array(item[2], "positions")),
+    )
+
+
+def _logprobs(value: object) -> TokenLogprobs | None:
+    if value is None:
+        return None
+    logprob, top = _array(value, "logprobs", length=2)
+    pairs = [_array(pair, "top", length=2) for pair in _array(top, "top")]
+    tops = tuple((_count(token_id, "token_id"), _logprob(value)) for token_id, value in pairs)
+    return TokenLogprobs(_logprob(logprob), tops)
 
 
 def _load(value: object) -> EngineLoad:
-    item = _array(value, "load", length=6)
+    item = _array(value, "load", length=9)
+    later_free_blocks = tuple(_count(free, "later_free_blocks") for free in _array(item[7], "later_free_blocks"))
+    if len(later_free_blocks) > len(LATER_STEPS):
+        _refuse("later_free_blocks are more than there are steps for them")
     return EngineLoad(
         num_running=_count(item[0], "num_running"),
         num_queued=_count(item[1], "num_queued"),
         queued_prompt_tokens=_count(item[2], "queued_prompt_tokens"),
         free_blocks=_count(item[3], "free_blocks"),
         total_blocks=_count(item[4], "total_blocks"),
-        step_s=_seconds(item[5], "step_s"),
+        step_s=_amount(item[5], "step_s"),
+        prefill_tokens_per_s=_amount(item[6], "prefill_tokens_per_s"),
+        later_free_blocks=later_free_blocks,
+        expected_tokens=_count(item[8], "expected_tokens"),
     )
 
 
@@ -218,9 +257,15 @@ def _count(value: object, field: str) -> int:
     return value
 
 
-def _seconds(value: object, field: str) -> float:
+def _amount(value: object, field: str) -> float:
     if type(value) is not float or not math.isfinite(value) or value < 0.0:
         _refuse(f"{field} is not a finite, non-negative float")
+    return value
+
+
+def _logprob(value: object) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        _refuse("a log-probability is not a finite float")
     return value
 
 

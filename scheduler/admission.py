@@ -10,6 +10,9 @@ from scheduler.memory_budget import Budget
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request
 
+# Distances, in steps, at which the room to come is reported: requests end, and a newcomer grows into what they leave.
+LATER_STEPS = (16, 64, 256, 1024)
+
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPolicy:
@@ -46,6 +49,15 @@ class ProjectedBudget(Budget):
     @property
     def available(self) -> int:
         return max(0, self.limit - self.promised)
+
+    def free_from(self, num_steps: int) -> int:
+        """Blocks that a newcomer may use from the step on that is num_steps away. O(log requests)."""
+        return max(0, self._limit_now - self.projection.peak(self.step + num_steps))
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return None if self.estimator is None else self.estimator.estimate(1)
 
     def promise(self, request: Request) -> bool:
         """Admit a request that has not started if it fits by the projection; mutates only then."""
@@ -89,9 +101,12 @@ class ProjectedBudget(Budget):
             self.estimator.observe(num_tokens)
 
     def _fits(self, newcomer: Profile) -> bool:
+        return self.projection.fits(newcomer, self.step, self._limit_now)
+
+    @property
+    def _limit_now(self) -> int:
         # Alone it need not leave anything free: whatever can fit does get in.
-        limit = self.limit if len(self.projection) else self.num_blocks
-        return self.projection.fits(newcomer, self.step, limit)
+        return self.limit if len(self.projection) else self.num_blocks
 
     def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
+from scheduler.admission import LATER_STEPS, AdmissionPolicy, ProjectedBudget, num_distinct_blocks
 from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
@@ -54,8 +54,22 @@ class DecodeScheduler(EngineScheduler):
         is_there = num_prompt_blocks <= self._num_available - self.preemption.num_protected_blocks()
         return is_there and self.budget.promise(request)
 
+    def free_blocks(self) -> int:
+        return 0 if self.preemption else self.budget.free_from(0)
+
+    def later_free_blocks(self) -> tuple[int, ...]:
+        return tuple(0 if self.preemption else self.budget.free_from(num_steps) for num_steps in LATER_STEPS)
+
+    @property
+    def expected_tokens(self) -> int | None:
+        return self.budget.expected_tokens
+
     def _slots_needed(self, request: Request) -> int:
         return len(request.choices)
+
+    def _cost(self, request: Request) -> int:
+        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
+        return request.prompt_len + len(request.choices) * length
 
     def _on_admitted(self, request: Request) -> None:
         if request.local_prefill:

@@ -26,6 +26,9 @@ class PrefillScheduler(EngineScheduler):
     def _slots_needed(self, request: Request) -> int:
         return 1
 
+    def _cost(self, request: Request) -> int:
+        return request.prompt_len
+
     def _on_admitted(self, request: Request) -> None:
         (sequence,) = request.sequences
         sequence.block_ids = list(self.allocator.allocate(self.blocks_needed(request)))

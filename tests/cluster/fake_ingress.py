@@ -86,15 +86,17 @@ class FakeIngress:
 
     model_name, max_model_len, started_at = MODEL, 512, 1_700_000_000
 
-    def __init__(self, source: ScriptedSource, **limits: int) -> None:
+    def __init__(self, source: ScriptedSource, fairness: Mapping[str, str] | None = None, **limits: int) -> None:
         config = Config.model_validate(
             {
                 "model": {"name": MODEL, "max_model_len": self.max_model_len},
                 "pools": {"prefill": {"kv_capacity_tokens": 4096}, "decode": {"kv_capacity_tokens": 4096}},
                 "limits": limits,
+                "fairness": dict(fairness or {}),
             }
         )
         self.limits: LimitsConfig = config.limits
+        self.fairness = config.fairness
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")

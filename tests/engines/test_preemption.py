@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.generation import GenerationSpec
 from replicas.settings import EngineSettings
@@ -31,8 +31,8 @@ SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in
 
 
 @contextmanager
-def _running(engine: EngineSettings) -> Iterator[LocalSystem]:
-    system = LocalSystem(engine, None)
+def _running(engine: EngineSettings, prefill: EngineSettings | None = None) -> Iterator[LocalSystem]:
+    system = LocalSystem(engine, prefill)
     estimator = system.decode.engine.scheduler.budget.estimator
     if isinstance(estimator, LengthEstimator):
         for _ in range(100):  # outputs were very short so far
@@ -73,6 +73,14 @@ def tight(tiny_model: EngineSettings, request: pytest.FixtureRequest) -> Iterato
         yield system
 
 
+@pytest.fixture
+def tight_pair(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
+    """Prompts come from a prefill engine, with memory for two of them at a time."""
+    decode = replace(tiny_model, kv_capacity_tokens=1280, host_memory_bytes=1 << 26, admission=OPTIMISTIC)
+    with _running(decode, replace(tiny_model, pool="prefill", kv_capacity_tokens=512, lag=0)) as system:
+        yield system
+
+
 def _run_preempting(system: LocalSystem, specs: list[GenerationSpec]) -> list[Generated]:
     """Run them side by side, in a system that cannot hold them: some gave way, and nothing is left of it."""
     generated = system.run(specs)
@@ -96,6 +104,21 @@ def test_sixteen_requests_of_200_tokens(roomy: LocalSystem, tight: LocalSystem) 
     assert generated == expected
     assert all(len(got.token_ids[0]) == 200 for got in generated)
     assert len({tuple(got.token_ids[0]) for got in generated}) == len(specs), "texts that are all the same prove little"
+
+
+def test_sixteen_requests_of_200_tokens_through_both_pools(tiny_model: EngineSettings, tight_pair: LocalSystem) -> None:
+    """Greedy ones against transformers, one at a time; the others against the same request alone."""
+    greedy = [tight_pair.spec(prompt, 200) for prompt in PROMPTS]
+    seeded = [tight_pair.spec(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    generated = _run_preempting(tight_pair, greedy + seeded)
+    model = LlamaForCausalLM.from_pretrained(tiny_model.model.source, dtype=torch.float32)
+    model.generation_config = GenerationConfig(max_new_tokens=200, do_sample=False)  # stops nowhere
+    for prompt, got in zip(PROMPTS, generated, strict=False):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids))
+        assert got.token_ids[0] == whole[0, len(prompt) :].tolist()
+    for spec, got in zip(seeded, generated[len(PROMPTS) :], strict=True):
+        assert [got] == tight_pair.run([replace(spec, generation_id=f"{spec.generation_id} alone")])
 
 
 def test_eight_requests_of_three_forked_sequences(roomy: LocalSystem, tight: LocalSystem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
 from scheduler.admission import num_distinct_blocks
@@ -59,7 +60,7 @@ class BruteProjection:
         self._scheduler, self._lag, self._admitted_at = scheduler, lag, admitted_at
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
-        self.futures = [self._future(rid) for rid in scheduler._requests.keys() - scheduler._queue.keys()]
+        self.futures = [self._future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
 
     def peak(self, *more: Future) -> int:
         futures = [*self.futures, *more]
@@ -112,7 +113,8 @@ def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str
     """Fast equals slow: the peak as it is, and the answer for the one that waits first."""
     brute = BruteProjection(scheduler, lag, admitted_at)
     assert scheduler.budget.promised == brute.peak(), "the projection differs from playing it forward"
-    head = next(iter(scheduler._queue.values()), None)
+    with closing(scheduler._queue.in_order()) as waiting:
+        head = next(waiting, None)
     if head is not None:
         profile = scheduler.budget.newcomer(head)
         rows = profile.last_row - brute.step + 1

@@ -20,6 +20,7 @@ from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from tests.scheduler.brute_projection import check_projection
+from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
 from tests.scheduler.short_requests import works_on
 
@@ -72,7 +73,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
         self._in_flight: deque[_Step] = deque()
         self.num_overtaken: Counter[str] = Counter()
-        self._waiting: list[str] = []  # in order of arrival
+        self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
         self.baseline = scheduler.ledger()
 
@@ -81,7 +82,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def submit(self, request: Request, now_s: float) -> None:
         """Raises what the scheduler raises."""
         self.scheduler.submit(request, now_s)
-        self._waiting.append(request.request_id)
+        self._waiting.add(request, self.scheduler._cost(request))
         self.check()
 
     def end(self, request_id: str, state: RequestState, now_s: float) -> bool:
@@ -89,8 +90,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         ended = self.scheduler.end(request_id, state, now_s)
         assert ended == was_live
         assert self.scheduler.get(request_id) is None
-        if request_id in self._waiting:
-            self._waiting.remove(request_id)
+        self._waiting.remove(request_id, taken=False)
         self.check()
         return ended
 
@@ -131,16 +131,18 @@ class SimulatedEngine(Generic[SchedulerT]):
         self._on_end(request_id)
 
     def _admit(self, now_s: float) -> tuple[Request, ...]:
+        waiting = self._waiting.ids()
         admitted: tuple[Request, ...] = self.scheduler.admit(now_s)
         for request in admitted:
-            index = self._waiting.index(request.request_id)
-            for overtaken in self._waiting[:index]:
+            index = waiting.index(request.request_id)
+            for overtaken in waiting[:index]:
                 self.num_overtaken[overtaken] += 1
-            del self._waiting[index]
+            del waiting[index]
+            self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
         assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
-        if self._waiting:
-            self._check_head(self._waiting[0])
+        if waiting:
+            self._check_head(waiting[0])
         if admitted:
             self.check()
         return admitted
@@ -291,7 +293,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
-        assert list(scheduler._queue) == self._waiting
+        assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         free = set(scheduler.allocator._free)
         for step in self._in_flight:
@@ -311,7 +313,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def _check_budget(self, scheduler: DecodeScheduler, num_held: int) -> None:
         """Everybody is in the projection; with bounds instead of estimates it never exceeds the pool."""
         known = scheduler.budget.projection._profiles.keys()
-        admitted = scheduler._requests.keys() - scheduler._queue.keys()
+        admitted = {rid for rid in scheduler._requests if rid not in scheduler._queue}
         out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}
         assert known == admitted - out
         assert scheduler._num_available >= 0, "a read that may begin would find no blocks"
@@ -329,7 +331,7 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _check_promise(self, scheduler: PrefillScheduler, request: Request, own: list[int], is_over: bool) -> None:
         num_promised = scheduler.budget._promised.get(request.request_id, 0)
-        assert scheduler.budget._promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
+        assert scheduler.budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
         assert scheduler.budget.promised == sum(scheduler.budget._promised.values()) <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})

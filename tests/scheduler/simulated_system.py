@@ -150,6 +150,7 @@ class SimulatedSystem:
             deadline_s=self.now_s + (rng.uniform(0.0, 20.0) if urgent else 1e9),
             local_prefill=rng.random() < self.workload.local_share,
             priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
+            client=("", "a", "a", "b")[len(self.clients) % 4],
         )
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
@@ -198,6 +199,8 @@ class SimulatedSystem:
             request.stop_token_ids,
             request.sampling,
             request.deadline_s + self.rng.uniform(-2.0, 2.0),
+            priority=request.priority,
+            client=request.client,
         )
         try:
             self.prefill.submit(copy, self.now_s)
