@@ -140,6 +140,15 @@ class MemoryProjection:
         self._refresh()
         return self._peaks[bisect_left(self._ends, step)]
 
+    def peak_holds_until(self, step: int) -> int:
+        """The last step from `step` on of which `peak` says the same, unless something changes."""
+        self._refresh()
+        index = bisect_left(self._ends, step)
+        peak = self._peaks[index]
+        while index < len(self._ends) and self._peaks[index + 1] == peak:
+            index += 1
+        return self._ends[index] if index < len(self._ends) else NO_END
+
     def peak_with(self, newcomer: Profile, step: int) -> int:
         """What `peak` would be if the newcomer, who has no end, were there too."""
         self._refresh()

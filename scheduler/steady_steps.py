@@ -1,14 +1,14 @@
 """Many decode steps at once, when nothing but growth happens in them: what makes a simulation of hours affordable.
 
 A step is steady if it gives one row to every running sequence and nothing else changes: nobody arrives, is admitted,
-starts, ends, stalls, gives way or comes back. Its decisions are then known without taking them: each sequence is one
-token further, and has a new block if it entered one. Block numbers may differ from those of single steps (blocks are
-taken in another order); no decision depends on them.
+starts, ends, stalls, gives way or comes back, nor does what routers are told of the memory to come. Its decisions are
+then known without taking them: each sequence is one token further, and has a new block if it entered one. Block numbers
+may differ from those of single steps (blocks are taken in another order); no decision depends on them.
 """
 
 from __future__ import annotations
 
-from scheduler.admission import ProjectedBudget
+from scheduler.admission import LATER_STEPS, ProjectedBudget
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.request import Request, RequestState
 
@@ -25,6 +25,9 @@ def num_steady_steps(scheduler: DecodeScheduler, lag: int, most: int) -> int:
     if scheduler.budget.projection.overdue(step):
         return 0
     count = min(most, scheduler.budget.projection.next_due - step)
+    # Nor does the room change that routers are told of.
+    for distance in (0, *LATER_STEPS):
+        count = min(count, scheduler.budget.projection.peak_holds_until(step + distance) - step - distance)
     # Its last known token ends a request: that step is none of these, nor is one that has no row for it.
     count = min(count, min(request.max_tokens - request.sequences[0].num_planned for request in requests) - 1)
     # Room for a block each in every step, so that nobody is looked at more closely.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.routing_policy import Need, Route, RouteKind
+from cluster.routing_policy import Route, RouteKind
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
@@ -71,7 +71,6 @@ class Attempt:
 
     client: Client
     route: Route
-    need: Need
     request_id: str
     prompt_len: int  # tokens generated before count as prompt
     output_len: int

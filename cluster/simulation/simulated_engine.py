@@ -16,6 +16,7 @@ from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
 from cluster.simulation.step_model import StepModel
+from replicas.engine_status import StepClock
 from replicas.messages import EngineLoad
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
@@ -83,7 +84,7 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         self._inbox: list[Action] = []
         self._in_flight: deque[StepInFlight] = deque()
         self._device_free_s = 0.0
-        self._wake_s: float | None = None  # the wake-up that counts
+        self._prompt_clock = StepClock()  # only steps that compute prompts
         self._wake_number = 0
         self._is_idle = True
         self._block_tokens = scheduler.limits.block_size
@@ -160,6 +161,8 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         request_ids = [row.request_id for row in plan.rows]
         request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
         self._in_flight.append(StepInFlight(plan.step_id, tuple(request_ids), end_s))
+        if shape.num_prompt_tokens:
+            self._prompt_clock.count(plan, step_s)
         self.counts.num_steps += 1
         self.counts.num_rows += shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens
@@ -181,15 +184,18 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
             self.scheduler.end(request_id, RequestState.FAILED, now_s)
 
     def load(self) -> EngineLoad:
-        """As replicas.engine reports it, but for the step time: no policy reads that."""
+        """As replicas.engine reports it, but for the step time: to the policies it only settles ties."""
         scheduler = self.scheduler
         return EngineLoad(
             num_running=scheduler.num_running,
             num_queued=scheduler.num_queued,
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
-            free_blocks=scheduler.budget.available,
+            free_blocks=scheduler.free_blocks(),
             total_blocks=scheduler.budget.num_blocks,
             step_s=0.0,
+            prefill_tokens_per_s=self._prompt_clock.prefill_tokens_per_s,
+            later_free_blocks=scheduler.later_free_blocks(),
+            expected_tokens=scheduler.expected_tokens or 0,
         )
 
     @property

@@ -15,7 +15,6 @@ from cluster.simulation.event_queue import EventQueue, Order
 from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
 from cluster.simulation.simulated_prefill import SimulatedPrefill
 from replicas.messages import EngineLoad, Frame
-from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 # As cluster.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
@@ -60,7 +59,7 @@ class SimulatedRouter:
         self._costs, self._queue = costs, queue
         self._decodes, self._prefills = decodes, prefills
         decode_table, prefill_table = _table(decodes), _table(prefills)
-        self.view = PoolView(lambda: decode_table, lambda: prefill_table)
+        self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
 
     # -- from the client ---------------------------------------------------------------------------
 
@@ -75,12 +74,7 @@ class SimulatedRouter:
         job = client.job
         prompt_len, output_len = job.prompt_len + client.num_tokens, job.output_len - client.num_tokens
         max_tokens = job.max_tokens - client.num_tokens
-        need = Need(
-            decode_blocks=blocks_for_generation(prompt_len, max_tokens, 1, self._block_size),
-            prefill_blocks=num_blocks_for(prompt_len, self._block_size),
-            prompt_tokens=prompt_len,
-        )
-        route = self._decide(need)
+        route = self._decide(Need(prompt_len, max_tokens, 1, self._block_size))
         if isinstance(route, NeverFits):
             client.status = ClientStatus.NEVER_FITS
             return
@@ -88,12 +82,12 @@ class SimulatedRouter:
             client.status = ClientStatus.QUEUE_FULL
             return
         request_id = f"{job.index}.{client.num_attempts}"
-        attempt = Attempt(client, route, need, request_id, prompt_len, output_len, max_tokens)
+        attempt = Attempt(client, route, request_id, prompt_len, output_len, max_tokens)
         attempt.last_token_s = client.last_s
         client.attempt = attempt
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
-        self.view.sent(route.decode_id, need.decode_blocks, route.must_wait)
+        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
         deadline_s = job.arrival_s + self._times.request_s
         decode = self._decodes[route.decode_id]
         self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
@@ -218,7 +212,7 @@ class SimulatedRouter:
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
-            self.view.admitted(attempt.route.decode_id, attempt.need.decode_blocks, attempt.route.must_wait)
+            self.view.admitted(attempt.route.decode_id, attempt.route.decode_blocks, attempt.route.must_wait)
 
     # -- sending -----------------------------------------------------------------------------------
 
