@@ -106,6 +106,7 @@ def test_sixteen_requests_of_200_tokens(roomy: LocalSystem, tight: LocalSystem) 
     assert len({tuple(got.token_ids[0]) for got in generated}) == len(specs), "texts that are all the same prove little"
 
 
+@pytest.mark.slow
 def test_sixteen_requests_of_200_tokens_through_both_pools(tiny_model: EngineSettings, tight_pair: LocalSystem) -> None:
     """Greedy ones against transformers, one at a time; the others against the same request alone."""
     greedy = [tight_pair.spec(prompt, 200) for prompt in PROMPTS]
