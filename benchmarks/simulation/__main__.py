@@ -23,7 +23,7 @@ def main() -> int:
     admission = what.add_parser("admission", help="projected memory against free blocks now")
     admission.add_argument("--rate-scale", type=float, default=4.0)
     admission.add_argument("--duration-s", type=float, default=600.0)
-    admission.add_argument("--kv-tokens", type=int, default=49_152, help="KV cache of the decode replica")
+    admission.add_argument("--kv-tokens", type=int, default=65_536, help="KV cache of the decode replica")
     scale = what.add_parser("scale", help="1 to 1,000 decode replicas")
     scale.add_argument("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000])
     scale.add_argument("--requests", type=int, default=40_000, help="of each run with the same load for each replica")
