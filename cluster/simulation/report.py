@@ -113,7 +113,7 @@ def _memory(system: SimulatedSystem, run: SystemRun) -> dict[str, Any]:
 
 
 def _costs(system: SimulatedSystem, duration_s: float) -> dict[str, Any]:
-    """routing_us, scheduling_us: real time of a decision on this machine; an iteration's admit, plan and commit."""
+    """routing_us, scheduling_us: CPU time of a decision on this machine; an iteration's admit, plan and commit."""
     decodes, prefills = list(system.decodes.values()), list(system.prefills.values())
     num_routed = sum(router.counts.num_decisions for router in system.routers)
     num_planned = sum(engine.counts.num_decisions for engine in decodes)

@@ -55,8 +55,9 @@ def _copies(
         time_s = entry.timestamp_s - first_s
         count = whole + (rng.random() < part if part else 0)
         for copy in range(count):
-            shifted_s = time_s + rng.uniform(-_SPREAD_S, _SPREAD_S) if copy else time_s
-            yield min(max(shifted_s, 0.0), length_s), entry
+            # What would come before the first or after the last comes at the other end: no pile at either.
+            is_moved = copy and length_s
+            yield (time_s + rng.uniform(-_SPREAD_S, _SPREAD_S)) % length_s if is_moved else time_s, entry
 
 
 def _job(index: int, arrival_s: float, entry: TraceEntry, scale: TraceScale, max_model_len: int) -> Job:

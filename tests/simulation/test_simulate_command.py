@@ -94,6 +94,13 @@ def test_rate_scale_copies_and_thins() -> None:
     assert jobs != trace_jobs(ENTRIES, TraceScale(rate=2.5, seed=1), 4096)
 
 
+def test_copies_do_not_pile_up_at_the_ends() -> None:
+    jobs = trace_jobs(ENTRIES[:100], TraceScale(rate=50.0), 4096)
+    first, last = (sum(low <= job.arrival_s < low + 5 for job in jobs) for low in (0.0, 94.0))
+    assert 150 < first < 350
+    assert 150 < last < 350
+
+
 def test_lengths_fit_the_model() -> None:
     (job, *_) = trace_jobs(ENTRIES, TraceScale(length=2.0), 2048)
     assert (job.prompt_len, job.output_len, job.max_tokens) == (2000, 48, 48)
