@@ -21,7 +21,7 @@ from scheduler.step_shape import StepShape
 
 # Longer gaps between two steps are waits for work.
 _LONGEST_OVERHEAD_S = 0.02
-_FEWEST_STEPS = 20
+_FEWEST_STEPS = 10
 _COEFFICIENTS = ("base_s", "row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
 _CONTENTIONS = [1 + 0.02 * step for step in range(101)]
 _FILE_NAME = re.compile(r"(prefill|decode)-\d+\.jsonl")
