@@ -179,16 +179,22 @@ class RayConfig(Section):
 
 
 class FaultsConfig(Section):
-    """For SplitServe's own tests. Leave it out."""
+    """For SplitServe's own tests and measurements. Leave it out."""
 
     fault_dir: LocalPath | None = Field(
         default=None,
         description="Folder whose files hold replicas at chosen points; tests only, never in production",
     )
 
-    @field_validator("fault_dir")
+    step_record_dir: LocalPath | None = Field(
+        default=None,
+        description="Folder into which every engine writes what was in each step and how long it took, for "
+        "`splitserve fit-steps`",
+    )
+
+    @field_validator("fault_dir", "step_record_dir")
     @classmethod
-    def _check_folder(cls, fault_dir: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
-        if fault_dir is not None and base_dir_of(info) is not None and not fault_dir.is_dir():
+    def _check_folder(cls, folder: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
+        if folder is not None and base_dir_of(info) is not None and not folder.is_dir():
             raise ValueError("is no existing folder")
-        return fault_dir
+        return folder

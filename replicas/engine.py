@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from replicas.fault_points import FaultPoints
 from replicas.messages import CallStatus, EngineLoad, PromptLogprobs
 from replicas.model_runner import ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
+from replicas.step_recorder import StepRecorder
 from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
@@ -57,6 +58,7 @@ class EngineParts(Generic[SchedulerT]):
     metrics: EngineMetrics
     lag: int
     num_threads: int
+    recorder: StepRecorder = field(default_factory=StepRecorder)
 
 
 class Engine(ABC, Generic[SchedulerT, OpenCallT]):
@@ -68,6 +70,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
+        self.recorder = parts.recorder
         self._lag = parts.lag
         self._num_threads = parts.num_threads
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
@@ -158,6 +161,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             )
             handle = self._launch_in_pieces(plan)
         duration_s = time.monotonic() - started_s
+        self.recorder.launched(plan, started_s)
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
         return handle
@@ -170,6 +174,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
+        self.recorder.committed(output.step_id)
         broken = {token.request_id: _BROKEN[token.token_id] for token in output.tokens if token.token_id in _BROKEN}
         broken |= {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt)}
         for request_id, (status, detail) in broken.items():

@@ -69,6 +69,11 @@ class Preemption:
         return self.num_host_blocks - len(self._free_host_ids)
 
     @property
+    def is_cooling(self) -> bool:
+        """Whether a step in flight copies from blocks, of the device or the host."""
+        return bool(self._cooling)
+
+    @property
     def num_cooling(self) -> int:
         """Device blocks that come free with commits to come."""
         return sum(cooling.num_blocks for cooling in self._cooling)
