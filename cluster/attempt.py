@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 from cluster.attempt_failed import AttemptFailed, Stage
 from cluster.attempt_mailboxes import Mailboxes
+from cluster.call_mailbox import Admitted, ChannelLost, Mail
 from cluster.generation import Leg
-from cluster.mailbox import Admitted, ChannelLost, Mail
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.routing_policy import Route

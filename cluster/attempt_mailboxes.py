@@ -7,7 +7,7 @@ import contextvars
 import logging
 from collections.abc import Callable
 
-from cluster.mailbox import Admitted, ChannelLost, Mailbox
+from cluster.call_mailbox import Admitted, ChannelLost, Mailbox
 from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
 from replicas.messages import ChannelAddress, Frame

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.attempt_mailboxes import Mailboxes
 from cluster.batch_queue import BatchQueue
+from cluster.call_mailbox import Admitted, ChannelLost, Mail, Mailbox
 from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
-from cluster.mailbox import Admitted, ChannelLost, Mail, Mailbox
 from replicas.messages import (
     BeamParams,
     EngineLoad,
