@@ -280,7 +280,7 @@ async def test_a_priority_out_of_bounds_is_refused(path: str, priority: Any) -> 
 
 
 async def test_every_prompt_of_a_request_is_its_client_s() -> None:
-    ingress = FakeIngress(ScriptedSource(p=text(0, "x", STOP), q=text(0, "y", STOP)), {"by": "api_key"})
+    ingress = FakeIngress(ScriptedSource(p=text(0, "x", STOP), q=text(0, "y", STOP)), {"fairness": {"by": "api_key"}})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=ingress.app()), base_url="http://x") as http:
         for key in ("key-of-a", "key-of-b", "key-of-a"):
             headers = {"Authorization": f"Bearer {key}"}
