@@ -31,9 +31,17 @@ def _engine(short: bool) -> tuple[dict[str, Any], str]:
     return result, engine_tables(result)
 
 
+def _scheduler(short: bool) -> tuple[dict[str, Any], str]:
+    from benchmarks.scheduler.decision_costs import run_scheduler_benchmark, scheduler_tables
+
+    result = run_scheduler_benchmark(short)
+    return result, scheduler_tables(result)
+
+
 _BENCHMARKS: dict[str, Callable[[bool], tuple[dict[str, Any], str]]] = {
     "control_path": _control_path,
     "engine": _engine,
+    "scheduler": _scheduler,
 }
 
 

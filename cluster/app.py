@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from cluster.admission_settings import admission_policy
 from cluster.config import Config
 from cluster.ingress import Ingress, model_source
-from cluster.pool_config import AdmissionConfig, DecodePoolConfig, PoolConfig
+from cluster.pool_config import DecodePoolConfig, PoolConfig
 from cluster.version import VERSION
 from replicas.decode_replica import DecodeReplica
 from replicas.prefill_replica import PrefillReplica
@@ -90,19 +91,12 @@ def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettin
         max_sequences=pool.max_running_sequences,
         max_step_tokens=pool.max_batch_tokens,
         lag=pool.lag,
-        admission=_admission_policy(decode.admission) if decode else AdmissionPolicy(),
+        admission=admission_policy(decode.admission) if decode else AdmissionPolicy(),
         host_memory_bytes=decode.host_memory_bytes if decode else None,
         fault_dir=str(config.testing.fault_dir) if config.testing.fault_dir else None,
+        step_record_dir=str(config.testing.step_record_dir) if config.testing.step_record_dir else None,
         version=VERSION,
         ray_version=ray.__version__,
         log_level=config.logging.level,
         log_format=config.logging.format,
-    )
-
-
-def _admission_policy(admission: AdmissionConfig) -> AdmissionPolicy:
-    return AdmissionPolicy(
-        quantile=admission.quantile if admission.output_length == "quantile" else None,
-        watermark_fraction=admission.watermark_fraction,
-        max_overtakes=admission.max_overtakes,
     )

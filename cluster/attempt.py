@@ -16,15 +16,15 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar
 
-from cluster.api_error import ApiError
-from cluster.attempt_mailboxes import Admitted, ChannelLost, Mail, Mailboxes
+from cluster.attempt_failed import AttemptFailed, Stage
+from cluster.attempt_mailboxes import Mailboxes
+from cluster.call_mailbox import Admitted, ChannelLost, Mail
 from cluster.generation import Leg
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
-from cluster.routing_policy import Need, Route
+from cluster.routing_policy import Route
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -33,43 +33,13 @@ from replicas.messages import (
     GenerationRequest,
     PrefillCall,
     PrefillReply,
+    PromptLogprobs,
     TokenItem,
 )
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Stage(StrEnum):
-    """Where an attempt failed."""
-
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    TRANSFER = "transfer"
-    DECODE = "decode"
-
-
-class AttemptFailed(Exception):
-    """This attempt is over without its last token. may_retry: another try, perhaps elsewhere, can succeed."""
-
-    def __init__(self, stage: Stage, status: CallStatus, detail: str, may_retry: bool) -> None:
-        super().__init__(stage, status, detail, may_retry)
-        self.stage, self.status, self.detail, self.may_retry = stage, status, detail, may_retry
-
-    def api_error(self, has_emitted: bool) -> ApiError:
-        """What the client is told if this is the end. has_emitted: it has got tokens."""
-        if self.status is CallStatus.TIMEOUT and self.stage is Stage.QUEUE and not has_emitted:
-            text = f"no decode replica had room in time ({self.detail}); try again later"
-            return ApiError(429, text, code="queue_timeout", retry_after_s=1.0)
-        if self.status is CallStatus.TIMEOUT:
-            return ApiError(504, f"the request timed out at {self.stage}: {self.detail}", code="timeout")
-        if self.status is CallStatus.REJECTED:
-            return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
-        return ApiError(500, f"the request failed at {self.stage}: {self.detail}", code="failed")
-
-    def __str__(self) -> str:
-        return f"{self.stage}: {self.status}: {self.detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +60,6 @@ class Attempt:
         leg: Leg,
         request: GenerationRequest,
         route: Route,
-        need: Need,
         *,
         decode: PoolClient,
         prefill: PoolClient | None,
@@ -101,17 +70,18 @@ class Attempt:
     ) -> None:
         self.route = route
         self.stage = Stage.QUEUE  # where it is now
-        self._leg, self._request, self._need = leg, request, need
+        self._leg, self._request = leg, request
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
+        self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
         self._is_unheard = True
         self._is_closed = False
 
     def open(self) -> None:
         """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
-        self._view.sent(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
@@ -168,51 +138,73 @@ class Attempt:
             self._view.prompt_answered(prefill_id, num_tokens)
         self._view.heard_prefill(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
-            raise self._failed(reply.status, reply.detail, may_retry=reply.status is not CallStatus.TIMEOUT)
+            raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
+        self._num_from_prefill = 1 if reply.first_tokens else 0
+        if reply.prompt_logprobs:
+            self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
-        while not self._leg.is_done:
+        is_over = self._leg.is_done
+        while not is_over and self.stage is not Stage.DECODE:
             is_handing_over = self.stage is Stage.TRANSFER
-            mail = await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None)
-            if isinstance(mail, ChannelLost):
-                raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
-            if isinstance(mail, TokenItem):
-                self._leg.take(mail)
-                self.stage = Stage.DECODE
+            is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
+        if not is_over:
+            over = self._box.pass_on(self._take)
+            over.add_done_callback(retrieve)
+            await self._wait_for(over, None)
+            over.result()
+
+    def _take(self, mail: Mail) -> bool:
+        """Emit what has come; whether it was the leg's last token. Raises AttemptFailed, ProtocolError."""
+        if isinstance(mail, TokenItem):
+            self._leg.take(mail)
+            self.stage = Stage.DECODE
+            return mail.finish_reason is not None and self._leg.is_done
+        if isinstance(mail, ChannelLost):
+            raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
+        if isinstance(mail, PromptLogprobs):
+            self._leg.take_prompt(mail)
+        if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
+            self.stage = Stage.DECODE
+        return False
 
     # -- mail --------------------------------------------------------------------------------------
 
     async def _next_mail(self, timeout_s: float | None) -> Mail:
-        """The next thing decode says. Raises AttemptFailed when its call ended and nothing more can come.
+        """The next thing decode says. Raises AttemptFailed when nothing more can come, or not in time.
 
         timeout_s None: there is only the deadline of the whole request.
         """
-        assert self._generate is not None
-        if not self._box.empty():
-            return self._box.get_nowait()
+        if (mail := self._box.get_nowait()) is not None:
+            return mail
         # A cancelled get leaves the item in the box, and a finished one is looked at: nothing gets lost here.
         get = asyncio.ensure_future(self._box.get())
         try:
-            await _wait(get, self._generate, timeout_s=timeout_s)
-            if not get.done() and self._generate.done():
-                # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
-                reply = self._check_generate(self.stage)
-                if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
-                    raise self._failed(CallStatus.ERROR, "decode ended without the last token")
-                await _wait(get, timeout_s=self._limits.tail_s)
-                if not get.done():
-                    raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
-            if not get.done():
-                raise self._failed(CallStatus.TIMEOUT, "nothing heard in time")
+            await self._wait_for(get, timeout_s)
             return get.result()
         finally:
             get.cancel()
 
+    async def _wait_for(self, awaited: asyncio.Future[Any], timeout_s: float | None) -> None:
+        """Until frames make it done. Raises AttemptFailed when decode's call ended and they can't, or not in time."""
+        assert self._generate is not None
+        await _wait(awaited, self._generate, timeout_s=timeout_s)
+        if not awaited.done() and self._generate.done():
+            # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
+            reply = self._check_generate(self.stage)
+            if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
+                raise self._failed(CallStatus.ERROR, "decode ended without the last token")
+            await _wait(awaited, timeout_s=self._limits.tail_s)
+            if not awaited.done():
+                raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
+        if not awaited.done():
+            raise self._failed(CallStatus.TIMEOUT, "nothing heard in time")
+
     def _num_from_decode(self, choice: int) -> int:
         """Tokens of a choice that came in frames: all but the one that came from prefill."""
-        return self._leg.num_taken(choice) - (1 if self.route.prefill_id is not None else 0)
+        return self._leg.num_taken(choice) - self._num_from_prefill
 
     # -- the generate call -------------------------------------------------------------------------
 
@@ -233,14 +225,14 @@ class Attempt:
         reply = self._result(self._generate, stage)
         if reply.status is not CallStatus.OK:
             stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
-            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status is not CallStatus.TIMEOUT)
+            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status.may_retry)
         return reply
 
     def _end_generate(self) -> None:
         """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
         if self._generate is None or self._generate.done():
             return
-        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._request.choices):
+        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
             timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
             self._generate.add_done_callback(lambda _: timer.cancel())
         else:
@@ -249,7 +241,7 @@ class Attempt:
     def _heard(self) -> None:
         if self._is_unheard:
             self._is_unheard = False
-            self._view.admitted(self.route.decode_id, self._need.decode_blocks, self.route.must_wait)
+            self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
 
     # -- failures ----------------------------------------------------------------------------------
 
@@ -284,7 +276,7 @@ async def _wait(*futures: asyncio.Future[Any], timeout_s: float | None) -> None:
     await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
 
 
-def retrieve(task: asyncio.Task[Any]) -> None:
+def retrieve(future: asyncio.Future[Any]) -> None:
     """Perhaps nobody waits for this result any more: do not let asyncio log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()
+    if not future.cancelled():
+        future.exception()

@@ -1,4 +1,4 @@
-"""Frames sorted by request: what decode says of an attempt waits here for the task that runs it."""
+"""Frames sorted by request, and the router's end of the token channels."""
 
 from __future__ import annotations
 
@@ -6,72 +6,55 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from cluster.call_mailbox import Admitted, ChannelLost, Mailbox
 from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
-from replicas.messages import ChannelAddress, Frame, TokenItem
+from replicas.messages import ChannelAddress, Frame
 from replicas.token_receiver import TokenReceiver
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """Decode has promised memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelLost:
-    """Frames of this replica are gone for good: what it sent can't be trusted to be complete."""
-
-    detail: str
-
-
-Mail = Admitted | TokenItem | ChannelLost
-
-
 class Mailboxes:
-    """One queue per attempt in flight. One event loop; nothing blocks."""
+    """One per attempt in flight. One event loop; nothing blocks."""
 
     def __init__(self) -> None:
-        self._boxes: dict[str, asyncio.Queue[Mail]] = {}
-        self._replica_of: dict[str, str] = {}
+        self._boxes: dict[str, Mailbox] = {}
 
-    def open(self, request_id: str, replica_id: str) -> asyncio.Queue[Mail]:
+    def open(self, request_id: str, replica_id: str) -> Mailbox:
         """The box of an attempt at one decode replica; frames of others can't reach it."""
-        box: asyncio.Queue[Mail] = asyncio.Queue()
-        self._boxes[request_id] = box
-        self._replica_of[request_id] = replica_id
+        box = self._boxes[request_id] = Mailbox(replica_id)
         return box
 
     def close(self, request_id: str) -> None:
         self._boxes.pop(request_id, None)
-        self._replica_of.pop(request_id, None)
 
     def __len__(self) -> int:
         return len(self._boxes)
 
     def deliver(self, frame: Frame) -> None:
         """Sort a frame. What belongs to nobody any more is dropped: its request was ended here first."""
+        boxes, replica_id = self._boxes, frame.replica_id
         for request_id in frame.admitted:
-            self._put(frame.replica_id, request_id, Admitted())
-        for item in frame.tokens:
-            self._put(frame.replica_id, item.request_id, item)
+            box = boxes.get(request_id)
+            if box is not None and box.replica_id == replica_id:
+                box.put(Admitted())
+        for items in (frame.prompts, frame.tokens):
+            for item in items:
+                box = boxes.get(item.request_id)
+                if box is not None and box.replica_id == replica_id:
+                    box.put(item)
 
     def has_any(self, replica_id: str) -> bool:
         """Whether some attempt at this replica is in flight."""
-        return replica_id in self._replica_of.values()
+        return any(box.replica_id == replica_id for box in self._boxes.values())
 
     def lose(self, replica_id: str, detail: str) -> None:
         """Tell every attempt at a replica that frames are missing."""
-        for request_id, owner in self._replica_of.items():
-            if owner == replica_id:
-                self._boxes[request_id].put_nowait(ChannelLost(detail))
-
-    def _put(self, replica_id: str, request_id: str, mail: Mail) -> None:
-        if self._replica_of.get(request_id) == replica_id:
-            self._boxes[request_id].put_nowait(mail)
+        for box in self._boxes.values():
+            if box.replica_id == replica_id:
+                box.put(ChannelLost(detail))
 
 
 class FrameIntake:

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.config_summary import summarize
+from cluster.simulation.command import add_fit_options, add_simulate_options, run_fit, run_simulate
 from cluster.user_error import UserError
 from cluster.version import VERSION
 
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "fit-steps":
+        return run_fit(arguments, print)
+    if arguments.command == "simulate":
+        return run_simulate(load_config(arguments.config, {}), arguments, print)
     config = load_config(arguments.config, _overrides(arguments))
     if arguments.command == "check":
         print(summarize(config))
@@ -71,6 +76,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
         command.add_argument("--host", help="address to listen on, instead of the file's server.host")
         command.add_argument("--port", type=int, help="TCP port, instead of the file's server.port")
+    simulate = commands.add_parser("simulate", help="replay a recorded load on the schedulers alone, without engines")
+    simulate.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
+    add_simulate_options(simulate)
+    add_fit_options(commands.add_parser("fit-steps", help="make a step time file for simulate from measured steps"))
     return parser
 
 

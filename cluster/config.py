@@ -24,6 +24,8 @@ from cluster.config_conflicts import (
     timeout_conflicts,
 )
 from cluster.config_section import Section
+from cluster.fairness_config import FairnessConfig
+from cluster.http_config import AuthConfig, CorsConfig
 from cluster.model_config import ModelConfig
 from cluster.pool_config import PoolsConfig
 from cluster.service_config import (
@@ -50,11 +52,14 @@ class Config(Section):
         description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
     )
     server: ServerConfig = Field(default=ServerConfig(), description="Where HTTP is served")
+    auth: AuthConfig = Field(default=AuthConfig(), description="Who may call the API, by API keys")
+    cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
+    fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")

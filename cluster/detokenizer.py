@@ -18,7 +18,7 @@ _BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class IncrementalDetokenizer:
     """Grows the text of one choice. Not thread-safe; one per choice. Constant work per token.
 
-    The text is the UTF-8 decoding of the generated tokens' bytes, special tokens left out: what
+    The text is the UTF-8 decoding of the generated tokens' bytes, special tokens left out (by default): what
     `Tokenizer.decode(ids)` returns, given piece by piece and never with half a character. It differs from that where
     a decoded string as a whole has no piecewise meaning, in tokenizers of the SentencePiece kind:
     - the space that opens the first token stays (decode drops it, as if a text began there; here one goes on);
@@ -29,8 +29,8 @@ class IncrementalDetokenizer:
     character's bytes are no character by themselves and come out as U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._visible_bytes = tokenizer.visible_bytes
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._visible_bytes = tokenizer.visible_bytes if skip_special_tokens else tokenizer.bytes_of_token
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
+from cluster.chat_template import TemplateOptions
 from cluster.generation import GenerationSpec
+from cluster.openai_logprobs import LogprobsReport, TokenNames
 from cluster.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
 from cluster.openai_response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
+from cluster.prompt_echo import PromptEcho
 from cluster.request_timer import RequestTimer
+from cluster.sampling_choice import beam_params, sampling_params
+from cluster.served_model import check_model
 from cluster.text_choice import TextChoice
 from cluster.text_generation import TextGeneration, TokenSource
-from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.ingress_metrics import IngressMetrics
     from cluster.tokenizer import Tokenizer
+    from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_SEED_MASK = (1 << 64) - 1
 
 
 class GenerationService:
@@ -40,61 +43,120 @@ class GenerationService:
     async def chat(self, body: ChatCompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
         """Raises ApiError 4xx."""
         self._check_model(body)
-        most = self._config.model.max_model_len - 1
-        ids = await asyncio.to_thread(self._tokenizer.apply_chat_template, body.template_messages(), most)
+        options = TemplateOptions(
+            body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
+        )
+        ids = await asyncio.to_thread(
+            self._tokenizer.apply_chat_template,
+            body.template_messages(),
+            self._most_prompt_tokens,
+            options,
+            self._num_kept(body),
+        )
         default = self._config.limits.max_tokens_default_chat
-        generation = self._generation(body, [ids], default, timer)
+        generation = self._generation(body, [ids], [None], default, timer)
         return generation, self._answer(ChatAnswer, new_chat_id(), body)
 
     async def completion(self, body: CompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
         """Raises ApiError 4xx."""
         self._check_model(body)
-        most = self._config.model.max_model_len - 1
-        prompts = [await asyncio.to_thread(self._tokenizer.encode_prompt, prompt, most) for prompt in body.prompt]
+        keep = self._num_kept(body)
+        prompts = [
+            await asyncio.to_thread(self._tokenizer.encode_prompt, prompt, self._most_prompt_tokens, keep)
+            for prompt in body.prompt
+        ]
+        echoes: list[PromptEcho | None] = [None] * len(prompts)
+        if body.echo:
+            given = zip(body.prompt, prompts, strict=True)
+            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        generation = self._generation(body, prompts, default, timer)
+        generation = self._generation(body, prompts, echoes, default, timer)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
+    @property
+    def _most_prompt_tokens(self) -> int:
+        return self._config.model.max_model_len - 1
+
+    def _num_kept(self, body: GenerationBody) -> int | None:
+        """How many last tokens of each prompt to keep; None: all."""
+        wanted, most = body.truncate_prompt_tokens, self._most_prompt_tokens
+        if wanted == -1:
+            return max(1, most + 1 - max(1, body.max_new_tokens or 1))
+        if wanted is not None and wanted > most:
+            message = f"truncate_prompt_tokens must be at most {most}, the most prompt tokens that are possible here"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        return wanted
+
     def _answer(self, answer_class: type[Answer], answer_id: str, body: GenerationBody) -> Answer:
-        name, created = self._config.model.name, int(time.time())
-        return answer_class(answer_id, name, created, body.include_usage, body.return_token_ids)
+        report = None
+        if body.num_logprobs is not None or body.prompt_logprobs is not None:
+            names = TokenNames(self._tokenizer, body.return_tokens_as_token_ids)
+            report = LogprobsReport(names, body.num_logprobs, body.prompt_logprobs)
+        return answer_class(
+            answer_id,
+            self._config.model.name,
+            int(time.time()),
+            body.include_usage,
+            body.return_token_ids,
+            continuous_usage=body.continuous_usage,
+            report=report,
+        )
 
     def _check_model(self, body: GenerationBody) -> None:
-        served = self._config.model.name
         if body.unknown_fields:
             logger.info("ignored fields", extra={"event": "ignored_fields", "fields": body.unknown_fields})
-        if body.model is not None and body.model != served:
-            raise ApiError(
-                404, f"the model {body.model[:100]!r} does not exist; this server serves {served!r}", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+        check_model(body.model, self._config.model.name)
 
     def _generation(
-        self, body: GenerationBody, prompts: list[list[int]], default_max_tokens: int | None, timer: RequestTimer
+        self,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[PromptEcho | None],
+        default_max_tokens: int | None,
+        timer: RequestTimer,
     ) -> TextGeneration:
-        # Each prompt of a request without a seed gets a seed of its own; with one, the client's.
-        specs = [self._spec(body, ids, default_max_tokens) for ids in prompts]
+        self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
+        stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
+        specs = [self._spec(body, ids, stop_ids, default_max_tokens) for ids in prompts]
         self._check_product(body, specs)
-        choices = [
-            TextChoice(index, self._tokenizer, body.stop, body.include_stop_str_in_output)
-            for index in range(len(prompts) * body.n)
-        ]
+        echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
+        choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
         timer.prompt(sum(map(len, prompts)))
         return TextGeneration(self._source, specs, choices, timer)
 
-    def _spec(self, body: GenerationBody, ids: list[int], default_max_tokens: int | None) -> GenerationSpec:
-        seed = secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK
-        self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
-        stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
+    def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:
+        return TextChoice(
+            index,
+            self._tokenizer,
+            body.stop,
+            body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=body.min_tokens,
+            echo=echo,
+            only_echo=body.max_new_tokens == 0,
+        )
+
+    def _spec(
+        self, body: GenerationBody, ids: list[int], stop_ids: frozenset[int], default_max_tokens: int | None
+    ) -> GenerationSpec:
+        max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
+        beam = beam_params(body)
         return GenerationSpec(
             generation_id=uuid.uuid4().hex,
             prompt_ids=tuple(ids),
-            num_choices=body.n,
-            max_tokens=self._max_tokens(body, len(ids), default_max_tokens),
+            num_choices=body.n if beam is not None else body.num_generated_choices,
+            max_tokens=max_tokens,
             stop_token_ids=stop_ids,
-            sampling=SamplingParams(body.temperature, body.top_k, body.top_p, seed),
+            sampling=self._sampling(body, stop_ids, max_tokens),
             timeout_s=self._config.ingress.request_timeout_s,
+            beam=beam,
         )
+
+    def _sampling(self, body: GenerationBody, stop_ids: frozenset[int], max_tokens: int) -> SamplingParams:
+        if body.min_tokens > max_tokens:
+            message = f"min_tokens must be at most {max_tokens}, the most tokens that this answer can have"
+            raise ApiError(400, message, param="min_tokens", code="invalid_value")
+        return sampling_params(body, self._tokenizer, stop_ids, body.num_logprobs, body.num_prompt_logprobs)
 
     def _max_tokens(self, body: GenerationBody, prompt_len: int, default_max_tokens: int | None) -> int:
         context = self._config.model.max_model_len
@@ -110,16 +172,17 @@ class GenerationService:
                 param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
                 code="context_length_exceeded",
             )
-        return wanted
+        return max(1, wanted)  # 0: the prompt is only echoed; one token is generated and dropped
 
     def _check_product(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
         most = self._config.limits.max_generated_tokens
-        total = sum(spec.num_choices * spec.max_tokens for spec in specs)
+        total = sum(body.num_generated_choices * spec.max_tokens for spec in specs)
         if total > most:
+            several = "best_of" if body.best_of is not None else "n"
             raise ApiError(
                 400,
-                f"{len(specs)} prompts, n {body.n} and max_tokens together ask for {total} tokens; at most {most} are "
-                "allowed in one request",
-                param="n" if body.n > 1 else "max_tokens",
+                f"{len(specs)} prompts, {several} {body.num_generated_choices} and max_tokens together ask for {total} "
+                f"tokens; at most {most} are allowed in one request",
+                param=several if body.num_generated_choices > 1 else "max_tokens",
                 code="too_many_tokens",
             )

@@ -15,11 +15,12 @@ from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
+from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from cluster.config import Config
     from cluster.service_config import LimitsConfig
@@ -43,7 +44,7 @@ class Ingress:
 
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
-        self._config = config
+        self.config = config
         self._replica_id = context.replica_id.unique_id
         self._handles = {"decode": decode} | ({"prefill": prefill} if prefill is not None else {})
         self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
@@ -72,6 +73,7 @@ class Ingress:
             channel_host=config.ingress.channel_host,
         )
         self.service = GenerationService(config, tokenizer, self._router, self.metrics)
+        self.tokenize_service = TokenizeService(config, tokenizer)
         await self._start()
 
     async def _start(self) -> None:
@@ -89,29 +91,29 @@ class Ingress:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
 
-        return build_http_app(self)
+        return build_http_app(self, server_sends_request_id=True)
 
     # -- what the HTTP app asks --------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
-        return self._config.model.name
+        return self.config.model.name
 
     @property
     def max_model_len(self) -> int:
-        return self._config.model.max_model_len
+        return self.config.model.max_model_len
 
     @property
     def limits(self) -> LimitsConfig:
-        return self._config.limits
+        return self.config.limits
 
     def missing_pools(self) -> list[str]:
         """Pools that a request would need and that have no replica now."""
         missing: list[str] = [name for name, pool in self._pools.items() if not pool.replicas()]
-        if self._config.routing.fallback_to_decode and "prefill" in missing:
+        if self.config.routing.fallback_to_decode and "prefill" in missing:
             missing.remove("prefill")
         return missing
 

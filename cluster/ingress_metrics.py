@@ -18,7 +18,7 @@ ENDPOINTS = (
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
-REJECTIONS = ("queue_full", "no_capacity", "too_long", "auth")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth")
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
@@ -74,7 +74,7 @@ class IngressMetrics(MetricSet):
         self.time_to_first_token = self.histogram(
             "splitserve_time_to_first_token_seconds", "From request to first token", metric_buckets.FIRST_TOKEN_S
         )
-        self.inter_token_latency = self.histogram(
+        self.inter_token_latency = self.token_histogram(
             "splitserve_inter_token_latency_seconds",
             "Between tokens of one choice as they are sent",
             metric_buckets.PER_TOKEN_S,

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.api_error import ApiError
+from cluster.openai_object import TOGETHER
 from cluster.openai_unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
@@ -49,11 +50,11 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    refuse_unsupported(body)
+    refuse_unsupported(body, getattr(model_class, "fields_elsewhere", {}))
     try:
         return model_class.model_validate(body, context=limits)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
     raise _invalid_value(first)
 
 
@@ -70,7 +71,7 @@ def _check_content_type(content_type: str | None) -> None:
 
 
 def _invalid_value(error: ErrorDetails) -> ApiError:
-    param = _path(error["loc"])
+    param = error["ctx"]["param"] if error["type"] == TOGETHER else _path(error["loc"])
     words = _WORDS.get(error["type"]) or _SUBJECT.sub("must", error["msg"])
     return ApiError(400, f"{param or 'the body'} {words}", param=param or None, code="invalid_value")
 

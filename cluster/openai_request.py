@@ -5,32 +5,39 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 - null means the same as leaving the field out;
 - fields nobody knows are ignored (`unknown_fields`, to log them), fields that would need something this server does
   not do are refused (openai_unsupported);
-- vLLM's extensions top_k, stop_token_ids, ignore_eos, include_stop_str_in_output and return_token_ids work on both
-  endpoints, and so does max_completion_tokens, which goes before max_tokens.
+- vLLM's extensions work on both endpoints where they make sense for both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Self
 
-import orjson
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
+    AfterValidator,
     ConfigDict,
     FailFast,
     Field,
     PlainValidator,
     ValidationInfo,
-    field_validator,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from cluster.openai_combinations import check_beam_search, check_choices, check_output
+from cluster.openai_messages import ChatMessage
+from cluster.openai_object import (
+    AtMost,
+    Integer,
+    invalid,
+    limit,
+    limits_of,
+    not_together,
+    token_ids,
+    token_ids_schema,
+)
+from cluster.openai_output import OutputFields
+from cluster.openai_sampling import SamplingFields
 from cluster.openai_unsupported import NEUTRAL_VALUES
-
-if TYPE_CHECKING:
-    from cluster.service_config import LimitsConfig
 
 # Known, without effect here, and no reason for a log line.
 _TOLERATED = frozenset(
@@ -47,35 +54,10 @@ _TOLERATED = frozenset(
 )
 _MAX_UNKNOWN_NAMES = 10
 _MAX_MESSAGES = 2048
-_MAX_STOP_TOKEN_IDS = 128
-_INT32_MAX = 2**31 - 1
-_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
-
-
-def invalid(message: str) -> PydanticCustomError:
-    """An error whose message goes on after the field's name. It must not quote what the client sent."""
-    return PydanticCustomError("invalid", message)
-
-
-def _integral(value: Any) -> Any:
-    """5.0 as 5. Not beyond 2**53: there a float stands for several integers, and JSON's larger ones come as floats."""
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-        return int(value)
-    return value
-
-
-def _limits(info: ValidationInfo) -> LimitsConfig:
-    return cast("LimitsConfig", info.context)
-
-
-def _token_ids(value: Any) -> list[int]:
-    """A list of integers; whether the vocabulary has them is the tokenizer's business."""
-    if not isinstance(value, list):
-        raise invalid("must be an array of token ids")
-    ids = [_integral(item) for item in value]
-    if not all(type(item) is int for item in ids):
-        raise invalid("must be an array of integers")
-    return ids
+_INT64_MAX = 2**63 - 1
+_Tokens = Annotated[Integer, Field(ge=1, le=_INT64_MAX)]
+_TokensOrZero = Annotated[Integer, Field(ge=0, le=_INT64_MAX)]
+_TokensToKeep = Annotated[Integer, Field(ge=-1, le=_INT64_MAX, json_schema_extra={"not": {"const": 0}})]
 
 
 def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
@@ -89,136 +71,71 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
     if all(isinstance(item, str) for item in value):
         prompts = value
     elif all(isinstance(item, list) for item in value):
-        prompts = [_token_ids(item) for item in value]
+        prompts = [token_ids(item) for item in value]
     else:
-        prompts = [_token_ids(value)]
-    if len(prompts) > _limits(info).max_prompts:
-        raise invalid(f"has {len(prompts)} prompts; at most {_limits(info).max_prompts} are allowed")
+        prompts = [token_ids(value)]
+    if len(prompts) > limits_of(info).max_prompts:
+        raise invalid(f"has {len(prompts)} prompts; at most {limits_of(info).max_prompts} are allowed")
     return prompts
 
 
-def _stops(value: Any, info: ValidationInfo) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise invalid("must be a string or an array of strings")
-    limits = _limits(info)
-    if len(stops) > limits.max_stop_strings:
-        raise invalid(f"has {len(stops)} strings; at most {limits.max_stop_strings} are allowed")
-    if not all(stops):
-        raise invalid("must not contain an empty string")
-    if max(map(len, stops), default=0) > limits.max_stop_string_chars:
-        raise invalid(f"has a string of more than {limits.max_stop_string_chars} characters")
-    return stops
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": limit("max_prompts")},
+        token_ids_schema(minItems=1),
+        {"type": "array", "items": token_ids_schema(minItems=1), "minItems": 1, "maxItems": limit("max_prompts")},
+    ],
+}
 
 
-def _stop_token_ids(value: Any) -> list[int]:
-    ids = _token_ids(value)
-    if len(ids) > _MAX_STOP_TOKEN_IDS:
-        raise invalid(f"has {len(ids)} ids; at most {_MAX_STOP_TOKEN_IDS} are allowed")
-    return ids
+def _check_priority(value: int, info: ValidationInfo) -> int:
+    least, most = limits_of(info).min_priority, limits_of(info).max_priority
+    if not least <= value <= most:
+        raise invalid(f"must be from {least} (goes first) to {most}")
+    return value
 
 
-def _content(value: Any, info: ValidationInfo) -> Any:
-    """Content as one text: parts joined by newlines, as vLLM does it. Only text parts are known here."""
-    if value is None and info.data.get("role") == "assistant":
-        return ""  # for example beside tool calls
-    if value is None:
-        raise invalid("is required")
-    if not isinstance(value, list):
-        return value
-    if not value:
-        raise invalid("must not be an empty array")
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise invalid(f"has a part of unsupported type at index {index}: only text parts are supported")
-        if not isinstance(part.get("text"), str):
-            raise invalid(f"needs a string as text of the part at index {index}")
-    return "\n".join(part["text"] for part in value)
+_Priority = Annotated[
+    Integer,
+    AfterValidator(_check_priority),
+    WithJsonSchema({"type": "integer", "minimum": limit("min_priority"), "maximum": limit("max_priority")}),
+]
 
 
-def _arguments(value: Any) -> Any:
-    """Arguments of a past tool call, for the template: the object which OpenAI writes as a JSON string."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return orjson.loads(value or "{}")
-    except orjson.JSONDecodeError:
-        raise invalid("must be a JSON object, written as a string") from None
-
-
-Integer = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
-
-
-class _Object(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {name: item for name, item in value.items() if item is not None}
-
-
-class StreamOptions(_Object):
-    include_usage: bool = False
-
-
-class FunctionCall(_Object):
-    name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
-
-
-class ToolCall(_Object):
-    id: str = ""
-    function: FunctionCall
-
-
-class ChatMessage(_Object):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)] = Field(default=None, validate_default=True)
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], FailFast()] = Field(default_factory=list)
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
-        message |= {key: text for key in ("name", "tool_call_id") if (text := getattr(self, key)) is not None}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        return message
-
-
-class GenerationBody(_Object):
+class GenerationBody(SamplingFields, OutputFields):
     """What both endpoints have in common."""
 
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = None
-    n: Integer = Field(default=1, ge=1)
-    max_tokens: Integer | None = Field(default=None, ge=1, le=_INT64_MAX)
-    max_completion_tokens: Integer | None = Field(default=None, ge=1, le=_INT64_MAX)
-    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    # 0 and -1 both mean off; it reads as 0.
-    top_k: Integer = Field(default=0, ge=-1, le=_INT32_MAX)
-    # Negative seeds are seeds like any other.
-    seed: Integer | None = Field(default=None, ge=_INT64_MIN, le=_INT64_MAX)
-    stop: Annotated[list[str], PlainValidator(_stops)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[int], PlainValidator(_stop_token_ids)] = Field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    return_token_ids: bool = False
-    ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
+    # What only another endpoint has and this one would have to ignore, and the values that ask for nothing.
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str | None = Field(
+        default=None, description="Name of the model, as /v1/models gives it; left out: the one that is served."
+    )
+    max_tokens: _Tokens | None = Field(
+        default=None,
+        description="Most tokens of each choice. Together with the prompt it must fit into the model's context.",
+        examples=[64],
+    )
+    max_completion_tokens: _Tokens | None = Field(
+        default=None,
+        description="OpenAI's newer name for max_tokens; goes before it.",
+        examples=[64],
+    )
+    truncate_prompt_tokens: _TokensToKeep | None = Field(
+        default=None,
+        description="Keep only so many last tokens of each prompt; -1: as many as leave room for one token of output "
+        "or for max_tokens. Not 0. Left out: a prompt that is too long is an error. Not in OpenAI's API.",
+        examples=[256],
+    )
+
+    priority: _Priority = Field(
+        default=0,
+        description="Whose turn it is while requests wait: the smaller goes first, as in vLLM. Not in OpenAI's API.",
+        examples=[0],
+    )
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -226,52 +143,123 @@ class GenerationBody(_Object):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens to report beside each token of the answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
 
     @property
     def unknown_fields(self) -> list[str]:
         """Names of ignored fields, for the log: sorted, shortened, the first few."""
-        names = set(self.model_extra or ()) - _TOLERATED - NEUTRAL_VALUES.keys()
+        names = set(self.model_extra or ()) - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
         return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
 
-    @field_validator("n")
-    @classmethod
-    def _check_n(cls, value: int, info: ValidationInfo) -> int:
-        if value > _limits(info).max_choices:
-            raise invalid(f"must be at most {_limits(info).max_choices}")
-        return value
-
-    @field_validator("top_k")
-    @classmethod
-    def _one_word_for_off(cls, value: int) -> int:
-        return max(value, 0)
-
-    @field_validator("stream_options")
-    @classmethod
-    def _only_for_streams(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if info.data.get("stream") is False:
-            raise invalid("is only allowed together with stream")
-        return value
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        check_choices(self)
+        check_output(self)
+        check_beam_search(self)
+        return self
 
 
 class ChatCompletionBody(GenerationBody):
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(max_length=_MAX_MESSAGES)
+    """Body of POST /v1/chat/completions."""
 
-    @field_validator("messages")
-    @classmethod
-    def _not_empty(cls, value: list[ChatMessage]) -> list[ChatMessage]:
-        if not value:
-            raise invalid("must not be empty")
-        return value
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
+
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(
+        min_length=1,
+        max_length=_MAX_MESSAGES,
+        description="The conversation so far, oldest message first.",
+        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    )
+    logprobs: bool = Field(
+        default=False, description="Report the log-probability of each token of the answer.", examples=[True]
+    )
+    top_logprobs: Annotated[Integer, AtMost("max_top_logprobs")] = Field(
+        default=0,
+        ge=0,
+        description="How many most likely tokens to report at each position; needs logprobs true.",
+        examples=[5],
+    )
+    add_generation_prompt: bool = Field(
+        default=True,
+        description="Let the prompt end where an answer of the assistant begins. Not in OpenAI's API.",
+        examples=[True],
+    )
+    continue_final_message: bool = Field(
+        default=False,
+        description="Go on with the last message instead of answering it; needs add_generation_prompt false. Not in "
+        "OpenAI's API.",
+        examples=[False],
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further variables for the model's chat template. Not in OpenAI's API.",
+        examples=[{"enable_thinking": False}],
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as Tokenizer.apply_chat_template takes them."""
         return [message.for_template() for message in self.messages]
 
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise not_together("top_logprobs", "is only allowed together with logprobs true")
+        if self.best_of not in (None, self.n) and not self.use_beam_search:
+            raise not_together("best_of", "is only supported in /v1/completions, or with use_beam_search")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise not_together("continue_final_message", "is only allowed together with add_generation_prompt false")
+        return self
+
 
 class CompletionBody(GenerationBody):
-    # One or more prompts, each a text or token ids. A text may be empty: whether that means BOS or nothing is up to
-    # the tokenizer.
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    """Body of POST /v1/completions."""
+
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "top_logprobs": (0,),
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+    }
+
+    # A text may be empty: whether that means BOS or nothing is up to the tokenizer.
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = Field(
+        description="One or more prompts, each a text or token ids. Control tokens in a text count as such.",
+        examples=["Once upon a time"],
+    )
+    max_tokens: _TokensOrZero | None = Field(
+        default=None,
+        description="Most tokens of each choice. Together with the prompt it must fit into the model's context. 0 is "
+        "only allowed together with echo.",
+        examples=[64],
+    )
+    logprobs: Annotated[Integer, Field(ge=0), AtMost("max_logprobs")] | None = Field(
+        default=None,
+        description="Report the log-probability of each token, and at each position so many most likely tokens.",
+        examples=[1],
+    )
+    echo: bool = Field(default=False, description="Begin each choice with its prompt.", examples=[False])
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
+        return max(wanted, default=None)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_new_tokens == 0 and not self.echo:
+            raise not_together("max_tokens", "must be greater than or equal to 1 (0 is for echo)")
+        return self

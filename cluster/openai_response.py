@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from cluster.api_error import ApiError
+from cluster.openai_logprobs import LogprobsReport, ScoredToken, chat_logprobs, completion_logprobs
 
 SSE_DONE = b"data: [DONE]\n\n"
 # A comment line: keeps connections open while a request waits; clients ignore it.
@@ -19,12 +20,17 @@ SSE_PING = b": ping\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice. finish_reason: "stop" or "length". token_ids: only when the client asked for them."""
+    """One finished choice. finish_reason: "stop" or "length". token_ids: only when the client asked for them.
+
+    tokens: for `logprobs`, if the answer has them. prompt_logprobs: in their final form, where they were asked for.
+    """
 
     index: int
     text: str
     finish_reason: str
     token_ids: tuple[int, ...] | None = None
+    tokens: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,8 @@ class Answer(ABC):
     follows, SSE_DONE neither: that is how a client tells a failed stream from a finished one.
 
     created: Unix time in seconds. include_usage: chunks have "usage": null, as the last one has the numbers.
-    return_token_ids: vLLM's extension; choices and chunks have the ids that their text was made of.
+    continuous_usage: the chunks have the numbers so far instead. return_token_ids: vLLM's extension; choices and chunks
+    have the ids that their text was made of. report: for log-probabilities.
     """
 
     id: str
@@ -67,6 +74,8 @@ class Answer(ABC):
     include_usage: bool = False
     return_token_ids: bool = False
     system_fingerprint: str | None = None
+    continuous_usage: bool = False
+    report: LogprobsReport | None = None
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -76,8 +85,10 @@ class Answer(ABC):
         """The chunk that comes before any text of a choice, or None."""
 
     @abstractmethod
-    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        """A chunk with more text of a choice. token_ids: those it was made of, when the client asked for them."""
+    def delta(
+        self, index: int, text: str, token_ids: Sequence[int] | None = None, tokens: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        """A chunk with more text of a choice. token_ids, tokens: those it was made of, when the client asked."""
 
     @abstractmethod
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
@@ -116,21 +127,42 @@ class ChatAnswer(Answer):
     def opening(self, index: int) -> dict[str, Any]:
         return self._delta_chunk(index, {"role": "assistant", "content": ""}, None)
 
-    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        return self._delta_chunk(index, {"content": text}, None, token_ids)
+    def delta(
+        self, index: int, text: str, token_ids: Sequence[int] | None = None, tokens: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        return self._delta_chunk(index, {"content": text}, None, token_ids, tokens)
 
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._delta_chunk(index, {}, finish_reason)
 
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        # Not super(): in a dataclass with slots that is another class.
+        whole = Answer.whole(self, choices, usage)
+        prompt = choices[0].prompt_logprobs
+        return whole if prompt is None else whole | {"prompt_logprobs": prompt}
+
     def _delta_chunk(
-        self, index: int, delta: dict[str, Any], finish_reason: str | None, token_ids: Sequence[int] | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        token_ids: Sequence[int] | None = None,
+        tokens: Sequence[ScoredToken] = (),
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        logprobs = self._logprobs(tokens) if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._chunk(_with_ids(choice, token_ids))
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        report = self.report
+        if report is None or report.num_top is None:
+            return None
+        return chat_logprobs(tokens, report.num_top, report.names)
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        whole = {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+        logprobs = self._logprobs(choice.tokens)
+        whole = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return _with_ids(whole, choice.token_ids)
 
 
@@ -144,14 +176,26 @@ class CompletionAnswer(Answer):
     def opening(self, index: int) -> None:
         return None
 
-    def delta(self, index: int, text: str, token_ids: Sequence[int] | None = None) -> dict[str, Any]:
-        return self._chunk(_with_ids(_text_choice(index, text, None), token_ids))
+    def delta(
+        self, index: int, text: str, token_ids: Sequence[int] | None = None, tokens: Sequence[ScoredToken] = ()
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(tokens) if tokens else None
+        return self._chunk(_with_ids(_text_choice(index, text, None, logprobs), token_ids))
 
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
-        return self._chunk(_text_choice(index, "", finish_reason))
+        return self._chunk(_text_choice(index, "", finish_reason, None))
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        return _with_ids(_text_choice(choice.index, choice.text, choice.finish_reason), choice.token_ids)
+        whole = _text_choice(choice.index, choice.text, choice.finish_reason, self._logprobs(choice.tokens))
+        if choice.prompt_logprobs is not None:
+            whole |= {"prompt_logprobs": choice.prompt_logprobs}
+        return _with_ids(whole, choice.token_ids)
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any] | None:
+        report = self.report
+        if report is None or report.num_top is None:
+            return None
+        return completion_logprobs(tokens, report.num_top, report.names)
 
 
 def new_chat_id() -> str:
@@ -162,24 +206,8 @@ def new_completion_id() -> str:
     return f"cmpl-{uuid.uuid4().hex}"
 
 
-def model_list(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """The body of GET /v1/models: the one model served, with its context length as vLLM gives it."""
-    return {"object": "list", "data": [model_card(model, created, max_model_len)]}
-
-
-def model_card(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """The body of GET /v1/models/{model}."""
-    return {
-        "id": model,
-        "object": "model",
-        "created": created,
-        "owned_by": "splitserve",
-        "max_model_len": max_model_len,
-    }
-
-
-def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """A response body: UTF-8, not escaped further than JSON demands."""
+def json_bytes(value: Mapping[str, Any] | str) -> bytes:
+    """A response body, or a text in one: UTF-8, not escaped further than JSON demands."""
     return orjson.dumps(value)
 
 
@@ -198,5 +226,5 @@ def _with_ids(choice: dict[str, Any], token_ids: Sequence[int] | None) -> dict[s
     return choice if token_ids is None else choice | {"token_ids": list(token_ids)}
 
 
-def _text_choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _text_choice(index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

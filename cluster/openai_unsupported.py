@@ -13,27 +13,10 @@ from cluster.api_error import ApiError
 # would change the answer, and an answer that ignores it would be wrong without anyone noticing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # what comes back
-    "logprobs": (False,),  # 0 asks for the sampled token's
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
     "modalities": (["text"],),
     "audio": (),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     # how tokens are chosen
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "best_of": (),  # but n: see refuse_unsupported
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     # what the text must look like
     "response_format": ({"type": "text"},),
@@ -52,25 +35,22 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     # how the prompt is made
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "documents": ([],),
     "prompt_embeds": (),
-    "truncate_prompt_tokens": (),
     # other servers' own plumbing
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
 }
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral."""
-    for name, neutral in NEUTRAL_VALUES.items():
+def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral.
+
+    others: further fields with their neutral values, those that only another endpoint has.
+    """
+    for name, neutral in (*NEUTRAL_VALUES.items(), *others.items()):
         value = body.get(name)
         if value is None or any(_same(value, candidate) for candidate in neutral):
-            continue
-        if name == "best_of" and _same(value, body.get("n") or 1):
             continue
         if name == "tools" and body.get("tool_choice") == "none":
             continue

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import DecodeCandidate, PrefillCandidate
 from replicas.messages import EngineLoad, Frame, TransferPeer
 
 
-class PoolView:
-    """Loads are half a second old at worst (an idle engine sends a frame that often), less our own unheard work."""
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What a replica said of its load, and when."""
 
-    def __init__(self, decodes: Callable[[], ReplicaTable], prefills: Callable[[], ReplicaTable]) -> None:
+    load: EngineLoad
+    at_s: float
+
+
+class PoolView:
+    """Loads of decode are half a second old at worst (an idle engine sends a frame that often), less our own unheard
+    work. Prefill tells its load with each reply and when it is asked; in between it works off what waits there.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        decodes: Callable[[], ReplicaTable],
+        prefills: Callable[[], ReplicaTable],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._decodes = decodes
         self._prefills = prefills
-        self._load: dict[str, EngineLoad] = {}
+        self._clock = clock
+        self._heard: dict[str, _Heard] = {}
         self._agent_names: dict[str, str] = {}
         self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
         self._in_flight: Counter[str] = Counter()
@@ -24,22 +44,10 @@ class PoolView:
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
-        return [
-            DecodeCandidate(
-                replica_id=replica_id,
-                total_blocks=metadata["num_blocks"],
-                free_blocks=self._free_blocks(replica_id, metadata["num_blocks"]),
-                num_in_flight=self._in_flight[replica_id],
-                num_queued=self._load[replica_id].num_queued if replica_id in self._load else 0,
-            )
-            for replica_id, metadata in self._decodes().items()
-        ]
+        return [self._decode_candidate(name, metadata["num_blocks"]) for name, metadata in self._decodes().items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
-        return [
-            PrefillCandidate(replica_id, metadata["num_blocks"], self._queued_tokens(replica_id))
-            for replica_id, metadata in self._prefills().items()
-        ]
+        return [self._prefill_candidate(name, metadata["num_blocks"]) for name, metadata in self._prefills().items()]
 
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Raises KeyError when the replica has left."""
@@ -50,10 +58,16 @@ class PoolView:
         return self._peer(self._prefills(), replica_id)
 
     def heard(self, frame: Frame) -> None:
-        self._load[frame.replica_id] = frame.load
+        self._heard[frame.replica_id] = _Heard(frame.load, self._clock())
 
     def heard_prefill(self, replica_id: str, load: EngineLoad) -> None:
-        self._load[replica_id] = load
+        """It replied, or was asked."""
+        self._heard[replica_id] = _Heard(load, self._clock())
+
+    def silent_prefills(self, longest_s: float) -> list[str]:
+        """Prefill replicas that have said nothing of their load for longer than that, those never heard included."""
+        latest_s = self._clock() - longest_s
+        return [name for name in self._prefills() if name not in self._heard or self._heard[name].at_s < latest_s]
 
     def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
         self._in_flight[replica_id] += 1
@@ -86,7 +100,7 @@ class PoolView:
 
     def forget(self, replica_id: str) -> str | None:
         """The replica has died. Returns the name of its transfer agent, if it was ever used. Mutates."""
-        self._load.pop(replica_id, None)
+        self._heard.pop(replica_id, None)
         return self._agent_names.pop(replica_id, None)
 
     def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
@@ -94,10 +108,27 @@ class PoolView:
         self._agent_names[replica_id] = peer.agent_name
         return peer
 
-    def _free_blocks(self, replica_id: str, total_blocks: int) -> int:
-        load = self._load.get(replica_id)
-        return (load.free_blocks if load else total_blocks) - self._unheard_blocks[replica_id]
+    def _decode_candidate(self, replica_id: str, total_blocks: int) -> DecodeCandidate:
+        unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
+        if replica_id not in self._heard:
+            return DecodeCandidate(replica_id, total_blocks, total_blocks - unheard, num_in_flight)
+        load = self._heard[replica_id].load
+        return DecodeCandidate(
+            replica_id=replica_id,
+            total_blocks=total_blocks,
+            free_blocks=load.free_blocks - unheard,
+            num_in_flight=num_in_flight,
+            num_queued=load.num_queued,
+            later_free_blocks=tuple(free - unheard for free in load.later_free_blocks),
+            expected_tokens=load.expected_tokens,
+            step_s=load.step_s,
+        )
 
-    def _queued_tokens(self, replica_id: str) -> int:
-        load = self._load.get(replica_id)
-        return max(load.queued_prompt_tokens if load else 0, self._prompt_tokens[replica_id])
+    def _prefill_candidate(self, replica_id: str, total_blocks: int) -> PrefillCandidate:
+        ours = self._prompt_tokens[replica_id]
+        if replica_id not in self._heard:
+            return PrefillCandidate(replica_id, total_blocks, ours)
+        heard = self._heard[replica_id]
+        rate = heard.load.prefill_tokens_per_s
+        done = int(rate * (self._clock() - heard.at_s))
+        return PrefillCandidate(replica_id, total_blocks, max(heard.load.queued_prompt_tokens - done, ours), rate)

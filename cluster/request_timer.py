@@ -8,11 +8,21 @@ arrived --- first token --- token --- token --- ... --- over
 from __future__ import annotations
 
 import time
-from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cluster.api_error import ApiError
     from cluster.ingress_metrics import IngressMetrics
+
+
+@dataclass(slots=True)
+class _TokenTimes:
+    """Of one choice, monotonic."""
+
+    first_s: float
+    last_s: float
+    num_tokens: int = 1
 
 
 class RequestTimer:
@@ -22,9 +32,7 @@ class RequestTimer:
         self._metrics = metrics
         self._endpoint = endpoint
         self._arrived_s = time.monotonic()
-        self._first_s: dict[int, float] = {}  # by choice
-        self._last_s: dict[int, float] = {}
-        self._num_tokens: Counter[int] = Counter()
+        self._choices: dict[int, _TokenTimes] = {}
         self._num_prompt_tokens = 0
         metrics.requests_in_flight.add(1)
 
@@ -36,13 +44,15 @@ class RequestTimer:
     def token(self, choice: int) -> None:
         """A token of a choice has come."""
         now_s = time.monotonic()
-        if not self._first_s:
-            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
-        if choice in self._last_s:
-            self._metrics.inter_token_latency.observe(now_s - self._last_s[choice])
-        self._first_s.setdefault(choice, now_s)
-        self._last_s[choice] = now_s
-        self._num_tokens[choice] += 1
+        times = self._choices.get(choice)
+        if times is None:
+            if not self._choices:
+                self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+            self._choices[choice] = _TokenTimes(now_s, now_s)
+            return
+        self._metrics.inter_token_latency.observe(now_s - times.last_s)
+        times.last_s = now_s
+        times.num_tokens += 1
 
     def over(self, outcome: str, finish_reasons: list[str]) -> None:
         """The request has ended: outcome as in splitserve_requests_total. Once."""
@@ -52,11 +62,21 @@ class RequestTimer:
         metrics.request_latency.observe(time.monotonic() - self._arrived_s)
         for reason in finish_reasons:
             metrics.successes.add(finish_reason=reason)
-        if not self._num_tokens:
+        if not self._choices:
             return
+        num_tokens = sum(times.num_tokens for times in self._choices.values())
         metrics.prompt_tokens.add(self._num_prompt_tokens)
-        metrics.generation_tokens.add(self._num_tokens.total())
-        metrics.request_generation_tokens.observe(self._num_tokens.total())
-        for choice, count in self._num_tokens.items():
-            if count > 1:
-                metrics.time_per_output_token.observe((self._last_s[choice] - self._first_s[choice]) / (count - 1))
+        metrics.generation_tokens.add(num_tokens)
+        metrics.request_generation_tokens.observe(num_tokens)
+        for times in self._choices.values():
+            if times.num_tokens > 1:
+                metrics.time_per_output_token.observe((times.last_s - times.first_s) / (times.num_tokens - 1))
+
+
+def outcome_of(error: ApiError) -> str:
+    """As in splitserve_requests_total."""
+    if error.status in (429, 503):
+        return "rejected"
+    if error.status == 504:
+        return "timeout"
+    return "client_error" if error.status < 500 else "server_error"

@@ -14,16 +14,19 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.api_error import ApiError
-from cluster.attempt import Attempt, AttemptFailed, AttemptLimits, Stage, retrieve
+from cluster.attempt import Attempt, AttemptLimits, retrieve
+from cluster.attempt_failed import AttemptFailed, Stage
+from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
-from cluster.generation import ChoiceState, GeneratedToken, GenerationSpec, Leg
+from cluster.batch_queue import BatchQueue
+from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
+from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from replicas.messages import CallStatus, Frame
-from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +40,6 @@ class RouterLimits:
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class _Past:
-    """What became of a leg's attempts so far, those before it was split included. excluded: replicas to avoid."""
-
-    num_failed: int = 0
-    excluded: frozenset[str] = frozenset()
-
-    def after(self, failure: AttemptFailed, route: Route) -> _Past:
-        if failure.status is CallStatus.EVICTED:
-            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
-        cause = failure.__cause__
-        # If it is not known which of the two was at fault, both are avoided.
-        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
-        return _Past(self.num_failed + 1, self.excluded.union(id_ for id_ in at_fault if id_ is not None))
 
 
 class Router:
@@ -71,6 +58,7 @@ class Router:
         self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
+        self._load_reports = LoadReports(prefill, self._view) if prefill else None
         self._mailboxes = Mailboxes()
         self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
@@ -86,9 +74,13 @@ class Router:
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
         await self._intake.receiver.start()
+        if self._load_reports is not None:
+            self._load_reports.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
+        if self._load_reports is not None:
+            await self._load_reports.stop()
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
@@ -104,26 +96,29 @@ class Router:
     def num_waiting(self) -> int:
         return self._view.num_waiting
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
-        """Tokens of all choices as they come, in order within each choice. Raises ApiError.
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
+        """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
+        if asked for, what the model thought of the prompt. Raises ApiError.
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
         deadline_s = time.monotonic() + spec.timeout_s
-        output: asyncio.Queue[GeneratedToken | None] = asyncio.Queue()
+        output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
         # together each sees those before it.
-        route, need = self._route(leg)
+        route = self._route(leg)
         self._check_room(route)
-        first = self._open_attempt(leg, route, need, deadline_s)
-        run = asyncio.create_task(self._run_leg(leg, deadline_s, _Past(), first), context=contextvars.Context())
+        first = self._open_attempt(leg, route, deadline_s)
+        run = asyncio.create_task(
+            self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
+        )
         run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
-        run.add_done_callback(lambda _: output.put_nowait(None))
+        run.add_done_callback(lambda _: output.close())
         run.add_done_callback(retrieve)
         try:
-            while (token := await output.get()) is not None:
-                yield token
+            while items := await output.take():
+                yield items
             await run  # its error, if it has one
         finally:
             run.cancel()
@@ -131,9 +126,9 @@ class Router:
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
-    async def _run_leg(self, leg: Leg, deadline_s: float, past: _Past, attempt: Attempt | None = None) -> None:
+    async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, *self._route(leg, past.excluded), deadline_s)
+            attempt = attempt or self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -141,17 +136,17 @@ class Router:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
                 past = past.after(failure, attempt.route)
                 if not self._may_retry(leg, failure, past, deadline_s):
-                    raise failure.api_error(leg.has_emitted) from failure
+                    raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
             attempt = None
-            await asyncio.sleep(self._pause_s(past))
+            await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
             legs = leg.split()
             if len(legs) > 1:
                 await self._run_apart(legs, deadline_s, past)
                 return
             (leg,) = legs
 
-    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: _Past) -> None:
+    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: AttemptHistory) -> None:
         """Choices that have parted go on each by itself; the first error ends them all."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -171,13 +166,12 @@ class Router:
                 raise
             raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
 
-    def _open_attempt(self, leg: Leg, route: Route, need: Need, deadline_s: float) -> Attempt:
+    def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
         request = leg.request(uuid.uuid4().hex, max(0.0, deadline_s - time.monotonic()))
         attempt = Attempt(
             leg,
             request,
             route,
-            need,
             decode=self._decode,
             prefill=self._prefill,
             view=self._view,
@@ -194,18 +188,21 @@ class Router:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: _Past, deadline_s: float) -> bool:
-        is_too_late = time.monotonic() + self._pause_s(past) >= deadline_s
+    def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
+        error = failure.api_error(leg.has_emitted, leg.spec.generation_id)
+        if error.status == 429:
+            self._metrics.rejected("queue_timeout")
+        return error
+
+    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
+        is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
         if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route, _ = self._route(leg, past.excluded)
+            route = self._route(leg, past.excluded)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
-
-    def _pause_s(self, past: _Past) -> float:
-        return float(self._limits.retry_delay_s * 2 ** (past.num_failed - 1))
 
     def _check_room(self, route: Route) -> None:
         if route.must_wait and self.num_waiting >= self._limits.max_queued:
@@ -218,20 +215,16 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
-    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> tuple[Route, Need]:
+    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
         request = leg.request("", 0.0)
         prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
-        need = Need(
-            decode_blocks=blocks_for_generation(prompt_len, request.max_tokens, len(request.choices), block_size),
-            prefill_blocks=num_blocks_for(prompt_len, block_size),
-            prompt_tokens=prompt_len,
-        )
+        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size)
         decided = choose_route(
             need, self._view.decode_candidates(), self._view.prefill_candidates(), self._rules, excluded
         )
         match decided:
             case Route():
-                return decided, need
+                return decided
             case NeverFits(pool, needed, largest):
                 self._metrics.rejected("too_long")
                 raise ApiError(

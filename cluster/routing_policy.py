@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+from scheduler.admission import LATER_STEPS
+from scheduler.memory_budget import blocks_for_generation, num_blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a request asks of the pools."""
+
+    prompt_tokens: int
+    max_tokens: int
+    num_choices: int
+    block_size: int
+
+    @property
+    def prefill_blocks(self) -> int:
+        return num_blocks_for(self.prompt_tokens, self.block_size)
+
+    @property
+    def decode_blocks(self) -> int:
+        """The most it can ever use there."""
+        return self.blocks_after(self.max_tokens - 1)
+
+    def blocks_after(self, num_rows: int) -> int:
+        """What it uses at decode when each choice has taken so many rows: one of them writes one token's KV."""
+        num_tokens = min(num_rows + 1, self.max_tokens)
+        return blocks_for_generation(self.prompt_tokens, num_tokens, self.num_choices, self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCandidate:
     """One decode replica as this router knows it.
 
-    free_blocks: not promised to anyone by its last frame, less what this router has sent since and not yet
-    heard admitted. num_in_flight: this router's own requests there. num_queued: anybody's that waited there for
-    memory or a slot, by its last frame; whoever comes now waits too.
+    free_blocks: what a newcomer may use there at every step to come, by the replica's own projection in its last
+    frame, less what this router has sent since and not yet heard admitted; later_free_blocks: the same from the steps
+    on that are LATER_STEPS away. expected_tokens: what a choice is taken to generate (0: its max_tokens).
+    num_in_flight: this router's own requests there. num_queued: anybody's that waited there for memory or a slot, by
+    its last frame; whoever comes now waits too. step_s: its moving average.
     """
 
     replica_id: str
@@ -21,19 +51,40 @@ class DecodeCandidate:
     free_blocks: int
     num_in_flight: int
     num_queued: int = 0
+    later_free_blocks: tuple[int, ...] = ()
+    expected_tokens: int = 0
+    step_s: float = 0.0
 
-    def must_wait(self, needed_blocks: int) -> bool:
+    def must_wait(self, need: Need) -> bool:
         """Whether a request that comes now is not admitted at once."""
-        return self.free_blocks < needed_blocks or self.num_queued > 0
+        return self.num_queued > 0 or not self._has_room(need)
+
+    def projected_blocks(self, need: Need) -> int:
+        """The most that it will use there if it is as long as is expected."""
+        return need.blocks_after(self._num_rows(need))
+
+    def _has_room(self, need: Need) -> bool:
+        """By the projection: what it uses at the end of each stretch of steps is free from its beginning on."""
+        num_rows = self._num_rows(need)
+        rooms = (self.free_blocks, *self.later_free_blocks)
+        ends = (*LATER_STEPS[: len(self.later_free_blocks)], num_rows)
+        return all(need.blocks_after(min(num_rows, end)) <= room for room, end in zip(rooms, ends, strict=True))
+
+    def _num_rows(self, need: Need) -> int:
+        return min(need.max_tokens, self.expected_tokens or need.max_tokens) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
-    """One prefill replica. queued_tokens: prompt tokens not yet computed, this router's own included."""
+    """One prefill replica. queued_tokens: prompt tokens not yet computed, this router's own included.
+
+    tokens_per_s: how fast it computes them, measured; 0.0: not known yet.
+    """
 
     replica_id: str
     total_blocks: int
     queued_tokens: int
+    tokens_per_s: float = 0.0
 
 
 class RouteKind(StrEnum):
@@ -44,12 +95,16 @@ class RouteKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A decision. must_wait: no decode replica has room now, so the request will queue there."""
+    """A decision. must_wait: no decode replica has room now, so the request will queue there.
+
+    decode_blocks: the most that it will use there by projection.
+    """
 
     kind: RouteKind
     decode_id: str
     prefill_id: str | None
     must_wait: bool
+    decode_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +124,6 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What a request needs of each pool."""
-
-    decode_blocks: int
-    prefill_blocks: int
-    prompt_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class RoutingRules:
     """From the config. has_prefill_pool is false when colocated."""
 
@@ -94,41 +140,76 @@ def choose_route(
     excluded: Collection[str] = (),
 ) -> Route | NeverFits | Unavailable:
     """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other."""
-    decode = choose_decode(need.decode_blocks, decodes, excluded)
+    decode = choose_decode(need, decodes, excluded)
     if not isinstance(decode, DecodeCandidate):
         return decode
-    must_wait = decode.must_wait(need.decode_blocks)
+
+    def route(kind: RouteKind, prefill_id: str | None = None) -> Route:
+        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), decode.projected_blocks(need))
+
     if not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens:
-        return Route(RouteKind.LOCAL, decode.replica_id, None, must_wait)
-    prefill = choose_prefill(need.prefill_blocks, prefills, excluded)
+        return route(RouteKind.LOCAL)
+    prefill = choose_prefill(need, prefills, excluded)
     if isinstance(prefill, PrefillCandidate):
-        return Route(RouteKind.REMOTE, decode.replica_id, prefill.replica_id, must_wait)
+        return route(RouteKind.REMOTE, prefill.replica_id)
     if isinstance(prefill, Unavailable) and rules.fallback_to_decode:
-        return Route(RouteKind.FALLBACK, decode.replica_id, None, must_wait)
+        return route(RouteKind.FALLBACK)
     return prefill
 
 
 def choose_decode(
-    needed_blocks: int, candidates: Sequence[DecodeCandidate], excluded: Collection[str] = ()
+    need: Need, candidates: Sequence[DecodeCandidate], excluded: Collection[str] = ()
 ) -> DecodeCandidate | NeverFits | Unavailable:
-    """One that admits it at once, if any does; of these the one with the most room, then the fewest of our requests."""
-    if not candidates:
-        return Unavailable("decode")
-    fitting = [c for c in candidates if c.total_blocks >= needed_blocks]
-    if not fitting:
-        return NeverFits("decode", needed_blocks, max(c.total_blocks for c in candidates))
-    fresh = [c for c in fitting if c.replica_id not in excluded] or fitting
-    return max(fresh, key=lambda c: (not c.must_wait(needed_blocks), c.free_blocks, -c.num_in_flight, c.replica_id))
+    """One that admits it at once, if any does; of these the one with the most room by projection, then the fewest of
+    our requests, then the quickest steps.
+    """
+
+    def cost(candidate: DecodeCandidate) -> tuple[object, ...]:
+        return candidate.must_wait(need), -candidate.free_blocks, candidate.num_in_flight, candidate.step_s
+
+    return _choose("decode", need.decode_blocks, candidates, excluded, cost)
 
 
 def choose_prefill(
-    needed_blocks: int, candidates: Sequence[PrefillCandidate], excluded: Collection[str] = ()
+    need: Need, candidates: Sequence[PrefillCandidate], excluded: Collection[str] = ()
 ) -> PrefillCandidate | NeverFits | Unavailable:
-    """The replica with the fewest prompt tokens waiting."""
+    """The replica at which the prompt is computed soonest: what waits there and itself, at the rate measured there.
+
+    Where no rate is known yet it is taken to be the mean of the others'; then whoever has the fewest tokens waiting.
+    """
+    known = [candidate.tokens_per_s for candidate in candidates if candidate.tokens_per_s > 0.0]
+    typical = sum(known) / len(known) if known else 1.0
+
+    def cost(candidate: PrefillCandidate) -> tuple[object, ...]:
+        num_tokens = candidate.queued_tokens + need.prompt_tokens
+        return num_tokens / (candidate.tokens_per_s or typical), candidate.queued_tokens
+
+    return _choose("prefill", need.prefill_blocks, candidates, excluded, cost)
+
+
+class _Candidate(Protocol):
+    @property
+    def replica_id(self) -> str: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+
+_CandidateT = TypeVar("_CandidateT", bound=_Candidate)
+
+
+def _choose(
+    pool: str,
+    needed_blocks: int,
+    candidates: Sequence[_CandidateT],
+    excluded: Collection[str],
+    cost: Callable[[_CandidateT], tuple[Any, ...]],
+) -> _CandidateT | NeverFits | Unavailable:
+    """The cheapest of those large enough that have not failed, or, without one, that have. Equal ones: by name."""
     if not candidates:
-        return Unavailable("prefill")
+        return Unavailable(pool)
     fitting = [c for c in candidates if c.total_blocks >= needed_blocks]
     if not fitting:
-        return NeverFits("prefill", needed_blocks, max(c.total_blocks for c in candidates))
+        return NeverFits(pool, needed_blocks, max(c.total_blocks for c in candidates))
     fresh = [c for c in fitting if c.replica_id not in excluded] or fitting
-    return min(fresh, key=lambda c: (c.queued_tokens, c.replica_id))
+    return min(fresh, key=lambda c: (*cost(c), c.replica_id))

@@ -15,6 +15,11 @@ class ServerConfig(Section):
 
     host: Host = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all of this machine's")
     port: Port = Field(default=8_000, description="TCP port; below 1024 usually needs root")
+    openapi: bool = Field(default=True, description="Publish the API's description at /openapi.json")
+    docs: bool = Field(
+        default=False,
+        description="Serve a page to read and try the API at /docs; needs openapi, and loads scripts from a CDN",
+    )
 
 
 class IngressConfig(Section):
@@ -96,12 +101,15 @@ class LimitsConfig(Section):
     """What one HTTP request may ask for. Beyond: status 400, or 413 for the body."""
 
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1_024, le=1024**3, description="Largest request body")
+    body_timeout_s: Seconds = Field(
+        default=30.0, description="Longest time in which a request's body must have come. Beyond: status 408"
+    )
     max_prompts: int = Field(default=32, ge=1, le=4_096, description="Most prompts in one completion request")
     max_choices: int = Field(
         default=8,
         ge=1,
         le=128,
-        description="Largest n, choices of one prompt; at most pools.decode.max_running_sequences",
+        description="Largest n and best_of, choices of one prompt; at most pools.decode.max_running_sequences",
     )
     max_tokens_default_chat: int | None = Field(
         default=None,
@@ -112,11 +120,37 @@ class LimitsConfig(Section):
         default=16, ge=1, description="max_tokens of a completion request that gives none; OpenAI's is 16"
     )
     max_stop_strings: int = Field(default=4, ge=0, le=64, description="Most stop strings in a request; OpenAI's is 4")
-    max_stop_string_chars: int = Field(default=256, ge=1, le=4_096, description="Longest stop string, in characters")
+    max_stop_string_chars: int = Field(
+        default=256, ge=1, le=4_096, description="Longest stop string or bad word, in characters"
+    )
+    max_stop_token_ids: int = Field(default=128, ge=0, le=4_096, description="Most stop token ids in a request")
+    max_logprobs: int = Field(
+        default=5, ge=0, le=128, description="Largest logprobs of a completion request; OpenAI's is 5"
+    )
+    max_top_logprobs: int = Field(
+        default=20,
+        ge=0,
+        le=128,
+        description="Largest top_logprobs of a chat request, and largest prompt_logprobs; OpenAI's is 20",
+    )
+    max_logit_bias: int = Field(default=300, ge=0, le=4_096, description="Most token ids in a request's logit_bias")
+    max_bad_words: int = Field(default=64, ge=0, le=1_024, description="Most bad words in a request")
+    max_allowed_token_ids: int = Field(
+        default=1_024, ge=1, le=65_536, description="Most token ids in a request's allowed_token_ids"
+    )
     max_generated_tokens: int = Field(
         default=262_144,
         ge=1,
         description="Most tokens one request may cause: prompts times n times max_tokens",
+    )
+    min_priority: int = Field(
+        default=0,
+        ge=-1_000,
+        le=0,
+        description="Smallest priority a request may give, which is the most important: smaller ones go first",
+    )
+    max_priority: int = Field(
+        default=100, ge=0, le=1_000, description="Largest priority a request may give, the least important"
     )
 
 
@@ -145,16 +179,22 @@ class RayConfig(Section):
 
 
 class FaultsConfig(Section):
-    """For SplitServe's own tests. Leave it out."""
+    """For SplitServe's own tests and measurements. Leave it out."""
 
     fault_dir: LocalPath | None = Field(
         default=None,
         description="Folder whose files hold replicas at chosen points; tests only, never in production",
     )
 
-    @field_validator("fault_dir")
+    step_record_dir: LocalPath | None = Field(
+        default=None,
+        description="Folder into which every engine writes what was in each step and how long it took, for "
+        "`splitserve fit-steps`",
+    )
+
+    @field_validator("fault_dir", "step_record_dir")
     @classmethod
-    def _check_folder(cls, fault_dir: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
-        if fault_dir is not None and base_dir_of(info) is not None and not fault_dir.is_dir():
+    def _check_folder(cls, folder: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
+        if folder is not None and base_dir_of(info) is not None and not folder.is_dir():
             raise ValueError("is no existing folder")
-        return fault_dir
+        return folder

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
+class StopMatch(NamedTuple):
     """What one push made certain.
 
     text_to_emit: may go to the client now. matched: the stop string that ended the text, None while it goes on.
@@ -40,7 +39,9 @@ class StopMatcher:
         """Takes the next piece of text. After a match further text is ignored and the match is reported again."""
         if self._matched is not None:
             return StopMatch("", self._matched)
-        # Most text is far from any stop, and finding that out is quick. No patterns end up here too.
+        if not self._patterns:
+            return StopMatch(text, None)
+        # Most text is far from any stop, and finding that out is quick.
         if not self._held and not any(pattern.stop[0] in text for pattern in self._patterns):
             return StopMatch(text, None)
         for end, char in enumerate(text, start=1):

@@ -6,9 +6,11 @@ import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.batch_queue import BatchQueue
+from cluster.generation import GenerationItem, GenerationSpec, ScoredPrompt
 from cluster.openai_response import Usage
 from cluster.text_choice import TextChoice, TextDelta
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """What the router does for us; a fake in tests."""
 
-    def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]: ...
+    def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]: ...
 
 
 class TextGeneration:
@@ -37,6 +39,38 @@ class TextGeneration:
         self._choices = choices
         self._timer = timer
 
+    def stand_in_line(self, priority: int, client: str) -> None:
+        """Where its prompts wait: higher priority goes first, and clients share fairly. Before `deltas`. Mutates."""
+        self._specs = [replace(spec, priority=priority, client=client) for spec in self._specs]
+
+    @property
+    def generation_ids(self) -> list[str]:
+        """Of each prompt: what the log calls it."""
+        return [spec.generation_id for spec in self._specs]
+
+    def prompt_ids(self, index: int) -> tuple[int, ...]:
+        """The prompt of a choice."""
+        for spec in self._specs:
+            if index < spec.num_choices:
+                return spec.prompt_ids
+            index -= spec.num_choices
+        raise IndexError("no such choice")
+
+    def best(self, num_kept: int) -> list[TextChoice]:
+        """Of each prompt's choices the num_kept with the highest mean log-probability a token, the best first.
+
+        All of them in their own order when there are no more. Once all have ended.
+        """
+        kept: list[TextChoice] = []
+        first = 0
+        for spec in self._specs:
+            choices = list(self._choices[first : first + spec.num_choices])
+            first += spec.num_choices
+            if len(choices) > num_kept:
+                choices.sort(key=lambda choice: choice.sum_logprobs / max(1, choice.num_tokens), reverse=True)
+            kept += choices[:num_kept]
+        return kept
+
     @property
     def usage(self) -> Usage:
         """A prompt counts once, however many choices it has."""
@@ -45,46 +79,70 @@ class TextGeneration:
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
         )
 
-    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """Deltas of all choices as they come. Raises ApiError: the first failure ends all of it.
+    def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
+        """Deltas of all choices as they come, all that are there at a time. Raises ApiError: the first failure ends it.
 
         Closing the iterator ends all work for the request.
         """
-        queue: asyncio.Queue[TextDelta | None] = asyncio.Queue()
+        if len(self._specs) == 1:
+            return self._deltas_of(self._specs[0], self._choices)
+        return self._side_by_side()
+
+    async def _deltas_of(
+        self, spec: GenerationSpec, choices: Sequence[TextChoice]
+    ) -> AsyncGenerator[list[TextDelta], None]:
+        """Of one prompt."""
+        num_open = len(choices)
+        async with aclosing(self._source.generate(spec)) as batches:
+            async for batch in batches:
+                deltas = [delta for item in batch if (delta := self._delta(item, choices)) is not None]
+                num_open -= sum(delta.finish_reason is not None for delta in deltas)
+                if deltas:
+                    yield deltas
+                if not num_open:
+                    return
+        raise AssertionError("the tokens ended before every choice had")
+
+    def _delta(self, item: GenerationItem, choices: Sequence[TextChoice]) -> TextDelta | None:
+        if isinstance(item, ScoredPrompt):
+            for choice in choices:
+                choice.prompt_logprobs = item.positions
+            return None
+        choice = choices[item.choice]
+        if choice.finish_reason is not None:
+            return None  # a stop string has ended it; the others still run
+        self._timer.token(choice.index)
+        return choice.push(item.token_id, item.finish_reason, item.logprobs)
+
+    async def _side_by_side(self) -> AsyncGenerator[list[TextDelta], None]:
+        output: BatchQueue[TextDelta] = BatchQueue()
+        pumps: list[asyncio.Task[None]] = []
+
+        def ended(pump: asyncio.Task[None]) -> None:
+            if pump.cancelled() or pump.exception() is not None or all(other.done() for other in pumps):
+                output.close()
+
         first = 0
-        pumps = []
         for spec in self._specs:
             choices = self._choices[first : first + spec.num_choices]
             first += spec.num_choices
             # A context of its own: otherwise Serve would cancel it by itself, in an order that we do not choose.
-            pump = asyncio.create_task(self._pump(spec, choices, queue), context=contextvars.Context())
-            pump.add_done_callback(lambda _: queue.put_nowait(None))
+            pump = asyncio.create_task(self._pump(spec, choices, output), context=contextvars.Context())
+            pump.add_done_callback(ended)
             pumps.append(pump)
         try:
-            for _ in pumps:
-                while (delta := await queue.get()) is not None:
-                    yield delta
-                for pump in pumps:
-                    if pump.done():
-                        pump.result()
+            while deltas := await output.take():
+                yield deltas
+            for pump in pumps:
+                if pump.done():
+                    pump.result()
         finally:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(
-        self, spec: GenerationSpec, choices: Sequence[TextChoice], queue: asyncio.Queue[TextDelta | None]
-    ) -> None:
-        num_open = len(choices)
-        async with aclosing(self._source.generate(spec)) as tokens:
-            async for token in tokens:
-                choice = choices[token.choice]
-                if choice.finish_reason is not None:
-                    continue  # a stop string has ended it; the others still run
-                self._timer.token(choice.index)
-                delta = choice.push(token.token_id, token.finish_reason)
-                queue.put_nowait(delta)
-                num_open -= delta.finish_reason is not None
-                if not num_open:
-                    return
-        raise AssertionError("the tokens ended before every choice had")
+    async def _pump(self, spec: GenerationSpec, choices: Sequence[TextChoice], output: BatchQueue[TextDelta]) -> None:
+        async with aclosing(self._deltas_of(spec, choices)) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    output.put(delta)

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from cluster.api_error import ApiError
-from cluster.chat_template import ChatTemplate
+from cluster.chat_template import ChatTemplate, TemplateOptions
 from cluster.control_tokens import ControlTokens
 from cluster.detokenizer import token_bytes
 
@@ -27,7 +27,7 @@ class Tokenizer:
     vocab_size: ids below it are known to the tokenizer and (as far as config.json says) to the model.
     eos_token_ids: the ids that end an answer, from the tokenizer and from generation_config.json.
     bos_token_id: None if the model has none. special_ids: ids that leave no text.
-    visible_bytes: the bytes of each other token.
+    visible_bytes: the bytes of each other token. bytes_of_token: the bytes of every token.
     """
 
     def __init__(self, folder_or_hub_id: str, trust_remote_code: bool = False, gguf_file: str | None = None) -> None:
@@ -53,6 +53,7 @@ class Tokenizer:
         self._chat_template = ChatTemplate(loaded, template, control_tokens)
 
         bytes_of_token = token_bytes(self._plain.get_vocab(with_added_tokens=True), spec["decoder"])
+        self.bytes_of_token: Mapping[int, bytes] = bytes_of_token
         self.special_ids = control_tokens.special_ids
         self.visible_bytes: Mapping[int, bytes] = {
             token_id: text for token_id, text in bytes_of_token.items() if token_id not in self.special_ids
@@ -77,33 +78,57 @@ class Tokenizer:
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_prompt(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> list[int]:
+    def encode_prompt(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, keep_last: int | None = None
+    ) -> list[int]:
         """Ids of one prompt of /v1/completions: text, or ids that are only checked.
 
         Control tokens in the text count as such, as raw prompts are how a client uses a template of its own.
-        Raises ApiError 400 if it is empty, has unknown ids or has more than max_tokens tokens.
+        keep_last: cut all but so many last ids off. Raises ApiError 400 if it is empty, has unknown ids or has more
+        than max_tokens tokens.
         """
         if not isinstance(prompt, str):
             ids = list(prompt)
-        elif max_tokens is not None and self.too_long(prompt, max_tokens):
+        elif max_tokens is not None and keep_last is None and self.too_long(prompt, max_tokens):
             raise _too_many_tokens(None, max_tokens, "prompt")
         else:
             ids = self.encode(prompt, add_special_tokens=True, parse_special_tokens=True)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt", code="empty_prompt")
-        return self._accept(ids, max_tokens, "prompt")
+        return self._accept(_last(ids, keep_last), max_tokens, "prompt")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        options: TemplateOptions | None = None,
+        keep_last: int | None = None,
+    ) -> list[int]:
         """Ids of a chat prompt, up to where the assistant's answer begins. See ChatTemplate.render for messages.
 
         The same ids as transformers' apply_chat_template, except that text of a message never becomes a control token.
         Raises ApiError 400 if the template refuses the messages or they have more than max_tokens tokens.
         """
-        rendered = self._chat_template.render(messages)
-        if max_tokens is not None and self.too_long(rendered, max_tokens):
+        rendered = self._chat_template.render(messages, options)
+        if max_tokens is not None and keep_last is None and self.too_long(rendered, max_tokens):
             raise _too_many_tokens(None, max_tokens, "messages")
         # The template has put in all the special tokens that it wants, BOS included.
-        return self._accept(self.encode(rendered, add_special_tokens=False), max_tokens, "messages")
+        ids = _last(self.encode(rendered, add_special_tokens=False), keep_last)
+        return self._accept(ids, max_tokens, "messages")
+
+    def bad_word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that write these words, each with and without a space in front; none twice.
+
+        A model has usually one token for a word within a text and another for one that begins it. Control tokens in a
+        word count as such.
+        """
+        texts = [space + word.lstrip(" ") for word in words for space in ("", " ")]
+        encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encoded if encoding.ids))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; bytes that are no UTF-8 become U+FFFD."""
+        return self.bytes_of_token.get(token_id, b"").decode(errors="replace")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids. Bytes that are no UTF-8 become U+FFFD; ids without a token are left out."""
@@ -131,6 +156,10 @@ class Tokenizer:
         # Text can have unknown ids too: some tokenizers have special tokens that the model has no weights for.
         self.check_ids(ids, param)
         return ids
+
+
+def _last(ids: list[int], count: int | None) -> list[int]:
+    return ids if count is None else ids[-count:]
 
 
 def _too_many_tokens(num_tokens: int | None, max_tokens: int, param: str) -> ApiError:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from replicas.messages import GenerationRequest
+from scheduler.beam_search import BeamSearch
 from scheduler.request import Request, RequestState
+from scheduler.sampling_params import SamplingParams
 
 CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
@@ -33,15 +35,28 @@ class OpenCall(Generic[CallT, ReplyT]):
 
 
 def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool) -> Request:
-    """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline."""
+    """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline.
+
+    A beam search samples nothing: of each row it wants the most likely tokens, by the model's own logits.
+    """
+    sampling, search = request.sampling, None
+    if request.beam is not None:
+        search = BeamSearch(request.beam, request.stop_token_ids, request.max_tokens)
+        num_candidates = request.beam.num_candidates(len(request.stop_token_ids))
+        scores = request.sampling.num_prompt_logprobs
+        sampling = SamplingParams(temperature=0.0, num_logprobs=num_candidates, num_prompt_logprobs=scores)
     return Request(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
         choices=request.choices,
         max_tokens=request.max_tokens,
         stop_token_ids=request.stop_token_ids,
-        sampling=request.sampling,
+        sampling=sampling,
         deadline_s=now_s + request.timeout_s,
         local_prefill=local_prefill,
         priority=request.priority,
+        client=request.client,
+        num_output_in_prompt=request.num_output_in_prompt,
+        search=search,
+        num_returned=request.num_returned,
     )

@@ -142,4 +142,5 @@ def _attend_fresh(
         out = F.scaled_dot_product_attention(
             by_prompt(query), by_prompt(key), by_prompt(value), is_causal=True, scale=scale, enable_gqa=True
         )
-    return out.transpose(1, 2).flatten(0, 1)
+    by_token: torch.Tensor = out.transpose(1, 2).flatten(0, 1)
+    return by_token

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -20,8 +19,11 @@ from replicas.cuda_step import build_cuda_inputs
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
-from replicas.model_runner import ModelRunner
+from replicas.model_runner import ModelRunner, StepHandle
+from replicas.sample_place import SamplePlace
 from replicas.skinny_linear import use_skinny_products
+from replicas.token_choice import TokenChoice, choose_tokens
+from replicas.tokens_on_the_way import TokensOnTheWay
 from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -41,7 +43,9 @@ class CudaRunner(ModelRunner):
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         device = pool.tensor.device
         self._max_model_len = max_model_len
-        self._slots: CudaSlots = CudaSlots(num_slots, -(-max_model_len // pool.layout.block_size), device)
+        self._slots: CudaSlots = CudaSlots(
+            num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
+        )
         self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
@@ -49,19 +53,26 @@ class CudaRunner(ModelRunner):
         bind_attention(loaded.model, pool)
         use_skinny_products(loaded.model)
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor:
-        launched = self._graphs.launch(plan) if self._graphs else None
+    def _compute(self, plan: StepPlan) -> StepHandle:
+        is_scored = any(chunk.scored_ids is not None for chunk in plan.chunks)
+        launched = self._graphs.launch(plan) if self._graphs and not is_scored else None
         if launched is None:
             return super()._compute(plan)
         num_samples = len(plan.rows) or 1
         kinds = self._slots.kinds(plan)
-        if not kinds.is_plain:
-            return self._choose(plan, launched.logits[:num_samples].float())
-        tokens = draw_tokens(
-            launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-            has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
-        )  # fmt: skip
-        return tokens[:num_samples]
+        if kinds.is_plain:
+            tokens = draw_tokens(
+                launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
+            )  # fmt: skip
+            choice = TokenChoice(tokens[:num_samples])
+        else:
+            logits = launched.logits[:num_samples].float()
+            choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+        return StepHandle(plan, self._on_the_way(choice))
+
+    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
+        return TokensOnTheWay.of(choice)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -115,20 +126,6 @@ class CudaRunner(ModelRunner):
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
-
-    def _reader(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """Starts the copy of the step's tokens to the host; the result waits for this step, not for later ones."""
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def read() -> list[int]:
-            copied.synchronize()
-            ids: list[int] = host.tolist()
-            return ids
-
-        return read
 
 
 def _decoder_layers(model: torch.nn.Module, num_layers: int) -> list[torch.nn.Module]:

@@ -5,14 +5,18 @@ The host never reads it. Whatever a plan changes goes up in one pinned copy and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from replicas.device_copy import to_device
+from replicas.sample_place import SamplePlace
 from replicas.sampling import GREEDY_BELOW
 from replicas.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
+from replicas.slot_rules import SlotRules
 from replicas.slot_state import SlotState
-from scheduler.plan import DecodeRow, SampleTarget, StepPlan
+from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
 
 
@@ -28,8 +32,9 @@ class SamplingKinds:
 class CudaSlots(SlotState):
     """state: int64 [num_slots + 1, BLOCK_TABLE + max_blocks]; the last row is the slot of padding rows."""
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
-        super().__init__(0, 0)
+    def __init__(self, num_slots: int, max_blocks: int, max_len: int, device: torch.device) -> None:
+        super().__init__(0, 0, 0)
+        self.rules = SlotRules(num_slots, max_len, device)
         self.state = torch.zeros(num_slots + 1, BLOCK_TABLE + max_blocks, dtype=torch.int64, device=device)
         self.block_table = self.state[:, BLOCK_TABLE:]
         self.last_token = self.state[:, LAST_TOKEN]
@@ -47,6 +52,10 @@ class CudaSlots(SlotState):
         for init in plan.slot_inits:
             self.sampling[init.slot] = init.sampling
             self._is_plain[init.slot] = _is_plain(init.sampling)
+            self.num_logprobs.pop(init.slot, None)
+            if init.sampling.num_logprobs is not None:
+                self.num_logprobs[init.slot] = init.sampling.num_logprobs
+            self.rules.start(init)
             first = init.slot * width
             for column, value in sampling_columns(init.sampling).items():
                 updates[first + column] = value
@@ -56,12 +65,14 @@ class CudaSlots(SlotState):
             first = write.slot * width + BLOCK_TABLE + write.start
             updates.update(zip(range(first, first + len(write.block_ids)), write.block_ids, strict=True))
         if updates:
-            places, values = to_device([list(updates), list(updates.values())], self.state.device)
+            places, values = numbers_to_device([list(updates), list(updates.values())], self.state.device)
             self.state.view(-1).index_copy_(0, places, values)
 
-    def store_tokens(self, outputs: list[DecodeRow | SampleTarget], tokens: torch.Tensor) -> None:
-        slots = to_device([output.slot for output in outputs], self.state.device)
-        self.last_token.index_copy_(0, slots, tokens.clamp(min=0))
+    def store_tokens(self, places: Sequence[SamplePlace], tokens: torch.Tensor) -> None:
+        tokens = tokens.clamp(min=0)
+        slots = numbers_to_device([place.next_slot for place in places], self.state.device)
+        self.last_token.index_copy_(0, slots, tokens)
+        self.rules.store(places, tokens)
 
     def kinds(self, plan: StepPlan) -> SamplingKinds:
         """Of all rows and targets of the plan."""
@@ -75,10 +86,9 @@ class CudaSlots(SlotState):
         )
 
 
-def to_device(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
-    """int64 on the device, through pinned memory that torch keeps until the copy has run. Does not wait."""
-    host = torch.tensor(values, dtype=torch.int64)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def numbers_to_device(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
+    """int64 on the device. Does not wait."""
+    return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def _is_plain(params: SamplingParams) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from replicas.cuda_slots import CudaSlots, to_device
+from replicas.cuda_slots import CudaSlots, numbers_to_device
 from scheduler.plan import PrefillChunk, StepPlan
 
 # A library kernel computes this much of a fresh prompt, in whole multiples: cuDNN prepares each new length for
@@ -129,11 +129,13 @@ def build_cuda_inputs(
         num_rows, num_splits, min_split, len(paged), max((p[1] for p in paged), default=0),
         tuple((run[0], run[1], run[2]) for run in fresh),
     )  # fmt: skip
-    places = to_device([token_slots, positions], device)
+    places = numbers_to_device([token_slots, positions], device)
     places32 = places.int()
     chunk_rows = paged + [[0, 0, 0]] * max(0, 2 - len(paged))
-    input_ids = to_device(ids, device)
+    input_ids = numbers_to_device(ids, device)
     if num_rows:
         input_ids = torch.cat([slots.last_token[places[0, :num_rows]], input_ids])
-    step = CudaStep(slots.block_table, places32[0], places32[1], to_device(chunk_rows, device).int(), launches.pack())
-    return CudaInputs(input_ids, to_device(logit_rows, device), step)
+    step = CudaStep(
+        slots.block_table, places32[0], places32[1], numbers_to_device(chunk_rows, device).int(), launches.pack()
+    )
+    return CudaInputs(input_ids, numbers_to_device(logit_rows, device), step)

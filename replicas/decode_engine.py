@@ -19,11 +19,11 @@ from replicas.handoff_actions import CommandRefused, Event, HandoffArrived, KvLo
 from replicas.messages import (
     CallStatus,
     FinishReason,
-    FirstToken,
     Frame,
     GenerateCall,
     GenerateReply,
     Handoff,
+    PromptLogprobs,
     TokenItem,
 )
 from scheduler.decode_scheduler import DecodeScheduler
@@ -41,13 +41,17 @@ logger = logging.getLogger(__name__)
 
 # A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
 _UNSENT_POLL_S = 0.005
+# A beam search sends all its tokens when it is over. A step of anything else has fewer than this.
+_MAX_FRAME_TOKENS = 4096
+# Log-probabilities of a prompt take up to 300 bytes a token: these many are a frame.
+_MAX_FRAME_POSITIONS = 4096
 
 
 @dataclass(slots=True)
 class DecodeOpenCall(OpenCall[GenerateCall, GenerateReply]):
     """What else decode keeps of a call."""
 
-    first_tokens: tuple[FirstToken, ...] = ()  # as the handoff brought them
+    handoff: Handoff | None = None  # once it has arrived
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
 
     @property
@@ -61,6 +65,11 @@ class _Outbox:
 
     admitted: list[str] = field(default_factory=list)
     tokens: list[TokenItem] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        admitted, self.admitted = tuple(self.admitted), []
+        return admitted
 
 
 class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
@@ -149,7 +158,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     def _on_handoff(self, transfer_id: str, handoff: Handoff) -> None:
         if self.scheduler.get(transfer_id) is None:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
-        self._calls[transfer_id].first_tokens = handoff.first_tokens
+        self._calls[transfer_id].handoff = handoff
         block_ids = self.scheduler.begin_load(transfer_id, time.monotonic())
         self.transfers.read_into(transfer_id, block_ids)
 
@@ -157,18 +166,30 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         if self.scheduler.get(transfer_id) is None:
             return
         opened = self._calls[transfer_id]
-        firsts = opened.first_tokens
-        by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
+        assert opened.handoff is not None, "KV was read without a handoff"
         try:
-            self.scheduler.kv_ready(transfer_id, by_choice, time.monotonic())
+            self._join_batch(opened, opened.handoff)
         except ValueError as error:  # the handoff's first tokens are not those of this request
             self._end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
             return
         self.metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
 
+    def _join_batch(self, opened: DecodeOpenCall, handoff: Handoff) -> None:
+        """Raises ValueError."""
+        request_id = opened.request.request_id
+        if opened.request.search is not None:
+            self.scheduler.beams_ready(request_id, handoff.candidates, time.monotonic())
+            self._outbox[opened.router_id].admitted.append(request_id)
+            return
+        firsts = handoff.first_tokens
+        by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
+        self.scheduler.kv_ready(request_id, by_choice, time.monotonic())
+
     # -- tokens ------------------------------------------------------------------------------------
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            self._send_prompt(prompt)
         events = self.scheduler.commit(output, now_s)
         for event in events:
             self._send_token(event)
@@ -176,21 +197,34 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             if self.scheduler.get(request_id) is None:
                 self._finished.append(self._calls.pop(request_id))
 
+    def _send_prompt(self, prompt: PromptLogprobs) -> None:
+        opened = self._calls.get(prompt.request_id)
+        if opened is None:
+            return
+        for first in range(0, len(prompt.positions), _MAX_FRAME_POSITIONS):
+            positions = prompt.positions[first : first + _MAX_FRAME_POSITIONS]
+            part = PromptLogprobs(prompt.request_id, prompt.start + first, positions)
+            self._outbox[opened.router_id].prompts.append(part)
+
     def _send_token(self, event: TokenEvent) -> None:
         opened = self._calls[event.request_id]
         opened.num_sent[event.choice] += 1
         reason = FinishReason(event.finish_reason) if event.finish_reason else None
-        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason)
+        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         self._outbox[opened.router_id].tokens.append(item)
 
     def _flush(self, now_s: float) -> None:
         """One frame per router that has something, or that has not heard of us for a while; then the replies.
 
-        Replies come last: they say how many tokens were sent.
+        Replies come last: they say how many tokens were sent. Very many tokens (of a beam search) are several frames.
         """
         load = self._load()
         for router_id, outbox in self._outbox.items():
-            self.sender.send(router_id, load, tuple(outbox.admitted), tuple(outbox.tokens))
+            for part in outbox.prompts:
+                self.sender.send(router_id, load, outbox.take_admitted(), (), (part,))
+            for start in range(0, max(1, len(outbox.tokens)), _MAX_FRAME_TOKENS):
+                tokens = tuple(outbox.tokens[start : start + _MAX_FRAME_TOKENS])
+                self.sender.send(router_id, load, outbox.take_admitted(), tokens)
             self._last_sent_s[router_id] = now_s
         self._outbox.clear()
         for router_id, sent_s in self._last_sent_s.items():

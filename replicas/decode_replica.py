@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
+from replicas.engine_replica import EngineReplica, reply_or_cancel
 from replicas.messages import Frame, GenerateCall, GenerateReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
     from replicas.decode_engine import DecodeEngine
     from replicas.engine_builder import BuiltEngine
-    from replicas.metric_set import FamilySnapshot
 
 
-class DecodeReplica:
-    """Loads its engine in the constructor (blocks until it can serve)."""
+class DecodeReplica(EngineReplica["DecodeEngine"]):
+    """Also the whole system's only replica when colocated."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        # Imported here: a head node without torch must be able to import this module to deploy it.
-        from ray import serve
-
+    def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[DecodeEngine]:
         from replicas.engine_builder import build_decode_engine
-        from replicas.structured_log import configure_logging
 
-        configure_logging(settings.log_level, settings.log_format)
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        self._built: BuiltEngine[DecodeEngine] = build_decode_engine(settings, replica_id)
-        self._engine = self._built.engine
-        self._built.start()
+        return build_decode_engine(settings, replica_id)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
-        return {**self._built.metadata(), "channel_public_key": self._engine.sender.public_key}
+        return {**super().record_replica_metadata(), "channel_public_key": self._engine.sender.public_key}
 
     async def generate(self, call: GenerateCall) -> GenerateReply:
         """One long call per request; its tokens travel by the token channel. Cancelling it frees all it holds."""
-        future = asyncio.wrap_future(self._engine.generate(call))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._engine.cancel(call.request.request_id)
-            raise
+        return await reply_or_cancel(self._engine.generate(call), self._engine.cancel, call.request.request_id)
 
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
         """Frames that a router missed."""
         return self._engine.replay(router_id, from_seq)
-
-    async def forget_peer(self, agent_name: str) -> None:
-        """The router saw this prefill replica die: transfers from it are lost."""
-        self._built.transfers.forget_peer(agent_name)
-
-    async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
-        """This replica's id and its metrics, for the ingress that was asked for /metrics."""
-        return self._built.peer.replica_id, self._built.metrics_snapshot()
-
-    def check_health(self) -> None:
-        self._built.check_health()
-
-    def __del__(self) -> None:
-        built = getattr(self, "_built", None)
-        if built is not None:
-            built.stop()

@@ -9,13 +9,14 @@ Everything that touches the scheduler, the runner or the slots runs on this thre
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -23,9 +24,11 @@ import torch
 from replicas.engine_metrics import EngineMetrics
 from replicas.engine_status import EngineStatus, StepClock
 from replicas.fault_points import FaultPoints
-from replicas.messages import CallStatus, EngineLoad
-from replicas.model_runner import NOT_A_TOKEN, ModelRunner, StepHandle
+from replicas.messages import CallStatus, EngineLoad, PromptLogprobs
+from replicas.model_runner import ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
+from replicas.step_recorder import StepRecorder
+from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
@@ -35,6 +38,10 @@ logger = logging.getLogger(__name__)
 _HELD_POLL_S = 0.01
 _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
+_BROKEN = {
+    NOT_A_TOKEN: (CallStatus.ERROR, "the model's output was not a number"),
+    NOTHING_ALLOWED: (CallStatus.NOTHING_ALLOWED, "its rules of token choice leave no token to choose"),
+}
 
 
 SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
@@ -51,6 +58,7 @@ class EngineParts(Generic[SchedulerT]):
     metrics: EngineMetrics
     lag: int
     num_threads: int
+    recorder: StepRecorder = field(default_factory=StepRecorder)
 
 
 class Engine(ABC, Generic[SchedulerT, OpenCallT]):
@@ -62,6 +70,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
+        self.recorder = parts.recorder
         self._lag = parts.lag
         self._num_threads = parts.num_threads
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
@@ -152,6 +161,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             )
             handle = self._launch_in_pieces(plan)
         duration_s = time.monotonic() - started_s
+        self.recorder.launched(plan, started_s)
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
         return handle
@@ -164,11 +174,16 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
-        broken = {token.request_id for token in output.tokens if token.token_id == NOT_A_TOKEN}
-        for request_id in broken:
-            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, "the model's output was not a number")
-        good = tuple(token for token in output.tokens if token.request_id not in broken)
-        self._on_tokens(replace(output, tokens=good), time.monotonic())
+        self.recorder.committed(output.step_id)
+        broken = {token.request_id: _BROKEN[token.token_id] for token in output.tokens if token.token_id in _BROKEN}
+        broken |= {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt)}
+        for request_id, (status, detail) in broken.items():
+            self._end(request_id, RequestState.FAILED, status, detail)
+        if broken:
+            tokens = tuple(token for token in output.tokens if token.request_id not in broken)
+            prompts = tuple(prompt for prompt in output.prompts if prompt.request_id not in broken)
+            output = replace(output, tokens=tokens, prompts=prompts)
+        self._on_tokens(output, time.monotonic())
 
     def _drain_inbox(self) -> None:
         while True:
@@ -201,9 +216,12 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             num_running=self.scheduler.num_running,
             num_queued=self.scheduler.num_queued,
             queued_prompt_tokens=self.scheduler.queued_prompt_tokens,
-            free_blocks=self.scheduler.budget.available,
+            free_blocks=self.scheduler.free_blocks(),
             total_blocks=self.scheduler.budget.num_blocks,
             step_s=self.steps.mean_s,
+            prefill_tokens_per_s=self.steps.prefill_tokens_per_s,
+            later_free_blocks=self.scheduler.later_free_blocks(),
+            expected_tokens=self.scheduler.expected_tokens or 0,
         )
 
     # -- what differs between the engines ----------------------------------------------------------
@@ -234,3 +252,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _close(self) -> None:
         """The thread ends: release what it owns."""
+
+
+def _has_nan(prompt: PromptLogprobs) -> bool:
+    return any(position is not None and math.isnan(position.logprob) for position in prompt.positions)

@@ -26,6 +26,7 @@ from replicas.model_loader import LoadedModel, load_model
 from replicas.nixl_transport import NixlTransport
 from replicas.prefill_engine import PrefillEngine
 from replicas.settings import EngineSettings
+from replicas.step_recorder import StepRecorder
 from replicas.token_sender import TokenSender
 from replicas.transfer_thread import TransferThread
 from scheduler.decode_scheduler import DecodeScheduler
@@ -157,7 +158,10 @@ class _Base:
 
     def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
         settings = self.settings
-        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads)
+        recorder = StepRecorder(settings.step_record_dir, settings.pool)
+        return EngineParts(
+            scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads, recorder
+        )
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor

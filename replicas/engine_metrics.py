@@ -43,7 +43,7 @@ class EngineMetrics:
     def snapshot(
         self, status: EngineStatus, steps: StepClock, transfers: TransferSnapshot, forwarded: int, surplus: int
     ) -> list[FamilySnapshot]:
-        """All families as they are now. forwarded, surplus: decode rows' tokens that counted, and that did not."""
+        """All families as they are now. forwarded: decode rows' tokens that counted; surplus: tokens that did not."""
         pool, ledger = self._pool, status.ledger
         blocks = ledger.blocks
         # Promised and not yet allocated: free in the allocator, but not for a newcomer.

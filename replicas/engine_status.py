@@ -27,6 +27,8 @@ class StepClock:
         self.num_rows = 0
         self.busy_s = 0.0
         self.mean_s = 0.0  # moving average
+        self.prefill_tokens_per_s = 0.0  # moving average, long steps count for more
+        self._recent_tokens = self._recent_s = 0.0  # of steps that compute prompts, the older the less
         self._status_due_s = 0.0
 
     def count(self, plan: StepPlan, duration_s: float) -> None:
@@ -36,6 +38,10 @@ class StepClock:
         self.num_rows += len(plan.rows)
         self.busy_s += duration_s
         self.mean_s += (duration_s - self.mean_s) * (_SMOOTHING if self.num_steps > 1 else 1.0)
+        if plan.num_prefill_tokens and duration_s > 0.0:
+            self._recent_tokens += plan.num_prefill_tokens - _SMOOTHING * self._recent_tokens
+            self._recent_s += duration_s - _SMOOTHING * self._recent_s
+            self.prefill_tokens_per_s = self._recent_tokens / self._recent_s
 
     def due_for_status(self, now_s: float) -> bool:
         """Whether the published status is old enough to be replaced. Mutates when it is."""

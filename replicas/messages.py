@@ -14,9 +14,12 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
+from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -31,6 +34,10 @@ class GenerationRequest:
     request_id is unique per attempt (never the client's id) and names the KV transfer too.
     choices are the choice indices to generate; they share the prompt's KV and differ in their noise.
     max_tokens counts every generated token of a choice, the first included; at least 1.
+    num_output_in_prompt: a replay's prompt ends with what earlier attempts have generated: so many of its last tokens
+    count as output for penalties, bad words and min_tokens (the whole request's, not this attempt's).
+    beam: search with so many beams, which are the choices; sampling is not used. No token leaves before the search is
+    over; then the num_returned best texts do, as choices 0, 1, ...
     """
 
     request_id: str
@@ -40,7 +47,11 @@ class GenerationRequest:
     stop_token_ids: frozenset[int]
     sampling: SamplingParams
     timeout_s: float
-    priority: int = 0  # higher is more important: it is preempted later
+    priority: int = 0  # higher is more important: it is admitted earlier and preempted later
+    client: str = ""  # an opaque label, never a key: clients of the same priority share fairly
+    num_output_in_prompt: int = 0
+    beam: BeamParams | None = None
+    num_returned: int = 0  # with beam: 1 .. its width
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +80,15 @@ class TransferPeer:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token prefill sampled for one choice, and whether it already ended that choice."""
+    """The token prefill sampled for one choice, and whether it already ended that choice.
+
+    logprobs: in replies, when they were asked for; decode has no use for them, so handoffs carry none.
+    """
 
     choice: int
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +104,8 @@ class Handoff:
     digest: bytes | None  # of those blocks' bytes in that order; None when verification is off
     first_tokens: tuple[FirstToken, ...]
     lease_s: float  # relative: clocks of two hosts are never compared
+    # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 class NoteKind(StrEnum):
@@ -108,15 +125,18 @@ class TransferNote:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenItem:
-    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token)."""
+class TokenItem(NamedTuple):
+    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token).
+
+    A tuple, made twice for each token there is: it is packed as it lies here, and made in a third of the time.
+    """
 
     request_id: str
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +146,13 @@ class EngineLoad:
     num_running: int
     num_queued: int
     queued_prompt_tokens: int
-    free_blocks: int  # not reserved by any admitted request
+    free_blocks: int  # what a newcomer may use at every step to come, by the projection of all who were admitted
     total_blocks: int
     step_s: float  # moving average of the step time; 0.0 before the first
+    prefill_tokens_per_s: float = 0.0  # moving average over steps that compute prompts; 0.0 before the first
+    # As free_blocks, but from the step on that is so many (scheduler.admission.LATER_STEPS) away; empty: not projected.
+    later_free_blocks: tuple[int, ...] = ()
+    expected_tokens: int = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +163,11 @@ class Frame:
     epoch: str
     seq: int  # per (decode engine, router), from 0 without gaps
     load: EngineLoad
-    admitted: tuple[str, ...]  # request ids whose memory was reserved
+    # Request ids whose memory was reserved; that of a beam search once more when its KV has come: its tokens come late.
+    admitted: tuple[str, ...]
     tokens: tuple[TokenItem, ...]
+    # Of prompts that decode computes itself: in order, the last no later than the first token.
+    prompts: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +186,13 @@ class CallStatus(StrEnum):
     KV_LOST = "kv_lost"  # the prompt's KV did not arrive intact: retry on another pair
     EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
+    NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     ERROR = "error"
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another attempt could end otherwise."""
+        return self not in (CallStatus.TIMEOUT, CallStatus.NOTHING_ALLOWED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,3 +232,5 @@ class PrefillReply:
     queue_s: float
     prefill_s: float
     load: EngineLoad
+    # One for each prompt token, None of the first; empty when not asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

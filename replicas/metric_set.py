@@ -9,6 +9,7 @@ from typing import TypedDict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replicas.guarded_metric import Family, GuardedMetric, LabelValues
+from replicas.token_histogram import TokenHistogram
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,10 @@ class MetricSet:
         """buckets: upper bounds from replicas.metric_buckets; +Inf is added."""
         names = self._names(fixed, NO_LABELS)
         return self._guarded(Histogram(name, text, names, registry=self._registry, buckets=buckets), fixed, NO_LABELS)
+
+    def token_histogram(self, name: str, text: str, buckets: Sequence[float]) -> TokenHistogram:
+        """Cheap enough for every token; only one thread may observe."""
+        return TokenHistogram(name, text, buckets, {"model_name": self._model_name}, self._registry)
 
     def snapshot(self) -> list[FamilySnapshot]:
         """Every family's present values. Any thread; raises nothing; takes about 1 ms."""

@@ -110,7 +110,9 @@ class PoolMetrics(MetricSet):
             "splitserve_forwarded_tokens", "Tokens computed by decode rows that counted", fixed=self.of_pool
         )
         self.surplus_tokens = self.counter(
-            "splitserve_surplus_tokens", "Tokens computed past a sequence's end and dropped", fixed=self.of_pool
+            "splitserve_surplus_tokens",
+            "Tokens sampled and dropped: past a sequence's end, or of a request ended meanwhile, its first included",
+            fixed=self.of_pool,
         )
         self.prefilled_tokens = self.counter(
             "splitserve_prefilled_tokens", "Prompt tokens computed", fixed=self.of_pool

@@ -23,6 +23,7 @@ from replicas.fused_projections import fuse_projections
 from replicas.gguf_conversion import resolve_source
 from replicas.kv_pool import KvLayout
 from replicas.model_support import UnsupportedModel, refuse_unsupported
+from replicas.output_head import lay_out_head
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
     model = model.to(device).eval().requires_grad_(False)
     fuse_projections(model)
+    lay_out_head(model)
     num_heads = config.num_attention_heads
     return LoadedModel(
         model=model,

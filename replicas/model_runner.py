@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +12,12 @@ from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_support import UnsupportedModel
 from replicas.paged_context import PagedStep
-from replicas.sampling import sample
+from replicas.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
+from replicas.sample_place import SamplePlace
 from replicas.slot_state import SlotState
 from replicas.step_inputs import build_step_inputs
+from replicas.token_choice import TokenChoice, choose_tokens
 from scheduler.plan import (
-    DecodeRow,
     PrefillChunk,
     SampledToken,
     SampleTarget,
@@ -34,26 +34,28 @@ logger = logging.getLogger(__name__)
 class StepHandle:
     """A launched step. On the CPU its tokens are there already; on a GPU `result` waits for an event."""
 
-    def __init__(self, plan: StepPlan, read_tokens: Callable[[], list[int]]) -> None:
+    def __init__(
+        self, plan: StepPlan, choice: TokenChoice | None = None, prompts: tuple[ChunkScores, ...] = ()
+    ) -> None:
+        """choice: of the plan's tokens; None when it has nothing to compute. prompts: scores of its chunks."""
         self.plan = plan
-        self._read_tokens = read_tokens
+        self._choice = choice
+        self._prompts = prompts
 
     def result(self) -> StepOutput:
         """The step's tokens in plan order: its rows', then its chunks' targets. Blocks until they are there."""
+        if self._choice is None:
+            return StepOutput(self.plan.step_id, ())
         names = [(row.request_id, row.choice) for row in self.plan.rows]
         names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
-        tokens = zip(names, self._read_tokens(), strict=True)
-        return StepOutput(self.plan.step_id, tuple(SampledToken(rid, choice, t) for (rid, choice), t in tokens))
-
-
-# What a row gets whose logits are no numbers: its request fails, instead of going on with some token.
-NOT_A_TOKEN = -1
-
-
-def _checked(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """tokens [R], NOT_A_TOKEN where the chosen logit is not finite. NaN wins every argmax: it is seen anywhere."""
-    chosen = logits.gather(1, tokens[:, None])[:, 0]
-    return torch.where(chosen.isfinite(), tokens, NOT_A_TOKEN)
+        logprobs = self._choice.read_logprobs()
+        tokens = tuple(
+            SampledToken(request_id, choice, token_id, logprobs.get(index))
+            for index, ((request_id, choice), token_id) in enumerate(
+                zip(names, self._choice.read_tokens(), strict=True)
+            )
+        )
+        return StepOutput(self.plan.step_id, tokens, tuple(chunk.read() for chunk in self._prompts))
 
 
 class ModelRunner:
@@ -66,15 +68,15 @@ class ModelRunner:
         self._loaded = loaded
         self.pool = pool
         self.host_pool = HostPool(pool, num_host_blocks)
-        self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size))
+        self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size), max_model_len)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
         self._prepare(plan)
         if plan.is_empty:
-            return StepHandle(plan, list)
-        return StepHandle(plan, self._reader(self._compute(plan)))
+            return StepHandle(plan)
+        return self._compute(plan)
 
     def warm_up(self) -> None:
         """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving."""
@@ -87,22 +89,23 @@ class ModelRunner:
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
 
-    def _compute(self, plan: StepPlan) -> torch.Tensor:
-        """The pass and the choice: a token for each row and target, int64 [num_samples], which the slots keep too."""
-        return self._choose(plan, self._forward(plan))
+    def _compute(self, plan: StepPlan) -> StepHandle:
+        """The pass and the choice of a token for each row and target, which the slots keep too."""
+        logits, prompts = self._forward_and_score(plan)
+        choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+        return StepHandle(plan, self._on_the_way(choice), prompts)
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        """Tokens from float32 logits [num_samples, vocab_size]. Mutates the slots."""
-        tokens = _checked(sample(logits, self._slots.sampling_batch(plan)), logits)
-        outputs: list[DecodeRow | SampleTarget] = list(plan.rows)
-        outputs += [target for chunk in plan.chunks for target in chunk.targets]
-        self._slots.store_tokens(outputs, tokens)
-        return tokens
+    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
+        """The choice as its reader gets it: on a GPU, one that does not wait for later steps."""
+        return choice
 
-    def _reader(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """What waits for the tokens and gives them to the host."""
-        read: Callable[[], list[int]] = tokens.tolist
-        return read
+    def _forward_and_score(self, plan: StepPlan) -> tuple[torch.Tensor, tuple[ChunkScores, ...]]:
+        """Logits of each row and target; scores of the chunks whose prompt's are asked for."""
+        if all(chunk.scored_ids is None for chunk in plan.chunks):
+            return self._forward(plan), ()
+        with KeptHiddenStates(self._model) as hidden:
+            logits = self._forward(plan)
+        return logits, score_chunks(hidden, plan, self._slots)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits, float32 [num_samples, vocab_size], of each row and target."""

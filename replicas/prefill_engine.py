@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from replicas.call_table import OpenCall, scheduler_request
 from replicas.engine import Engine, EngineParts
 from replicas.handoff_actions import CommandRefused, Event, SourceReleased
-from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply
+from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, TokenLogprobs
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepOutput
 from scheduler.prefill_scheduler import PrefillScheduler
@@ -18,7 +19,12 @@ from scheduler.request import Request, RequestState
 if TYPE_CHECKING:
     from replicas.transfer_thread import TransferThread
 
-PrefillOpenCall = OpenCall[PrefillCall, PrefillReply]
+
+@dataclass(slots=True)
+class PrefillOpenCall(OpenCall[PrefillCall, PrefillReply]):
+    """What else prefill keeps of a call."""
+
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # if asked for: of the chunks so far
 
 
 class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
@@ -67,11 +73,17 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         pass  # a prompt never gives way
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            if (scored := self._calls.get(prompt.request_id)) is not None:
+                scored.prompt_logprobs += prompt.positions
         for done in self.scheduler.commit(output, now_s):
             opened = self._calls.pop(done.request_id)
             first_tokens = tuple(
                 FirstToken(
-                    event.choice, event.token_id, FinishReason(event.finish_reason) if event.finish_reason else None
+                    event.choice,
+                    event.token_id,
+                    FinishReason(event.finish_reason) if event.finish_reason else None,
+                    event.logprobs,
                 )
                 for event in done.first_tokens
             )
@@ -85,8 +97,9 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 reader=opened.call.reader,
                 block_ids=done.block_ids,
                 prompt_len=opened.request.prompt_len,
-                first_tokens=first_tokens,
+                first_tokens=tuple(replace(token, logprobs=None) for token in first_tokens),
                 deadline_s=opened.request.deadline_s,
+                candidates=done.candidates,
             )
 
     def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
@@ -107,7 +120,8 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         done_state = RequestState.LEASED if RequestState.LEASED in opened.request.entered_s else RequestState.FINISHED
         prefill_s = opened.time_between(RequestState.ADMITTED, done_state)
         self.metrics.prompt_done(status, queue_s, prefill_s)
-        opened.reply(PrefillReply(status, detail, first_tokens, queue_s, prefill_s, self._load()))
+        scores = tuple(opened.prompt_logprobs) if status is CallStatus.OK else ()
+        opened.reply(PrefillReply(status, detail, first_tokens, queue_s, prefill_s, self._load(), scores))
 
     def _flush(self, now_s: float) -> None:
         pass  # replies and handoffs leave as they come up

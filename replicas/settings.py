@@ -50,6 +50,7 @@ class EngineSettings:
     idle_frame_s: float = 0.5
     channel_stall_s: float = 10.0
     fault_dir: str | None = None
+    step_record_dir: str | None = None
     version: str = ""  # of SplitServe and of Ray, for the metrics
     ray_version: str = ""
     log_level: str = "INFO"

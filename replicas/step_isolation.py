@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from replicas.model_runner import ModelRunner
-from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.plan import StepOutput, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,18 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
     Raises when what goes before the pass fails: that is nobody's own, and blocks may have got lost.
     """
     runner.launch(replace(plan, rows=(), chunks=()))
-    tokens: list[SampledToken] = []
+    outputs: list[StepOutput] = []
     errors: dict[str, Exception] = {}
     for request_id, piece in _pieces(plan):
         if request_id in errors:
             continue
         try:
-            tokens += runner.launch(piece).result().tokens
+            outputs.append(runner.launch(piece).result())
         except Exception as error:  # whatever it is, it ends this request only
             errors[request_id] = error
-    return IsolatedOutput(StepOutput(plan.step_id, tuple(tokens)), errors)
+    tokens = tuple(token for output in outputs for token in output.tokens)
+    prompts = tuple(prompt for output in outputs for prompt in output.prompts)
+    return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts), errors)
 
 
 def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:

@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_HELD_FRAMES = 4096
 # Streams that were forgotten and must stay so, as late frames of theirs may still arrive.
 MAX_FORGOTTEN = 4096
-# The socket answers without yielding while frames are there: after so many the event loop gets its turn.
+# Frames taken without yielding: after so many the event loop gets its turn.
 FRAMES_PER_TURN = 64
 
 StreamKey = tuple[str, str]  # replica_id, epoch
@@ -96,9 +96,10 @@ class TokenReceiver:
         self._public_key, self._secret_key = zmq.curve_keypair()
         # A context of its own: ZAP has one handler per context.
         self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._endpoint = ""
-        self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # while frames are being received
+        self._next_turn: asyncio.Handle | None = None
         self._authenticator: AsyncioAuthenticator | None = None
 
     @property
@@ -115,13 +116,12 @@ class TokenReceiver:
         self._authenticator.configure_curve_callback(ZAP_DOMAIN.decode("ascii"), self._allowed)
         empty.run(self._authenticator.start)
         self._socket = self._bind()
-        self._task = asyncio.create_task(self._receive(self._socket), name="token receiver", context=empty)
+        self._loop = asyncio.get_running_loop()
+        empty.run(self._loop.add_reader, self._socket, self._receive, self._socket)
 
     async def stop(self) -> None:
         """Stop receiving and free the port. Frames not yet received are lost."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._end_reception()
         if self._socket is not None:
             self._socket.close(linger=0)
         if self._authenticator is not None:
@@ -131,7 +131,7 @@ class TokenReceiver:
     @property
     def is_alive(self) -> bool:
         """Whether frames are being received: part of the router's health."""
-        return self._task is not None and not self._task.done()
+        return self._loop is not None
 
     def allow(self, public_key: str) -> None:
         """Admit a decode replica, by the key in its metadata."""
@@ -172,8 +172,9 @@ class TokenReceiver:
             self._accept(key, stream, stream.held.pop(stream.next_seq))
             self._report_gap(key)
 
-    def _bind(self) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.PULL)
+    def _bind(self) -> zmq.Socket[bytes]:
+        # Not pyzmq's asyncio socket: that makes a future and a callback or two for each frame.
+        socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PULL)
         socket.curve_server = True
         socket.curve_publickey = self._public_key
         socket.curve_secretkey = self._secret_key
@@ -189,17 +190,29 @@ class TokenReceiver:
         self._endpoint = f"tcp://{host}:{port}"
         return socket
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        """Take the frames that are there. ZeroMQ's descriptor tells that something has changed, not that there is a
+        frame, and tells it once: so this goes on until there is none (zmq_getsockopt(3), ZMQ_FD).
+        """
+        try:
             for _ in range(FRAMES_PER_TURN):
-                try:
-                    parts = await socket.recv_multipart(copy=False)
-                except zmq.Again:
-                    # Seen while a connection is being made on a busy machine: pyzmq announces a message and then
-                    # finds none. Its future fails for good, the socket is fine.
-                    continue
-                self._take(parts)
-            await asyncio.sleep(0)
+                self._take(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return
+        except Exception:
+            logger.exception("token channel: reception has ended")
+            self._end_reception()
+            return
+        assert self._loop is not None
+        self._next_turn = self._loop.call_soon(self._receive, socket)
+
+    def _end_reception(self) -> None:
+        if self._loop is not None:
+            assert self._socket is not None
+            self._loop.remove_reader(self._socket)
+            self._loop = None
+        if self._next_turn is not None:
+            self._next_turn.cancel()
 
     def _take(self, parts: list[zmq.Frame]) -> None:
         sender = str(parts[0].get("User-Id"))  # set by ZAP: the Z85 key that this connection proved to own

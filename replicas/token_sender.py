@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
+from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
 from replicas.wire import encode_frame
 
 logger = logging.getLogger(__name__)
@@ -130,11 +130,18 @@ class TokenSender:
             self._channels[address.router_id] = channel
 
     def send(
-        self, router_id: str, load: EngineLoad, admitted: Sequence[str] = (), tokens: Sequence[TokenItem] = ()
+        self,
+        router_id: str,
+        load: EngineLoad,
+        admitted: Sequence[str] = (),
+        tokens: Sequence[TokenItem] = (),
+        prompts: Sequence[PromptLogprobs] = (),
     ) -> int:
         """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""
         channel = self._channels[router_id]
-        frame = Frame(self._replica_id, self._epoch, channel.next_seq, load, tuple(admitted), tuple(tokens))
+        frame = Frame(
+            self._replica_id, self._epoch, channel.next_seq, load, tuple(admitted), tuple(tokens), tuple(prompts)
+        )
         with self._lock:
             self._keep(channel, frame)
         self._flush(channel)
@@ -208,12 +215,12 @@ class TokenSender:
 
     def _keep(self, channel: _Channel, frame: Frame) -> None:
         channel.ring.append(frame)
-        channel.ring_tokens += len(frame.tokens)
+        channel.ring_tokens += _num_tokens(frame)
         channel.next_seq += 1
         while len(channel.ring) > self._ring_frames or (
             channel.ring_tokens > self._ring_tokens and len(channel.ring) > 1
         ):
-            channel.ring_tokens -= len(channel.ring.popleft().tokens)
+            channel.ring_tokens -= _num_tokens(channel.ring.popleft())
         channel.unsent_seq = max(channel.unsent_seq, channel.oldest_seq)
 
     def _flush(self, channel: _Channel) -> None:
@@ -241,6 +248,11 @@ class TokenSender:
             _close(channel, linger_ms=0)
             channel.socket, channel.monitor = self._connect(channel.address)
             channel.refused_s = None
+
+
+def _num_tokens(frame: Frame) -> int:
+    """Generated ones, and prompt tokens whose log-probabilities it carries."""
+    return len(frame.tokens) + sum(len(part.positions) for part in frame.prompts)
 
 
 def _close(channel: _Channel, linger_ms: int) -> None:

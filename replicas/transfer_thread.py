@@ -113,6 +113,7 @@ class TransferThread:
         prompt_len: int,
         first_tokens: Sequence[FirstToken],
         deadline_s: float,
+        candidates: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Hand over these blocks, whose KV is written and visible to the device that reads. They must not change
         until SourceReleased. deadline_s: when the request ends, on time.monotonic()."""
@@ -127,6 +128,7 @@ class TransferThread:
             digest=None,
             first_tokens=tuple(first_tokens),
             lease_s=self._timing.lease_s,
+            candidates=tuple(candidates),
         )
         self._commands.put(partial(driver.offer, handoff, reader, deadline_s))
 

@@ -19,11 +19,14 @@ from replicas.messages import (
     Frame,
     Handoff,
     NoteKind,
+    PromptLogprobs,
     TokenItem,
+    TokenLogprobs,
     TransferNote,
 )
+from scheduler.admission import LATER_STEPS
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 _T = TypeVar("_T")
 
@@ -57,16 +60,20 @@ def encode_frame(frame: Frame) -> bytes:
                 load.free_blocks,
                 load.total_blocks,
                 float(load.step_s),
+                float(load.prefill_tokens_per_s),
+                load.later_free_blocks,
+                load.expected_tokens,
             ),
             frame.admitted,
-            [(t.request_id, t.choice, t.index, t.token_id, t.finish_reason) for t in frame.tokens],
+            frame.tokens,
+            [(p.request_id, p.start, p.positions) for p in frame.prompts],
         )
     )
 
 
 def decode_frame(payload: bytes) -> Frame:
     """Raises MalformedMessage, and nothing else."""
-    fields = _unpack(payload, {_FRAME: 6})
+    fields = _unpack(payload, {_FRAME: 7})
     return Frame(
         replica_id=_text(fields[2], "replica_id"),
         epoch=_text(fields[3], "epoch"),
@@ -74,6 +81,7 @@ def decode_frame(payload: bytes) -> Frame:
         load=_load(fields[5]),
         admitted=tuple(_text(item, "admitted") for item in _array(fields[6], "admitted")),
         tokens=tuple(_token_item(item) for item in _array(fields[7], "tokens")),
+        prompts=tuple(_prompt(item) for item in _array(fields[8], "prompts")),
     )
 
 
@@ -95,13 +103,14 @@ def encode_notification(message: Handoff | TransferNote) -> bytes:
             message.digest,
             [(first.choice, first.token_id, first.finish_reason) for first in message.first_tokens],
             float(message.lease_s),
+            message.candidates,
         )
     )
 
 
 def decode_notification(payload: bytes) -> Handoff | TransferNote:
     """Raises MalformedMessage, and nothing else."""
-    fields = _unpack(payload, {_HANDOFF: 9, _NOTE: 5})
+    fields = _unpack(payload, {_HANDOFF: 10, _NOTE: 5})
     return _note(fields) if fields[1] == _NOTE else _handoff(fields)
 
 
@@ -116,7 +125,7 @@ def _note(fields: list[object]) -> TransferNote:
 
 
 def _handoff(fields: list[object]) -> Handoff:
-    lease_s = _seconds(fields[10], "lease_s")
+    lease_s = _amount(fields[10], "lease_s")
     if lease_s == 0.0:
         _refuse("lease_s is zero")
     digest = fields[8]
@@ -132,6 +141,7 @@ def _handoff(fields: list[object]) -> Handoff:
         digest=digest,
         first_tokens=tuple(_first_token(item) for item in _array(fields[9], "first_tokens")),
         lease_s=lease_s,
+        candidates=_token_scores(fields[11], "candidates"),
     )
 
 
@@ -146,31 +156,67 @@ def _first_token(value: object) -> FirstToken:
 
 def _token_item(value: object) -> TokenItem:
     """Written flat: it runs once per generated token in every router."""
-    request_id, choice, index, token_id, finish = _array(value, "tokens", length=5)
+    if type(value) is not list or len(value) != 6:
+        _refuse("tokens has an item that is no array of 6 fields")
+    request_id, choice, index, token_id, finish, logprobs = value
     if type(request_id) is not str or len(request_id) > _MAX_TEXT:
         _refuse("request_id is not a text of sensible length")
     if not (type(choice) is type(index) is type(token_id) is int):
         _refuse("choice, index and token_id are not integers")
-    if min(choice, index, token_id) < 0 or max(choice, index, token_id) > _MAX_COUNT:
+    if not (0 <= choice <= _MAX_COUNT and 0 <= index <= _MAX_COUNT and 0 <= token_id <= _MAX_COUNT):
         _refuse("choice, index or token_id is out of range")
     reason = None if finish is None else _choice(_FINISH, finish, "finish_reason")
-    return TokenItem(request_id, choice, index, token_id, reason)
+    return TokenItem(request_id, choice, index, token_id, reason, None if logprobs is None else _logprobs(logprobs))
+
+
+def _packed(value: object) -> tuple[object, ...]:
+    """What msgpack does not know itself."""
+    if not isinstance(value, TokenLogprobs):
+        raise TypeError(f"{type(value).__name__} has no place in a message")
+    return value.logprob, value.top
+
+
+def _prompt(value: object) -> PromptLogprobs:
+    item = _array(value, "prompts", length=3)
+    return PromptLogprobs(
+        request_id=_text(item[0], "request_id"),
+        start=_count(item[1], "start"),
+        positions=tuple(_logprobs(position) for position in _array(item[2], "positions")),
+    )
+
+
+def _logprobs(value: object) -> TokenLogprobs | None:
+    if value is None:
+        return None
+    logprob, top = _array(value, "logprobs", length=2)
+    return TokenLogprobs(_logprob(logprob), _token_scores(top, "top"))
+
+
+def _token_scores(value: object, field: str) -> tuple[tuple[int, float], ...]:
+    pairs = [_array(pair, field, length=2) for pair in _array(value, field)]
+    return tuple((_count(token_id, "token_id"), _logprob(logprob)) for token_id, logprob in pairs)
 
 
 def _load(value: object) -> EngineLoad:
-    item = _array(value, "load", length=6)
+    item = _array(value, "load", length=9)
+    later_free_blocks = tuple(_count(free, "later_free_blocks") for free in _array(item[7], "later_free_blocks"))
+    if len(later_free_blocks) > len(LATER_STEPS):
+        _refuse("later_free_blocks are more than there are steps for them")
     return EngineLoad(
         num_running=_count(item[0], "num_running"),
         num_queued=_count(item[1], "num_queued"),
         queued_prompt_tokens=_count(item[2], "queued_prompt_tokens"),
         free_blocks=_count(item[3], "free_blocks"),
         total_blocks=_count(item[4], "total_blocks"),
-        step_s=_seconds(item[5], "step_s"),
+        step_s=_amount(item[5], "step_s"),
+        prefill_tokens_per_s=_amount(item[6], "prefill_tokens_per_s"),
+        later_free_blocks=later_free_blocks,
+        expected_tokens=_count(item[8], "expected_tokens"),
     )
 
 
 def _pack(message: tuple[object, ...]) -> bytes:
-    packed: bytes = msgpack.packb(message)
+    packed: bytes = msgpack.packb(message, default=_packed)
     return packed
 
 
@@ -218,9 +264,15 @@ def _count(value: object, field: str) -> int:
     return value
 
 
-def _seconds(value: object, field: str) -> float:
+def _amount(value: object, field: str) -> float:
     if type(value) is not float or not math.isfinite(value) or value < 0.0:
         _refuse(f"{field} is not a finite, non-negative float")
+    return value
+
+
+def _logprob(value: object) -> float:
+    if type(value) is not float or not math.isfinite(value):
+        _refuse("a log-probability is not a finite float")
     return value
 
 

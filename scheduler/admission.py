@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget
+from scheduler.memory_budget import Budget, blocks_for_generation
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request
+
+# Distances, in steps, at which the room to come is reported: requests end, and a newcomer grows into what they leave.
+LATER_STEPS = (16, 64, 256, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,15 @@ class ProjectedBudget(Budget):
     def available(self) -> int:
         return max(0, self.limit - self.promised)
 
+    def free_from(self, num_steps: int) -> int:
+        """Blocks that a newcomer may use from the step on that is num_steps away. O(log requests)."""
+        return max(0, self._limit_now - self.projection.peak(self.step + num_steps))
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return None if self.estimator is None else self.estimator.estimate(1)
+
     def promise(self, request: Request) -> bool:
         """Admit a request that has not started if it fits by the projection; mutates only then."""
         assert request.request_id not in self.projection, f"{request.request_id} already has a promise"
@@ -58,6 +70,8 @@ class ProjectedBudget(Budget):
 
     def newcomer(self, request: Request) -> Profile:
         """What a request would use that is admitted now."""
+        if request.search is not None:
+            return self._worst_case(request)
         num_rows = self._rows_left(request, 1)
         return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
 
@@ -89,11 +103,23 @@ class ProjectedBudget(Budget):
             self.estimator.observe(num_tokens)
 
     def _fits(self, newcomer: Profile) -> bool:
+        return self.projection.fits(newcomer, self.step, self._limit_now)
+
+    @property
+    def _limit_now(self) -> int:
         # Alone it need not leave anything free: whatever can fit does get in.
-        limit = self.limit if len(self.projection) else self.num_blocks
-        return self.projection.fits(newcomer, self.step, limit)
+        return self.limit if len(self.projection) else self.num_blocks
+
+    def _worst_case(self, request: Request) -> Profile:
+        """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on
+        their tokens.
+        """
+        num_choices = len(request.choices)
+        return constant(blocks_for_generation(request.prompt_len, request.max_tokens, num_choices, self._block_size))
 
     def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
+        if request.search is not None:
+            return self._worst_case(request)
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
         num_planned = max((sequence.num_planned for sequence in live), default=request.max_tokens)
         num_rows = self._rows_left(request, num_planned)

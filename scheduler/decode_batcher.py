@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
 from scheduler.outcome import TokenEvent
 from scheduler.plan import DecodeRow, SampledToken
@@ -24,6 +25,7 @@ class DecodeBatcher:
         self._allocator = allocator
         self._builder = builder
         self._block_size = block_size
+        self.beams = BeamBatcher(allocator, builder)
         self._running: dict[str, Request] = {}
         self._paused: dict[str, Request] = {}  # without rows, but tokens of rows in flight still count
         self.num_forwarded_tokens = 0  # rows whose token counted
@@ -65,7 +67,7 @@ class DecodeBatcher:
         stalled: list[Request] = []
         for request in requests:
             live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < request.max_tokens]
-            if not live:
+            if not live or request.awaits_selection:
                 continue
             if may_stall:
                 needed = growth_blocks(request, 1, self._block_size)
@@ -78,7 +80,7 @@ class DecodeBatcher:
         return rows, stalled
 
     def commit(self, token: SampledToken) -> TokenEvent | None:
-        """Take one sampled token into account; None when it is surplus. Mutates."""
+        """Take one sampled token into account; None when it is surplus, or a beam's: see `beams`. Mutates."""
         request = self._running.get(token.request_id) or self._paused.get(token.request_id)
         sequence = _live_sequence(request, token.choice) if request else None
         if request is None or sequence is None:
@@ -86,10 +88,19 @@ class DecodeBatcher:
             return None
         if sequence.num_known > 0:  # the first token comes from a prompt, not from a row
             self.num_forwarded_tokens += 1
+        if request.search is not None:
+            assert token.logprobs is not None, "a search goes on by its tokens' log-probabilities"
+            self.beams.take(request, sequence, token.logprobs.top)
+            return None
         sequence.num_known += 1
         sequence.finish_reason = request.finish_reason_of(token.token_id, sequence.num_known)
         return TokenEvent(
-            token.request_id, token.choice, sequence.num_known - 1, token.token_id, sequence.finish_reason
+            token.request_id,
+            token.choice,
+            sequence.num_known - 1,
+            token.token_id,
+            sequence.finish_reason,
+            token.logprobs,
         )
 
     def _plan_row(self, request: Request, sequence: Sequence) -> DecodeRow:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
+from scheduler.admission import LATER_STEPS, AdmissionPolicy, ProjectedBudget, num_distinct_blocks
+from scheduler.beam_batcher import hypothesis_events
+from scheduler.beam_search import Candidate
 from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 from scheduler.outcome import TokenEvent
-from scheduler.plan import SlotInit, StepOutput, StepPlan
+from scheduler.plan import StepOutput, StepPlan
 from scheduler.preemption import Preemption, growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 
@@ -54,14 +56,28 @@ class DecodeScheduler(EngineScheduler):
         is_there = num_prompt_blocks <= self._num_available - self.preemption.num_protected_blocks()
         return is_there and self.budget.promise(request)
 
+    def free_blocks(self) -> int:
+        return 0 if self.preemption else self.budget.free_from(0)
+
+    def later_free_blocks(self) -> tuple[int, ...]:
+        return tuple(0 if self.preemption else self.budget.free_from(num_steps) for num_steps in LATER_STEPS)
+
+    @property
+    def expected_tokens(self) -> int | None:
+        return self.budget.expected_tokens
+
     def _slots_needed(self, request: Request) -> int:
         return len(request.choices)
+
+    def _cost(self, request: Request) -> int:
+        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
+        return request.prompt_len + len(request.choices) * length
 
     def _on_admitted(self, request: Request) -> None:
         if request.local_prefill:
             self._allocate_prompt(request)
             for sequence in request.sequences:
-                self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, None))
+                self.builder.init_slot(request.slot_init(sequence))
             self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
             self.prompts.add(request)
         else:
@@ -95,9 +111,26 @@ class DecodeScheduler(EngineScheduler):
         for sequence in request.sequences:
             token_id, sequence.finish_reason = first_tokens[sequence.choice]
             sequence.num_planned = sequence.num_known = 1
-            self.builder.init_slot(SlotInit(sequence.slot, sequence.choice, request.sampling, token_id))
+            self.builder.init_slot(request.slot_init(sequence, token_id))
         self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
         self._start(request, self.builder.next_step_id)
+
+    def beams_ready(self, request_id: str, candidates: tuple[Candidate, ...], now_s: float) -> None:
+        """As `kv_ready`, for a beam search. Mutates.
+
+        candidates: what may come first, as the source has it; raises ValueError when they leave nothing to search.
+        """
+        request = self._requests[request_id]
+        if request.search is None or not candidates or request.search.advance([candidates]).is_over:
+            raise ValueError(f"{len(candidates)} candidates leave nothing to search")
+        request.enter(RequestState.RUNNING, now_s)
+        self.transfer_ended(request_id)
+        first = request.sequences[0]
+        first.num_planned = 1
+        self.builder.write_table(first.slot, 0, tuple(first.block_ids))
+        self._start(request, self.builder.next_step_id)
+        self.batch.beams.take(request, first, candidates)
+        self.batch.beams.select()
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -121,13 +154,19 @@ class DecodeScheduler(EngineScheduler):
         return plan
 
     def commit(self, output: StepOutput, now_s: float) -> tuple[TokenEvent, ...]:
-        """A step has run: the tokens that count. Requests with all choices ended are released. Mutates."""
+        """A step has run: the tokens that count. Requests with all choices ended are released. Mutates.
+
+        A beam search has no tokens until it is over, and then all of them.
+        """
         events: list[TokenEvent] = []
         for token in output.tokens:
             event = self.batch.commit(token)
             if event is not None:
                 events.append(event)
         self._step_committed(output.step_id)
+        for request in self.batch.beams.select():
+            events += hypothesis_events(request)
+            self._finish(request, RequestState.FINISHED, now_s)
         for event in events:
             if event.finish_reason is not None:
                 self.budget.choice_ended(event.index + 1)
@@ -195,7 +234,8 @@ class DecodeScheduler(EngineScheduler):
         """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""
         while (request := self.preemption.next_to_resume()) is not None:
             num_blocks = self.preemption.num_blocks_of(request.request_id)
-            num_ahead = growth_blocks(request, self.limits.block_size, self.limits.block_size)
+            block_size, tables = self.limits.block_size, self.preemption.tables_of(request.request_id)
+            num_ahead = growth_blocks(request, block_size, block_size, tables)
             room = self._num_available - self.preemption.num_protected_blocks()
             if num_blocks + num_ahead > room or not self.budget.resume(request, num_blocks):
                 return
@@ -205,7 +245,7 @@ class DecodeScheduler(EngineScheduler):
 
     def _make_room(self, step_id: int, now_s: float) -> None:
         """Preempt until the rows of this step have their blocks, now or when steps in flight have let go of them."""
-        requests = sorted(self.batch.requests, key=importance)
+        requests = sorted((r for r in self.batch.requests if not r.awaits_selection), key=importance)
         if self._num_available >= sum(len(request.sequences) for request in requests):
             return
         needed = {request.request_id: growth_blocks(request, 1, self.limits.block_size) for request in requests}
@@ -225,6 +265,7 @@ class DecodeScheduler(EngineScheduler):
         """The least important that may be preempted. Never the only one: nobody would be helped."""
         requests = self.batch.requests
         able = [r for r in requests if num_planned(r) < r.max_tokens and not self.preemption.is_protected(r)]
+        able = [r for r in able if not r.awaits_selection]  # which of its blocks it keeps is not known
         return max(able, key=importance) if able and len(requests) > 1 else None
 
     def _preempt(self, request: Request, step_id: int, now_s: float) -> None:
@@ -244,8 +285,8 @@ class DecodeScheduler(EngineScheduler):
         return block_ids
 
     def _start(self, request: Request, first_step: int) -> None:
-        """Fork the prompt's blocks to the other choices and join the running batch."""
-        first, *others = request.sequences
+        """Fork the prompt's blocks to the other choices (a search forks by itself) and join the running batch."""
+        first, *others = request.sequences if request.search is None else request.sequences[:1]
         for sequence in others:
             self.allocator.share(first.block_ids)
             sequence.block_ids = list(first.block_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from contextlib import closing
 from dataclasses import dataclass
 
 from scheduler.block_allocator import BlockAllocator
@@ -19,6 +19,7 @@ from scheduler.plan import StepPlan
 from scheduler.plan_builder import PlanBuilder
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
+from scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class EngineScheduler(ABC):
     budget: Budget
 
     def __init__(self, limits: PoolLimits, budget: Budget, max_overtakes: int = 0) -> None:
-        """max_overtakes: later arrivals that may be admitted before one that does not fit yet."""
+        """max_overtakes: requests behind one that does not fit yet that may be admitted before it."""
         self.limits = limits
         self.budget = budget
         self._max_overtakes = max_overtakes
@@ -45,7 +46,7 @@ class EngineScheduler(ABC):
         self.allocator = BlockAllocator(limits.num_blocks)
         self.builder = PlanBuilder()
         self.prompts = PrefillBatcher()
-        self._queue: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
+        self._queue = WaitingQueue()
         self._num_queued_tokens = 0
         self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
@@ -67,6 +68,10 @@ class EngineScheduler(ABC):
     @abstractmethod
     def _slots_needed(self, request: Request) -> int:
         """Runner slots taken at admission."""
+
+    @abstractmethod
+    def _cost(self, request: Request) -> int:
+        """What its client is charged for it, in tokens."""
 
     @abstractmethod
     def _on_admitted(self, request: Request) -> None:
@@ -93,34 +98,37 @@ class EngineScheduler(ABC):
         if self._slots_needed(request) > self.limits.max_sequences:
             raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
         request.entered_s[RequestState.QUEUED] = now_s
-        self._queue[request.request_id] = request
+        self._queue.add(request, self._cost(request))
         self._num_queued_tokens += _tokens_to_prefill(request)
         self._requests[request.request_id] = request
         self._deadlines.add(request.request_id, request.deadline_s)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, in order of arrival. Mutates.
+        """Promise memory and slots to queued requests, in the order of the queue. Mutates.
 
-        One that does not fit yet may be passed by at most max_overtakes later arrivals, ever: then nobody behind it
-        is admitted before it. So what it waits for is those before it, these few, and memory and slots, which come
-        as running requests end. Looks at no more than max_overtakes + 1 that do not fit, however many wait.
+        One that does not fit yet may be passed by at most max_overtakes requests behind it, ever: then nobody behind
+        it is admitted before it. So what it waits for is those before it (waiting_queue has the bound), these few,
+        and memory and slots, which come as running requests end. Looks at no more than max_overtakes + 1 that do not
+        fit, however many wait.
         """
         admitted: list[Request] = []
         passed: list[Request] = []
-        for request in self._queue.values():
-            if any(waiting.num_overtaken >= self._max_overtakes for waiting in passed):
-                break
-            if self._slots_needed(request) <= len(self._free_slots) and self._promise(request):
-                for waiting in passed:
-                    waiting.num_overtaken += 1
-                self._let_in(request, now_s)
-                admitted.append(request)
-                continue
-            passed.append(request)
-            if len(passed) > self._max_overtakes:
-                break
+        with closing(self._queue.in_order()) as waiting_in_order:
+            for request in waiting_in_order:
+                if any(waiting.num_overtaken >= self._max_overtakes for waiting in passed):
+                    break
+                if self._slots_needed(request) <= len(self._free_slots) and self._promise(request):
+                    for waiting in passed:
+                        waiting.num_overtaken += 1
+                    self._let_in(request, now_s)
+                    admitted.append(request)
+                    continue
+                passed.append(request)
+                if len(passed) > self._max_overtakes:
+                    break
         for request in admitted:
-            self._leave_queue(request)
+            self._queue.take(request.request_id)
+            self._num_queued_tokens -= _tokens_to_prefill(request)
         return tuple(admitted)
 
     def _let_in(self, request: Request, now_s: float) -> None:
@@ -161,17 +169,14 @@ class EngineScheduler(ABC):
     def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
-        self._leave_queue(request)
-        self.prompts.discard(request.request_id)
+        if self._queue.discard(request.request_id):
+            self._num_queued_tokens -= _tokens_to_prefill(request)
+        self.prompts.discard(request)
         if request.last_step_id <= self._committed_step_id:
             self._release(request)
         else:
             self._ending.append(request)
             self._on_ending(request)
-
-    def _leave_queue(self, request: Request) -> None:
-        if self._queue.pop(request.request_id, None) is not None:
-            self._num_queued_tokens -= _tokens_to_prefill(request)
 
     def _step_committed(self, step_id: int) -> None:
         """Everything up to `step_id` has run: blocks of ended requests that waited for it go back."""
@@ -244,6 +249,19 @@ class EngineScheduler(ABC):
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens yet to be computed here, queued ones included."""
         return self._num_queued_tokens + self.prompts.num_pending_tokens
+
+    def free_blocks(self) -> int:
+        """Blocks that a newcomer may use at every step to come."""
+        return self.budget.available
+
+    def later_free_blocks(self) -> tuple[int, ...]:
+        """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""
+        return ()
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return None
 
     # -- what is held ------------------------------------------------------------------------------
 

@@ -50,8 +50,15 @@ class FreeRuns:
 
     def give(self, block_ids: Iterable[int]) -> None:
         """Put ids back, merging them with their neighbours. An id must not be free already."""
-        for block_id in block_ids:
-            self._give_one(block_id)
+        start = end = -1  # of the run being collected: most of a request's blocks are adjacent
+        for block_id in sorted(block_ids):
+            if block_id != end:
+                if start != end:
+                    self._give_run(start, end - start)
+                start = block_id
+            end = block_id + 1
+        if start != end:
+            self._give_run(start, end - start)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all views agree and no two runs touch. O(runs log runs)."""
@@ -80,15 +87,14 @@ class FreeRuns:
             self._add(start + count, length - count)
         return list(range(start, start + count))
 
-    def _give_one(self, block_id: int) -> None:
-        start, length = block_id, 1
-        left = self._start_before.get(block_id)
+    def _give_run(self, start: int, length: int) -> None:
+        left = self._start_before.get(start)
         if left is not None:
-            self._remove(left, block_id - left)
-            start, length = left, block_id - left + 1
-        right = self._length_at.get(block_id + 1)
+            self._remove(left, start - left)
+            start, length = left, start - left + length
+        right = self._length_at.get(start + length)
         if right is not None:
-            self._remove(block_id + 1, right)
+            self._remove(start + length, right)
             length += right
         self._add(start, length)
 

@@ -129,10 +129,25 @@ class MemoryProjection:
             return []
         return [request_id for request_id, profile in self._profiles.items() if _due(profile) < step]
 
+    @property
+    def next_due(self) -> int:
+        """The last step before which `overdue` names nobody, unless something changes."""
+        self._refresh()
+        return self._next_due
+
     def peak(self, step: int) -> int:
         """Most blocks in use at any time from `step` on."""
         self._refresh()
         return self._peaks[bisect_left(self._ends, step)]
+
+    def peak_holds_until(self, step: int) -> int:
+        """The last step from `step` on of which `peak` says the same, unless something changes."""
+        self._refresh()
+        index = bisect_left(self._ends, step)
+        peak = self._peaks[index]
+        while index < len(self._ends) and self._peaks[index + 1] == peak:
+            index += 1
+        return self._ends[index] if index < len(self._ends) else NO_END
 
     def peak_with(self, newcomer: Profile, step: int) -> int:
         """What `peak` would be if the newcomer, who has no end, were there too."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.beam_search import Candidate
 from scheduler.block_allocator import BlockCounts
+from scheduler.token_logprobs import TokenLogprobs
 
 
 class NeverFits(Exception):
@@ -38,6 +40,7 @@ class TokenEvent:
     index: int
     token_id: int
     finish_reason: str | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,13 @@ class PromptDone:
     """A prefill engine finished a prompt: its first token per choice, and the blocks that hold its KV.
 
     block_ids is empty when every choice already ended: nothing will be handed over and all is released.
+    candidates: of a beam search that goes on, instead of first tokens: what may come first.
     """
 
     request_id: str
     first_tokens: tuple[TokenEvent, ...]
     block_ids: tuple[int, ...]
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

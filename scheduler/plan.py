@@ -10,6 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RuleContext:
+    """What rules of token choice look at besides the logits. Tokens that are sampled later the runner adds itself.
+
+    output_start: position of the first generated token: the prompt's length, but for a replay, whose prompt ends with
+    output. stop_token_ids: what min_tokens holds back.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
+    output_start: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +35,7 @@ class SlotInit:
     sampling: SamplingParams
     # The token its first decode row feeds, when it is known here (it came with the handoff); else None.
     last_token: int | None
+    context: RuleContext = RuleContext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,9 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     # Empty unless this chunk ends the prompt.
     targets: tuple[SampleTarget, ...]
+    # Where the prompt's log-probabilities are asked for: prompt tokens start + 1, start + 2, ..., each that a token of
+    # this chunk precedes. None: not asked for.
+    scored_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +129,16 @@ class SampledToken:
     request_id: str
     choice: int
     token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the runner read back from one step: tokens of its rows, then of its chunks' targets, in plan order."""
+    """What the runner read back from one step: tokens of its rows, then of its chunks' targets, in plan order.
+
+    prompts: what it thought of the chunks' tokens, where that was asked for.
+    """
 
     step_id: int
     tokens: tuple[SampledToken, ...]
+    prompts: tuple[PromptLogprobs, ...] = ()

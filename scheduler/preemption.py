@@ -11,6 +11,7 @@ preempted request keeps its slots, and with them its last tokens, so steps in fl
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler.admission import distinct_blocks
@@ -68,6 +69,11 @@ class Preemption:
         return self.num_host_blocks - len(self._free_host_ids)
 
     @property
+    def is_cooling(self) -> bool:
+        """Whether a step in flight copies from blocks, of the device or the host."""
+        return bool(self._cooling)
+
+    @property
     def num_cooling(self) -> int:
         """Device blocks that come free with commits to come."""
         return sum(cooling.num_blocks for cooling in self._cooling)
@@ -95,6 +101,10 @@ class Preemption:
     def num_blocks_of(self, request_id: str) -> int:
         """Blocks that it needs to come back."""
         return len(self._away[request_id].host_ids)
+
+    def tables_of(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """Tables of its sequences: the same number for the same block."""
+        return self._away[request_id].tables
 
     def swap_in(self, request: Request, step_id: int) -> None:
         """Bring a request's blocks back in the step being planned, into free ones. Mutates. Raises OutOfBlocks."""
@@ -171,15 +181,26 @@ def num_planned(request: Request) -> int:
     return max(live, default=request.max_tokens)
 
 
-def growth_blocks(request: Request, num_rows: int, block_size: int) -> int:
-    """Blocks that its next num_rows rows (or as many as it has left) take, copies of shared ones included."""
+def growth_blocks(
+    request: Request, num_rows: int, block_size: int, tables: Iterable[Sequence[int]] | None = None
+) -> int:
+    """Blocks that its next num_rows rows (or as many as it has left) take, copies of shared ones included.
+
+    Of a beam search: at most so many, and for one row exactly. tables: its sequences' while it is preempted.
+    """
     planned = num_planned(request)
     num_rows = min(num_rows, request.max_tokens - planned)
     if num_rows <= 0:
         return 0
-    num_live = sum(sequence.finish_reason is None for sequence in request.sequences)
+    live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
     position = request.prompt_len + planned - 1
-    grown = num_live * ((position + num_rows - 1) // block_size - (position - 1) // block_size)
-    if planned == 1 and position % block_size:
-        grown += min(num_live, len(request.sequences) - 1)
+    grown = len(live) * ((position + num_rows - 1) // block_size - (position - 1) // block_size)
+    if not position % block_size:
+        return grown
+    if request.search is not None:  # whichever beams live on, each writes its own copy of the last block
+        tables = [sequence.block_ids for sequence in request.sequences] if tables is None else tables
+        last = position // block_size
+        grown += len(live) - len({table[last] for table in tables if len(table) > last})
+    elif planned == 1:
+        grown += min(len(live), len(request.sequences) - 1)
     return grown

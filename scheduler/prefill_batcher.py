@@ -1,22 +1,26 @@
-"""Packs prompts into steps: first come first served, long prompts in chunks, never over the token budget."""
+"""Packs prompts into steps: in the queue's order, long prompts in chunks, never over the token budget."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from contextlib import closing
 
 from scheduler.plan import PrefillChunk, SampleTarget
 from scheduler.request import Request, RequestState
+from scheduler.waiting_queue import WaitingQueue
 
 
 class PrefillBatcher:
-    """Admitted prompts whose blocks are allocated, in order of arrival."""
+    """Admitted prompts whose blocks are allocated. Memory for all of them does not mean time for all of them, so
+    their order is that of `waiting_queue` here too; but one that was begun is finished first.
+    """
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[str, Request] = OrderedDict()  # a dict looks for its first key in linear time
+        self._waiting = WaitingQueue()
+        self._begun: Request | None = None
         self._num_pending_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._waiting) + (self._begun is not None)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -24,24 +28,26 @@ class PrefillBatcher:
         return self._num_pending_tokens
 
     def add(self, request: Request) -> None:
-        self._prompts[request.request_id] = request
+        self._waiting.add(request, request.prompt_len)
         self._num_pending_tokens += request.prompt_len - request.num_prefilled
 
-    def discard(self, request_id: str) -> None:
-        request = self._prompts.pop(request_id, None)
-        if request is not None:
-            self._num_pending_tokens -= request.prompt_len - request.num_prefilled
+    def discard(self, request: Request) -> None:
+        """It is over. Ignored unless it is here."""
+        if request is self._begun:
+            self._begun = None
+        elif not self._waiting.discard(request.request_id):
+            return
+        self._num_pending_tokens -= request.prompt_len - request.num_prefilled
 
     def plan_chunks(self, token_budget: int, step_id: int, now_s: float) -> tuple[list[PrefillChunk], list[Request]]:
         """Chunks of at most `token_budget` tokens in all, and the requests whose prompt they complete.
 
-        Mutates: progress, states, and completed requests leave the batcher. Earlier prompts are served
-        first; a later one only takes what they leave.
+        Mutates: progress, states, and completed requests leave the batcher. Earlier prompts in the order are
+        served first; a later one only takes what they leave.
         """
         chunks: list[PrefillChunk] = []
         completed: list[Request] = []
-        while self._prompts and token_budget > 0:
-            request = next(iter(self._prompts.values()))  # one that is not completed uses the budget up
+        while token_budget > 0 and (request := self._begun or self._begin()) is not None:
             chunk = self._next_chunk(request, token_budget)
             token_budget -= len(chunk.token_ids)
             chunks.append(chunk)
@@ -52,8 +58,15 @@ class PrefillBatcher:
             request.last_step_id = step_id
             if chunk.targets:
                 completed.append(request)
-                self.discard(request.request_id)
+                self._begun = None
         return chunks, completed
+
+    def _begin(self) -> Request | None:
+        with closing(self._waiting.in_order()) as waiting:
+            self._begun = next(waiting, None)
+        if self._begun is not None:
+            self._waiting.take(self._begun.request_id)
+        return self._begun
 
     @staticmethod
     def _next_chunk(request: Request, token_budget: int) -> PrefillChunk:
@@ -64,7 +77,10 @@ class PrefillBatcher:
             # A prefill engine has one sequence for all choices: they only part at decode.
             slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
             first_slot = request.sequences[0].slot
-            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.choices)
+            targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.prompt_choices)
+        is_scored = request.sampling.num_prompt_logprobs is not None
+        # The chunk's last token scores the first one of the next.
+        scored_ids = request.prompt_ids[start + 1 : end + 1] if is_scored else None
         return PrefillChunk(
-            request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets
+            request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets, scored_ids
         )

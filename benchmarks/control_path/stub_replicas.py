@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any
 
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
+from replicas.engine_replica import reply_or_cancel
 from replicas.messages import (
     CallStatus,
     FirstToken,
@@ -35,12 +35,7 @@ class StubDecodeReplica:
         return _metadata(self._replica_id, self._epoch) | {"channel_public_key": self._engine.sender.public_key}
 
     async def generate(self, call: GenerateCall) -> GenerateReply:
-        future = asyncio.wrap_future(self._engine.generate(call))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._engine.cancel(call.request.request_id)
-            raise
+        return await reply_or_cancel(self._engine.generate(call), self._engine.cancel, call.request.request_id)
 
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
         return self._engine.replay(router_id, from_seq)

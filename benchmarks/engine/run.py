@@ -9,7 +9,8 @@ import torch
 from benchmarks.engine.bench_settings import engine_settings
 from benchmarks.engine.engine_streams import EngineStreams
 from benchmarks.engine.reference_model import ReferenceModel
-from benchmarks.engine.step_times import decode_step_times, prefill_times, sampling_times
+from benchmarks.engine.sampling_times import WAYS, sampling_times
+from benchmarks.engine.step_times import decode_step_times, prefill_times
 from benchmarks.engine.stream_ratios import concurrent_streams, single_stream_ratio
 from benchmarks.tables import table
 from replicas.engine_builder import build_decode_engine
@@ -31,7 +32,7 @@ def run_engine_benchmark(num_threads: int, short: bool) -> dict[str, Any]:
         "threads": num_threads,
         "decode_steps": decode_step_times(runner, [1, 4, 16], [128, 512, 1008], repeats),
         "prefill": prefill_times(runner, reference, [64, 256, 512, 1024], _STEP_TOKENS, 2 if short else 5),
-        "sampling": sampling_times(reference.vocab_size, [1, 4, 16], repeats),
+        "sampling": sampling_times(reference.vocab_size, [1, 16, 64], repeats),
     }
     built.start()
     try:
@@ -47,14 +48,14 @@ def engine_tables(result: dict[str, Any]) -> str:
     """For people."""
     decode = _rows(result["decode_steps"], batch="d", context="d", step_ms=".1f", slowest_ms=".1f", tokens_per_s=".1f")
     prefill = _rows(result["prefill"], length="d", tokens_per_s=".0f", transformers_tokens_per_s=".0f", ratio=".2f")
-    sampling = _rows(result["sampling"], **{"batch": "d", "greedy_ms": ".2f", "sampled_ms": ".2f", "top-p_ms": ".2f"})
+    sampling = _rows(result["sampling"], batch="d", **dict.fromkeys(WAYS, ".2f"))
     single, many = result["single_stream"], result["concurrent"]
     return "\n\n".join(
         [
             f"engine, {result['threads']} thread(s)",
             table(["decode batch", "context", "step ms", "slowest", "tok/s"], decode),
             table(["prompt tokens", "tok/s", "transformers", "ratio"], prefill),
-            table(["sampling batch", "greedy ms", "sampled ms", "top-p ms"], sampling),
+            table(["ms, choosing tokens: batch", *WAYS], sampling),
             f"single stream: {single['tokens_per_s']:.1f} tok/s, transformers.generate "
             f"{single['transformers_tokens_per_s']:.1f}; ratio {single['ratio']:.2f} "
             f"(rounds {single['ratios']}, same tokens: {single['same_tokens']})",

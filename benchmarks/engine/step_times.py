@@ -1,4 +1,4 @@
-"""Times of single engine steps and of sampling: what a step costs, without queue, channel or HTTP."""
+"""Times of single engine steps: what a step costs, without queue, channel or HTTP."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from benchmarks.engine.reference_model import ReferenceModel
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from replicas.model_runner import ModelRunner
-from replicas.sampling import SamplingBatch, sample
-from scheduler.sampling_params import SamplingParams
-
-_SAMPLING = {
-    "greedy": SamplingParams(temperature=0.0),
-    "sampled": SamplingParams(temperature=0.8, seed=1),
-    "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1),
-}
 
 
 def decode_step_times(
@@ -73,21 +63,6 @@ def prefill_times(
                 "ratio": theirs / ours,
             }
         )
-    return rows
-
-
-def sampling_times(vocab_size: int, batches: list[int], num_repeats: int) -> list[dict[str, Any]]:
-    """What the choice of tokens adds to a step, by how they are chosen."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for batch in batches:
-        logits = torch.randn(batch, vocab_size, generator=generator)
-        row: dict[str, Any] = {"batch": batch}
-        for name, params in _SAMPLING.items():
-            parameters = SamplingBatch.from_rows([(params, 0, 100)] * batch)
-            times_ms = timed_ms(lambda x=logits, p=parameters: sample(x, p), num_repeats)  # type: ignore[misc]
-            row[f"{name}_ms"] = statistics.median(times_ms)
-        rows.append(row)
     return rows
 
 

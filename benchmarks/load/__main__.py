@@ -13,9 +13,10 @@ from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Target
 from benchmarks.load.load_plan import LoadPlan, TraceOptions
 from benchmarks.load.processes import ClientFailed, run_load
-from benchmarks.load.report import as_text, parse_goodput, summarise
+from benchmarks.load.report import as_text, summarise
 from benchmarks.load.workload import LengthRange
 from benchmarks.machine import describe_machine, machine_line
+from cluster.simulation.goodput import parse_goodput
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.load.arrivals import Arrival, constant_arrivals, gamma_arrivals, poisson_arrivals, trace_arrivals
 from benchmarks.load.client import OutgoingRequest, Target
-from benchmarks.load.traces import TraceEntry, read_trace
 from benchmarks.load.workload import LengthRange, PromptMaker, Shape, synthetic_shapes
+from cluster.simulation.traces import TraceEntry, read_trace
 
 
 @dataclass(frozen=True, slots=True)

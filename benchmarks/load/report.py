@@ -11,36 +11,14 @@ from benchmarks.load.load_plan import LoadPlan
 from benchmarks.load.processes import LoadResult
 from benchmarks.load.request_record import RequestRecord
 from benchmarks.tables import table
+from cluster.simulation.percentile import percentile
 
 PERCENTILES = (50, 90, 95, 99)
 # Above these the client may be what is measured.
 BUSY_CLIENT_CORES = 0.8
 LATE_CLIENT_MS = 10.0
 
-_GOODPUT_NAMES = ("ttft", "tpot", "e2el")
 _METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
-
-
-def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """ "ttft:500" and the like, milliseconds, to seconds by name. Raises ValueError."""
-    goodput = {}
-    for limit in limits:
-        name, _, milliseconds = limit.partition(":")
-        if name not in _GOODPUT_NAMES:
-            raise ValueError(f"a goodput limit is one of {', '.join(_GOODPUT_NAMES)} and milliseconds, not {limit!r}")
-        goodput[name] = float(milliseconds) / 1000
-    return goodput
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest, as numpy's default. NaN of nothing."""
-    if not values:
-        return math.nan
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 def summarise(plan: LoadPlan, result: LoadResult, goodput: dict[str, float]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.load.traces import TraceEntry
+from cluster.simulation.traces import TraceEntry
 
 TokenIds = npt.NDArray[np.int32]
 

@@ -51,7 +51,7 @@ def write_kv(
     slots: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
-    """Write key, value [T, num_kv_heads, head_dim] (any strides but the last) to positions int32 [T] of slots int32 [T].
+    """Write key, value [T, num_kv_heads, head_dim], any strides but the last, to positions [T] of slots [T], int32.
 
     kv and table as in `paged_decode`. Tokens at position -1 are padding. Mutates kv. Does not block.
     """

@@ -157,11 +157,11 @@ def paged_decode(
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
-    query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's view
-    [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table [num_slots, max_blocks] int64;
-    slots, positions [R] int32, position -1 for a padding row: it writes nothing, and its output is 0. out: contiguous
-    [R, num_heads, head_dim]. num_splits: programs along a context; none is given less than min_split tokens. tile: keys at
-    once, warps and stages of a program, for measurements.
+    query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's
+    view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table: int64 [num_slots,
+    max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and its output is 0.
+    out: contiguous [R, num_heads, head_dim]. num_splits: programs along a context; none is given less than min_split
+    tokens. tile: keys at once, warps and stages of a program, for measurements.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape

@@ -1,9 +1,9 @@
 """Samples one token per row on the GPU, with the parameters that its slot keeps.
 
 The same function of (logits, parameters, seed, choice, position) as `replicas.sampling`, which is its reference:
-temperature, top-k, top-p, Gumbel-max with Philox noise. Top-k and top-p need no sort: the bits of the least likely logit
-that they keep are found four at a time, by counts (top-k) or masses (top-p) for each of the sixteen digits. Rows that
-are greedy or unfiltered leave the kernels they do not need at once, so any mix of rows costs what its rows need.
+temperature, top-k, top-p, Gumbel-max with Philox noise. Top-k and top-p need no sort: the bits of the least likely
+logit that they keep are found four at a time, by counts (top-k) or masses (top-p) for each of the sixteen digits. Rows
+that are greedy or unfiltered leave the kernels they do not need at once, so any mix costs what its rows need.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _narrow(
         sums_stride: tl.constexpr = NUM_BLOCKS * 16
         first_pass: tl.constexpr = NUM_PASSES if IS_MASS else 0
         kept = tl.zeros([], tl.int64)
-        if IS_MASS:
+        if IS_MASS:  # noqa: SIM102 - two conditions of two times: compilation and run
             if has_top_k:
                 last = (NUM_PASSES - 1) * num_rows + row
                 kept = _picked(
@@ -291,7 +291,7 @@ def _choose(
     greedy = tl.load(greedy_values + places, mask=mask, other=float("-inf"))
     _, at = tl.max(greedy, 0, return_indices=True, return_indices_tie_break_left=True)
     chosen = tl.load(greedy_indices + row * NUM_BLOCKS + at)
-    if HAS_SAMPLED:
+    if HAS_SAMPLED:  # noqa: SIM102 - likewise
         if _float_of(tl.load(params + _TEMPERATURE)) >= _GREEDY_BELOW:
             drawn = tl.load(drawn_values + places, mask=mask, other=float("-inf"))
             _, drawn_at = tl.max(drawn, 0, return_indices=True, return_indices_tie_break_left=True)

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.load.client import Target
 from benchmarks.load.load_plan import LoadPlan
 from benchmarks.load.processes import ClientUsage, LoadResult
-from benchmarks.load.report import as_text, parse_goodput, percentile, summarise, warnings
+from benchmarks.load.report import as_text, percentile, summarise, warnings
 from benchmarks.load.request_record import RequestRecord
+from cluster.simulation.goodput import parse_goodput
 
 PLAN = LoadPlan(Target("http://127.0.0.1:1", "m"))
 

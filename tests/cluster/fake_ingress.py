@@ -6,16 +6,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from cluster.api_error import ApiError
+from cluster.chat_template import TemplateOptions
 from cluster.config import Config
-from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec
 from cluster.generation_service import GenerationService
 from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
 from cluster.ingress_metrics import IngressMetrics
 from cluster.service_config import LimitsConfig
+from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from replicas.messages import FinishReason
 
@@ -38,19 +40,48 @@ class ByteTokenizer:
     """Token ids are bytes, and one that ends an answer."""
 
     eos_token_ids = frozenset({EOS})
+    special_ids = eos_token_ids
+    vocab_size = 257
     visible_bytes: Mapping[int, bytes] = {value: bytes([value]) for value in range(256)}
+    bytes_of_token: Mapping[int, bytes] = {**visible_bytes, EOS: b"<eos>"}
 
-    def encode_prompt(self, prompt: str | Sequence[int], max_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        names = self.visible_bytes if skip_special_tokens else self.bytes_of_token
+        return b"".join(names.get(token_id, b"") for token_id in ids).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.bytes_of_token.get(token_id, b"").decode(errors="replace")
+
+    def bad_word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple((space + word.lstrip(" ")).encode()) for word in words for space in ("", " "))
+
+    def encode_prompt(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, keep_last: int | None = None
+    ) -> list[int]:
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ApiError(400, "the prompt is empty", param="prompt", code="empty_prompt")
+        ids = ids if keep_last is None else ids[-keep_last:]
+        self.check_ids(ids, "prompt")
         if max_tokens is not None and len(ids) > max_tokens:
             raise ApiError(400, "too long", param="prompt", code="context_length_exceeded")
         return ids
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
-        return self.encode_prompt("".join(message["content"] for message in messages), max_tokens)
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        options: TemplateOptions | None = None,
+        keep_last: int | None = None,
+    ) -> list[int]:
+        return self.encode_prompt("".join(message["content"] for message in messages), max_tokens, keep_last)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        pass
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise ApiError(400, f"{param} has an unknown id", param=param, code="invalid_token_id")
 
 
 class ScriptedSource:
@@ -61,7 +92,7 @@ class ScriptedSource:
         self.specs: list[GenerationSpec] = []
         self.open_prompts: list[str] = []
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[GeneratedToken, None]:
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
         prompt = bytes(spec.prompt_ids).decode()
         self.specs.append(spec)
         self.open_prompts.append(prompt)
@@ -73,7 +104,7 @@ class ScriptedSource:
                 if isinstance(step, str):
                     await asyncio.Event().wait()
                 else:
-                    yield step
+                    yield [step]
         finally:
             try:
                 await asyncio.sleep(0)  # ending takes a moment, in which it may be cancelled again
@@ -86,21 +117,26 @@ class FakeIngress:
 
     model_name, max_model_len, started_at = MODEL, 512, 1_700_000_000
 
-    def __init__(self, source: ScriptedSource, **limits: int) -> None:
-        config = Config.model_validate(
+    def __init__(self, source: Any, sections: dict[str, Any] | None = None, **limits: float) -> None:
+        """sections: of the config, beside its limits."""
+        self.config = config = Config.model_validate(
             {
                 "model": {"name": MODEL, "max_model_len": self.max_model_len},
                 "pools": {"prefill": {"kv_capacity_tokens": 4096}, "decode": {"kv_capacity_tokens": 4096}},
                 "limits": limits,
+                **(sections or {}),
             }
         )
         self.limits: LimitsConfig = config.limits
+        self.fairness = config.fairness
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
-        self.service = GenerationService(config, cast("Tokenizer", ByteTokenizer()), source, self.metrics)
+        tokenizer = cast("Tokenizer", ByteTokenizer())
+        self.service = GenerationService(config, tokenizer, source, self.metrics)
+        self.tokenize_service = TokenizeService(config, tokenizer)
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         return build_http_app(cast("Ingress", self))
 
     def missing_pools(self) -> list[str]:

@@ -32,7 +32,7 @@ def model_tokens(
     prompt_ids: tuple[int, ...], sampling: SamplingParams, choice: int, max_tokens: int, stop: frozenset[int]
 ) -> list[Token]:
     """All tokens of one choice, the last with its finish reason."""
-    noise = () if sampling.is_greedy else (sampling.seed, choice)
+    noise = () if sampling.temperature == 0.0 else (sampling.seed, choice)
     history, tokens = prompt_ids, list[Token]()
     while not tokens or tokens[-1][1] is None:
         token_id = hash((history, len(history), noise)) % VOCABULARY

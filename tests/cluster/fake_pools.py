@@ -18,6 +18,7 @@ from cluster.replica_registry import ReplicaTable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
+    EngineLoad,
     FirstToken,
     Frame,
     GenerateCall,
@@ -135,6 +136,9 @@ class FakePool(PoolClient):
 
 
 class FakePrefill(FakePool):
+    async def _load(self, replica: FakeReplica) -> EngineLoad:
+        return replica.load
+
     async def _prefill(self, replica: FakeReplica, call: PrefillCall) -> PrefillReply:
         request, script = call.request, self.cluster.scripts[call.request.request_id]
         await asyncio.sleep(script.prefill_s)

@@ -32,7 +32,7 @@ class FakeReplica:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(1, self.num_queued, 0, self.total_blocks - self.used_blocks, self.total_blocks, 0.001)
+        return EngineLoad(1, self.num_queued, 0, self.total_blocks - self.used_blocks, self.total_blocks, 0.0)
 
     def metadata(self) -> dict[str, Any]:
         agent = f"agent-{self.replica_id}"

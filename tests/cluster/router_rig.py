@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.attempt import AttemptLimits
-from cluster.generation import GenerationSpec
+from cluster.generation import GeneratedToken, GenerationSpec
 from cluster.ingress_metrics import IngressMetrics
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
@@ -35,9 +35,11 @@ class Rig:
     async def tokens(self, spec: GenerationSpec) -> Tokens:
         """Consume a generation to its end."""
         got: Tokens = {choice: [] for choice in range(spec.num_choices)}
-        async with aclosing(self.router.generate(spec)) as tokens:
-            async for token in tokens:
-                got[token.choice].append((token.token_id, token.finish_reason))
+        async with aclosing(self.router.generate(spec)) as batches:
+            async for batch in batches:
+                for token in batch:
+                    assert isinstance(token, GeneratedToken)
+                    got[token.choice].append((token.token_id, token.finish_reason))
         return got
 
     async def signs_of_life(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.attempt import Stage
-from cluster.generation import GeneratedToken
+from cluster.attempt_failed import Stage
+from cluster.generation import GenerationItem
 from replicas.messages import CallStatus
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
@@ -101,7 +101,24 @@ async def test_out_of_time(num_prefill: int, phase: Phase, what: str) -> None:
         with pytest.raises(ApiError) as caught:
             await rig.tokens(spec_of(timeout_s=NEVER_S if what == CallStatus.TIMEOUT else 0.2))
         assert caught.value.status == (429 if phase is Phase.QUEUE else 504)
+        assert rig.count("splitserve_request_rejections", reason="queue_timeout") == (phase is Phase.QUEUE)
         assert len(rig.cluster.requests) == 1
+
+
+@pytest.mark.parametrize("what", [CallStatus.ERROR, "raise"])
+async def test_what_a_replica_says_of_its_fault_is_for_the_log(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The client gets the stage, and the id to look it up by."""
+    spec = spec_of()
+    async with running_router(FakeCluster(), max_retries=0) as rig:
+        rig.cluster.fail(Fault(Phase.DECODE, what))
+        with pytest.raises(ApiError) as caught:
+            await rig.tokens(spec)
+    detail = "scripted" if what == CallStatus.ERROR else "RuntimeError"
+    assert caught.value.status == 500
+    assert detail not in caught.value.message
+    assert f"failed at decode; the server's log has more under {spec.generation_id}" in caught.value.message
+    (record,) = (record for record in caplog.records if record.message == "attempt failed")
+    assert (vars(record)["detail"], vars(record)["generation"]) == (detail, spec.generation_id)
 
 
 # -- the client goes -------------------------------------------------------------------------------
@@ -171,12 +188,12 @@ async def cancel_after(turns: int, consumer: asyncio.Task[object]) -> bool:
     return is_done
 
 
-async def close_after(turns: int, tokens: AsyncGenerator[GeneratedToken, None]) -> bool:
-    """The consumer takes so many tokens and closes."""
+async def close_after(turns: int, batches: AsyncGenerator[list[GenerationItem], None]) -> bool:
+    """The consumer takes so many batches of tokens and closes."""
     for _ in range(turns):
-        if await anext(tokens, None) is None:
+        if await anext(batches, None) is None:
             return True
-    await tokens.aclose()
+    await batches.aclose()
     return False
 
 

@@ -93,7 +93,11 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         "ingress.num_thread: unknown key; did you mean pools.prefill.num_threads or pools.decode.num_threads?",
         [],
     ),
-    "unknown key like no other": ({"server.tls": True}, "server.tls: unknown key; the keys here are host, port", []),
+    "unknown key like no other": (
+        {"server.tls": True},
+        "server.tls: unknown key; the keys here are host, port, openapi, docs",
+        [],
+    ),
     "key that is no text": ({"3": 4}, "3: unknown key", []),
     "negative replicas": (
         {"pools.prefill.replicas": -1},
@@ -105,6 +109,27 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
     "one as true": ({"transfer.verify_digest": 1}, "transfer.verify_digest: 1 is a number", ["true or false"]),
     "fraction": ({"pools.decode.num_threads": 1.5}, "pools.decode.num_threads: 1.5 has a fraction", ["whole number"]),
     "number as text": ({"model.name": 7}, "model.name: 7 is a number: put it in quotes", []),
+    "public path that is no path": (
+        {"auth.public_paths": ["health"]},
+        'auth.public_paths.0: "health" is no path',
+        ["/health"],
+    ),
+    "file of keys that is not there": (
+        {"auth.api_keys_file": "keys.txt"},
+        "auth.api_keys_file: ",
+        ["is no existing file"],
+    ),
+    "variable of keys that is no name": ({"auth.api_keys_env": "A-B"}, 'auth.api_keys_env: "A-B" is no name', []),
+    "origin without a scheme": (
+        {"cors.allow_origins": ["example.org"]},
+        'cors.allow_origins.0: "example.org" is no origin',
+        ["https://"],
+    ),
+    "credentials for every page": (
+        {"cors.allow_origins": ["*"], "cors.allow_credentials": True},
+        "cors.allow_credentials: true would trust every web page",
+        ["name the origins"],
+    ),
     "port out of range": ({"server.port": 70_000}, "server.port: 70000 is too large", ["from 1 to 65535"]),
     "infinite time": ({"transfer.lease_s": float("inf")}, "transfer.lease_s: inf is not finite", ["above 0"]),
     "misspelt choice": (
@@ -291,7 +316,8 @@ def test_bundled_model_that_is_not_installed(write: WriteConfig, monkeypatch: py
 
 def test_overrides_replace_values_and_are_named_when_wrong(write: WriteConfig) -> None:
     file = write(changed({"server.host": "localhost"}))
-    assert load_config(file, {"server.port": 9000}).server.model_dump() == {"host": "localhost", "port": 9000}
+    server = load_config(file, {"server.port": 9000}).server
+    assert (server.host, server.port) == ("localhost", 9000)
     (line,) = errors_of(file, {"server.port": 99_999})
     assert line == "command line: server.port: 99999 is too large; expected a whole number from 1 to 65535"
     (line,) = errors_of(file, {"server.prt": 1})

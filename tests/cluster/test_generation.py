@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from cluster.attempt_mailboxes import Admitted, ChannelLost, Mailboxes
-from cluster.generation import ChoiceState, GeneratedToken, Leg, ProtocolError
-from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, TokenItem
+from cluster.attempt_mailboxes import Mailboxes
+from cluster.batch_queue import BatchQueue
+from cluster.call_mailbox import Admitted, ChannelLost, Mail, Mailbox
+from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
+from replicas.messages import (
+    BeamParams,
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    Frame,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+)
 from tests.cluster.fake_model import spec_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 LOAD = EngineLoad(0, 0, 0, 10, 10, 0.0)
-Output = asyncio.Queue[GeneratedToken | None]
+Output = BatchQueue[GenerationItem]
 
 
 def new_leg(n: int, output: Output | None = None, max_tokens: int = 6) -> Leg:
     spec = spec_of(1, 2, 3, n=n, max_tokens=max_tokens)
-    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or asyncio.Queue())
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or BatchQueue())
 
 
 def item(choice: int, index: int, token_id: int, reason: FinishReason | None = None) -> TokenItem:
@@ -26,8 +38,8 @@ def item(choice: int, index: int, token_id: int, reason: FinishReason | None = N
 
 
 def emitted(output: Output) -> list[tuple[int, int]]:
-    tokens = [output.get_nowait() for _ in range(output.qsize())]
-    return [(token.choice, token.token_id) for token in tokens if token is not None]
+    output.close()
+    return [(token.choice, token.token_id) for token in asyncio.run(output.take()) if isinstance(token, GeneratedToken)]
 
 
 # -- a leg -----------------------------------------------------------------------------------------
@@ -39,8 +51,48 @@ def test_the_first_attempt_asks_for_everything() -> None:
     assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2), 6)
 
 
+def new_search(output: Output) -> Leg:
+    spec = replace(spec_of(1, 2, 3, n=2, max_tokens=6), beam=BeamParams(4, early_stopping=True))
+    return Leg(spec, {0: ChoiceState(), 1: ChoiceState()}, output)
+
+
+def test_a_search_asks_for_all_beams_and_emits_nothing_before_everything_is_here() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    request = leg.request("id", 1.0)
+    assert (request.choices, request.num_returned, request.beam) == ((0, 1, 2, 3), 2, leg.spec.beam)
+    for index, token_id in enumerate((10, 11)):
+        leg.take(item(0, index, token_id, STOP if index else None))
+    assert not leg.is_done
+    assert not leg.has_emitted
+    assert not output._items
+    leg.take(item(1, 0, 20, LENGTH))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (0, 11), (1, 20)]
+
+
+def test_a_search_that_failed_halfway_begins_again_as_one() -> None:
+    output: Output = BatchQueue()
+    failed = new_search(output)
+    failed.take(item(0, 0, 10, STOP))
+    (leg,) = failed.split()
+    request = leg.request("again", 1.0)
+    assert (request.prompt_ids, request.choices, request.max_tokens) == ((1, 2, 3), (0, 1, 2, 3), 6)
+    leg.take(item(0, 0, 10, STOP))
+    leg.take(item(1, 0, 20, STOP))
+    assert emitted(output) == [(0, 10), (1, 20)]
+
+
+def test_a_search_of_one_token_is_over_with_prefill() -> None:
+    output: Output = BatchQueue()
+    leg = new_search(output)
+    leg.take_first((FirstToken(0, 10, LENGTH), FirstToken(1, 20, LENGTH)))
+    assert leg.is_done
+    assert emitted(output) == [(0, 10), (1, 20)]
+
+
 def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(2, output, max_tokens=3)
     assert not leg.has_emitted
     leg.take_first((FirstToken(0, 10, None), FirstToken(1, 20, STOP)))
@@ -55,7 +107,7 @@ def test_tokens_of_both_carriers_come_out_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("bad", [item(0, 0, 9), item(0, 2, 9), item(1, 1, 9)], ids=["again", "ahead", "after its end"])
 def test_a_token_out_of_turn_is_not_passed_on(bad: TokenItem) -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(2, output)
     leg.take(item(0, 0, 10))
     leg.take(item(1, 0, 20, STOP))
@@ -102,7 +154,7 @@ def test_a_finished_choice_is_never_asked_for_again() -> None:
 
 
 def test_three_attempts_keep_one_account() -> None:
-    output: Output = asyncio.Queue()
+    output: Output = BatchQueue()
     leg = new_leg(1, output)
     for start in (0, 2, 4):
         request = leg.request("id", 1.0)
@@ -115,6 +167,54 @@ def test_three_attempts_keep_one_account() -> None:
     assert emitted(output) == [(0, token_id) for token_id in range(10, 16)]
 
 
+PARTS = (
+    PromptLogprobs("request", 0, (None, TokenLogprobs(-1.0))),
+    PromptLogprobs("request", 2, (TokenLogprobs(-2.0, ((7, -0.5),)),)),
+)
+
+
+def scored_leg(n: int, output: Output) -> Leg:
+    spec = spec_of(1, 2, 3, n=n, max_tokens=6)
+    spec = replace(spec, sampling=replace(spec.sampling, num_prompt_logprobs=1))
+    return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output)
+
+
+def test_a_prompts_logprobs_come_once_and_before_any_token() -> None:
+    output: Output = BatchQueue()
+    leg = scored_leg(2, output)
+    assert leg.request("id", 1.0).sampling.num_prompt_logprobs == 1
+    leg.take_prompt(PARTS[0])  # this attempt fails before its first token
+    (leg,) = leg.split()
+    for part in PARTS:
+        leg.take_prompt(part)
+    (leg,) = leg.split()  # so does this
+    request = leg.request("id", 1.0)
+    assert (request.sampling.num_prompt_logprobs, request.num_output_in_prompt) == (1, 0)
+    for part in PARTS:
+        leg.take_prompt(part)
+    leg.take(item(0, 0, 10))
+    for rest in leg.split():  # choice 1 has nothing yet, and still the prompt is not scored again
+        request = rest.request("id", 1.0)
+        assert request.sampling.num_prompt_logprobs is None
+        assert request.num_output_in_prompt == len(request.prompt_ids) - 3
+        rest.take(item(rest.open_choices[0], 0, 11))
+    output.close()
+    scored, *tokens = asyncio.run(output.take())
+    assert scored == ScoredPrompt((None, TokenLogprobs(-1.0), TokenLogprobs(-2.0, ((7, -0.5),))))
+    assert tokens == [GeneratedToken(0, 10, None), GeneratedToken(0, 11, None), GeneratedToken(1, 11, None)]
+
+
+def test_logprobs_of_a_prompt_that_are_missing_or_unasked_for_are_a_bug() -> None:
+    leg = scored_leg(1, BatchQueue())
+    with pytest.raises(ProtocolError):
+        leg.take_prompt(PARTS[1])
+    leg.take_prompt(PARTS[0])
+    with pytest.raises(ProtocolError):
+        leg.take(item(0, 0, 10))
+    with pytest.raises(ProtocolError):
+        new_leg(1).take_prompt(PARTS[0])
+
+
 # -- mailboxes -------------------------------------------------------------------------------------
 
 
@@ -122,8 +222,8 @@ def frame(replica_id: str, admitted: tuple[str, ...] = (), tokens: tuple[TokenIt
     return Frame(replica_id, "e", 0, LOAD, admitted, tokens)
 
 
-def contents(box: asyncio.Queue[object]) -> list[object]:
-    return [box.get_nowait() for _ in range(box.qsize())]
+def contents(box: Mailbox) -> list[Mail]:
+    return list(iter(box.get_nowait, None))  # type: ignore[arg-type]
 
 
 def test_admission_comes_before_the_tokens_of_the_same_frame() -> None:

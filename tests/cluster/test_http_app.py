@@ -255,3 +255,36 @@ async def test_a_body_that_is_too_large_is_not_read_to_its_end(chunked: bool) ->
         assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
         assert num_read <= 4
         assert c.ingress.outcomes() == {"client_error": 1}
+
+
+# -- whose turn it is ------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("given", "ours"), [({}, 0), ({"priority": 7}, -7), ({"priority": -3}, 3), ({"priority": None}, 0)]
+)
+async def test_a_smaller_priority_goes_first_as_in_vllm(path: str, given: dict[str, Any], ours: int) -> None:
+    async with client({"min_priority": -3}, p=text(0, "x", STOP)) as c:
+        assert (await c.post(path, "p", **given)).status_code == 200
+        assert [spec.priority for spec in c.ingress.source.specs] == [ours]
+
+
+@BOTH
+@pytest.mark.parametrize("priority", [-1, 101, 1.5, "1", True])
+async def test_a_priority_out_of_bounds_is_refused(path: str, priority: Any) -> None:
+    async with client(p=text(0, "x", STOP)) as c:
+        response = await c.post(path, "p", priority=priority)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+        assert c.ingress.source.specs == []
+
+
+async def test_every_prompt_of_a_request_is_its_client_s() -> None:
+    ingress = FakeIngress(ScriptedSource(p=text(0, "x", STOP), q=text(0, "y", STOP)), {"fairness": {"by": "api_key"}})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=ingress.app()), base_url="http://x") as http:
+        for key in ("key-of-a", "key-of-b", "key-of-a"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await http.post(C, json=body_of(C, "p", "q"), headers=headers)).status_code == 200
+    labels = [spec.client for spec in ingress.source.specs]
+    assert labels[0] == labels[1] == labels[4] == labels[5] != labels[2] == labels[3]
+    assert not any("key" in label for label in labels)

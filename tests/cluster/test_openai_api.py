@@ -122,6 +122,8 @@ def test_messages_of_errors_quote_nothing_the_client_sent() -> None:
         {"stop": [{"x": secret}]},
         {"response_format": {"type": secret}},
         {"best_of": secret, "n": 2},
+        {"logit_bias": {secret: 1}},
+        {"bad_words": [{"x": secret}]},
     ):
         error = refusal(json.dumps({"messages": HELLO} | fields).encode())
         assert secret not in error.message
@@ -143,9 +145,11 @@ def test_defaults() -> None:
 def test_a01_null_is_the_default_for_every_optional_field() -> None:
     names = GenerationBody.model_fields.keys() | NEUTRAL_VALUES.keys()
     nulls: dict[str, Any] = dict.fromkeys(names)
-    assert len(nulls) > 40
-    assert chat(**nulls) == chat()
-    assert completion(**nulls) == completion()
+    assert len(nulls) > 50
+    chat_nulls: dict[str, Any] = dict.fromkeys(ChatCompletionBody.model_fields.keys() - {"messages"})
+    completion_nulls: dict[str, Any] = dict.fromkeys(CompletionBody.model_fields.keys() - {"prompt"})
+    assert chat(**nulls | chat_nulls) == chat()
+    assert completion(**nulls | completion_nulls) == completion()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,21 @@ def test_a01_null_is_the_default_for_every_optional_field() -> None:
         ("include_stop_str_in_output", True, True),
         ("stream", True, True),
         ("model", "m", "m"),
+        ("min_p", 1, 1.0),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", 2, 2.0),
+        ("repetition_penalty", 1e9, 1e9),
+        ("repetition_penalty", 1e-6, 1e-6),
+        ("logit_bias", {"0": -100, "42": 0.5}, {0: -100.0, 42: 0.5}),
+        ("logit_bias", {}, {}),
+        ("bad_words", ["a", " b"], ["a", " b"]),
+        ("allowed_token_ids", [1, 2.0], [1, 2]),
+        ("min_tokens", 5, 5),
+        ("best_of", 1, 1),
+        ("prompt_logprobs", 20, 20),
+        ("truncate_prompt_tokens", -1, -1),
+        ("skip_special_tokens", False, False),
+        ("return_tokens_as_token_ids", True, True),
     ],
 )
 def test_accepted_values(name: str, value: Any, expected: Any) -> None:
@@ -186,7 +205,7 @@ def test_accepted_values(name: str, value: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("max_tokens", value) for value in (0, -1, -5, 5.5, True, "5", [5], {}, 1e30)),
+        *(("max_tokens", value) for value in (5.5, True, "5", [5], {}, 1e30)),
         *(("max_completion_tokens", value) for value in (0, 5.5, False, "5")),
         *(("n", value) for value in (0, -1, 1.5, True, "1", 9, 10**9, 10**30)),
         *(("temperature", value) for value in (-0.1, 2.1, 1e6, "0", True, [1])),
@@ -199,6 +218,20 @@ def test_accepted_values(name: str, value: Any, expected: Any) -> None:
         *(("ignore_eos", value) for value in ("yes", 1)),
         ("model", 5),
         ("stream_options", True),
+        *(("min_p", value) for value in (-0.1, 1.1, "0", True)),
+        *(("presence_penalty", value) for value in (2.1, -2.1, False, "0")),
+        *(("frequency_penalty", value) for value in (2.1, -2.1, [0])),
+        *(("repetition_penalty", value) for value in (0, -1, 1e-7, 1.1e9, True, "1")),
+        *(("logit_bias", value) for value in ({"abc": 1}, {"-1": 1}, {"1.0": 1}, {"01": 1}, {"5": 101}, {"5": -101})),
+        *(("logit_bias", value) for value in ([], 1, {"5": True}, {"5": None}, {"5": "1"}, {str(10**10): 1})),
+        ("logit_bias", {str(i): 1 for i in range(301)}),
+        *(("bad_words", value) for value in ("a", [""], [" "], [1], [None], ["x" * 257], ["a"] * 65)),
+        *(("allowed_token_ids", value) for value in ([], [True], ["1"], 1, [1] * 1025)),
+        *(("min_tokens", value) for value in (-1, 1.5, True, "1")),
+        *(("best_of", value) for value in (0, 9, True, "1", 1.5)),
+        *(("prompt_logprobs", value) for value in (-1, 21, True, "1")),
+        *(("truncate_prompt_tokens", value) for value in (0, -2, 1.5, True)),
+        *(("use_beam_search", value) for value in (1, "true")),
     ],
 )
 def test_a02_a23_a25_a26_a28_c05_refused_values(name: str, value: Any) -> None:
@@ -242,29 +275,115 @@ def test_a29_unknown_fields_are_ignored_and_can_be_logged() -> None:
     assert max(map(len, many)) == 64
 
 
+# --- fields that depend on the endpoint or on each other -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1_000_000, -1, 21, True, "1", 1.5])
+def test_a17_top_logprobs(value: Any) -> None:
+    body = {"messages": HELLO, "logprobs": True, "top_logprobs": value}
+    assert refusal(json.dumps(body).encode()).param == "top_logprobs"
+
+
+def test_logprobs_have_the_type_of_their_endpoint() -> None:
+    assert [chat(logprobs=True, top_logprobs=k).num_logprobs for k in (0, 20)] == [0, 20]
+    assert [completion(logprobs=k).num_logprobs for k in (0, 5)] == [0, 5]
+    assert (chat(logprobs=False).num_logprobs, completion().num_logprobs) == (None, None)
+    for value in (True, False, -1, 6, "1"):
+        assert refusal(json.dumps({"prompt": "hi", "logprobs": value}).encode(), CompletionBody).param == "logprobs"
+    for value in (0, 5, "true"):
+        assert refusal(json.dumps({"messages": HELLO, "logprobs": value}).encode()).param == "logprobs"
+
+
+def test_echo_asks_for_the_prompts_logprobs_too() -> None:
+    assert completion(echo=True).num_prompt_logprobs is None
+    assert completion(logprobs=2).num_prompt_logprobs is None
+    assert completion(echo=True, logprobs=2).num_prompt_logprobs == 2
+    assert completion(echo=True, logprobs=2, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert chat(prompt_logprobs=0).num_prompt_logprobs == 0
+    assert completion(max_tokens=0, echo=True).max_new_tokens == 0
+
+
+CHAT, TEXT = (ChatCompletionBody, {"messages": HELLO}), (CompletionBody, {"prompt": "hi"})
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "fields", "param"),
+    [
+        ([CHAT, TEXT], {"max_tokens": 0}, "max_tokens"),
+        ([CHAT, TEXT], {"max_tokens": -1}, "max_tokens"),
+        ([CHAT, TEXT], {"max_tokens": -5, "stream": True}, "max_tokens"),
+        ([TEXT], {"max_tokens": 0, "echo": False}, "max_tokens"),
+        ([CHAT], {"max_tokens": 0, "echo": True}, "echo"),
+        ([CHAT], {"top_logprobs": 1}, "top_logprobs"),
+        ([CHAT], {"best_of": 2}, "best_of"),
+        ([CHAT, TEXT], {"best_of": 2, "n": 3}, "best_of"),
+        ([TEXT], {"best_of": 2, "stream": True}, "best_of"),
+        ([CHAT, TEXT], {"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ([CHAT, TEXT], {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ([CHAT], {"continue_final_message": True}, "continue_final_message"),
+        ([CHAT, TEXT], {"length_penalty": 2}, "length_penalty"),
+        ([CHAT, TEXT], {"early_stopping": True}, "early_stopping"),
+        *(
+            ([CHAT, TEXT], {"use_beam_search": True, name: value}, name)
+            for name, value in {
+                "temperature": 1,
+                "top_p": 0.5,
+                "top_k": 5,
+                "min_p": 0.5,
+                "presence_penalty": 1,
+                "repetition_penalty": 2,
+                "logit_bias": {"1": 1},
+                "bad_words": ["a"],
+                "allowed_token_ids": [1],
+                "min_tokens": 1,
+                "stop": "a",
+                "prompt_logprobs": 1,
+                "early_stopping": "always",
+            }.items()
+        ),
+        ([TEXT], {"use_beam_search": True, "logprobs": 1}, "logprobs"),
+        ([CHAT], {"use_beam_search": True, "logprobs": True}, "logprobs"),
+    ],
+)
+def test_what_does_not_go_together(endpoints: list[Any], fields: dict[str, Any], param: str) -> None:
+    for model_class, body in endpoints:
+        error = refusal(json.dumps(body | fields).encode(), model_class)
+        assert (error.status, error.param) == (400, param)
+        assert error.message.startswith(param)
+
+
+def test_fields_of_the_other_endpoint_are_refused_where_they_would_be_ignored() -> None:
+    for (model_class, body), name, neutral, asking in [
+        (CHAT, "echo", False, True),
+        (TEXT, "top_logprobs", 0, 5),
+        (TEXT, "continue_final_message", False, True),
+        (TEXT, "chat_template_kwargs", {}, {"x": 1}),
+    ]:
+        error = refusal(json.dumps(body | {name: asking}).encode(), model_class)
+        assert (error.code, error.param) == ("unsupported", name)
+        assert parse_body(json.dumps(body | {name: neutral}).encode(), None, model_class, LIMITS).unknown_fields == []
+
+
+def test_what_goes_together() -> None:
+    for build in (chat, completion):
+        beams = build(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping="never", temperature=0)
+        assert (beams.n, beams.num_generated_choices, beams.early_stopping) == (2, 4, "never")
+        assert build(use_beam_search=True, n=2, stream=True).num_generated_choices == 2
+        assert build(n=2, best_of=2).num_generated_choices == 2
+        assert build(min_tokens=2, max_tokens=2)
+    assert completion(best_of=3).num_generated_choices == 3
+    assert chat(continue_final_message=True, add_generation_prompt=False)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=options).continuous_usage
+    assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
+
+
 # --- unsupported fields --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("logprobs", 5),
-        ("top_logprobs", 5),
-        ("top_logprobs", 1_000_000),
-        ("top_logprobs", -1),
-        ("logit_bias", {"999999": -100}),
-        ("logit_bias", {"abc": 1}),
-        ("presence_penalty", 2.1),
-        ("presence_penalty", False),
-        ("frequency_penalty", -0.5),
-        ("frequency_penalty", "0"),
-        ("repetition_penalty", 1.1),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 1e9),
-        ("best_of", 2),
-        ("echo", True),
         ("suffix", "x"),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
@@ -274,16 +393,12 @@ def test_a29_unknown_fields_are_ignored_and_can_be_logged() -> None:
         ("structured_outputs", {"regex": "["}),
         ("guided_regex", "^(.*)$"),
         ("guided_json", {}),
-        ("use_beam_search", True),
-        ("min_p", 0.1),
-        ("min_tokens", 5),
         ("ec_transfer_params", {"a": {"b": [1]}}),
         ("kv_transfer_params", 1),
         ("chat_template", "{{ 1 }}"),
-        ("truncate_prompt_tokens", 5),
     ],
 )
-def test_a14_a17_a20_a40_a43_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
+def test_a40_a43_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
     assert "not supported" in refused_field(name, **{name: value})
     assert refusal(json.dumps({"messages": HELLO, name: value}).encode()).code == "unsupported"
 
@@ -293,8 +408,6 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         for value in values:
             assert chat(**{name: value}).unknown_fields == []
             assert completion(**{name: value}).unknown_fields == []
-    assert chat(presence_penalty=0.0, repetition_penalty=1.0)
-    assert chat(n=2, best_of=2).n == 2
     assert chat(tools=[{"type": "function"}], tool_choice="none")
     assert 'may only be {"type":"text"}' in refused_field("response_format", response_format={"type": "json_object"})
 

@@ -16,12 +16,12 @@ from cluster.openai_response import (
     CompletionAnswer,
     Usage,
     json_bytes,
-    model_list,
     new_chat_id,
     new_completion_id,
     sse_error,
     sse_event,
 )
+from cluster.served_model import model_list
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=5)
 CHOICES = [Choice(0, "one", "stop"), Choice(1, 'two\n\ndata: "x" \u2028🔥', "length")]

@@ -20,8 +20,8 @@ def metadata(replica_id: str) -> dict[str, Any]:
     return {"num_blocks": 100, "peer": peer.to_metadata()}
 
 
-def load(free: int = 100, queued: int = 0, tokens: int = 0) -> EngineLoad:
-    return EngineLoad(1, queued, tokens, free, 100, 0.01)
+def load(free: int = 100, queued: int = 0, tokens: int = 0, **more: Any) -> EngineLoad:
+    return EngineLoad(1, queued, tokens, free, 100, 0.0, **more)
 
 
 def frame(replica_id: str, of: EngineLoad) -> Frame:
@@ -32,7 +32,8 @@ class Pools:
     def __init__(self) -> None:
         self.decodes = {"d": metadata("d")}
         self.prefills = {"p": metadata("p")}
-        self.view = PoolView(lambda: self.decodes, lambda: self.prefills)
+        self.now_s = 50.0
+        self.view = PoolView(lambda: self.decodes, lambda: self.prefills, lambda: self.now_s)
 
     @property
     def decode(self) -> DecodeCandidate:
@@ -75,6 +76,38 @@ def test_the_queue_at_prefill_is_the_longer_of_what_it_says_and_what_we_sent() -
     for num_tokens in (70, 50):
         pools.view.prompt_answered("p", num_tokens)
     assert pools.prefill.queued_tokens == 90
+
+
+def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
+    pools = Pools()
+    pools.view.heard(frame("d", load(free=60, later_free_blocks=(70, 80), expected_tokens=30)))
+    pools.view.sent("d", 50, must_wait=False)
+    assert pools.decode == DecodeCandidate("d", 100, 10, 1, 0, (20, 30), 30, 0.0)
+
+
+def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_we_wait_for() -> None:
+    pools = Pools()
+    pools.view.heard_prefill("p", load(tokens=90, prefill_tokens_per_s=10.0))
+    assert pools.prefill == PrefillCandidate("p", 100, 90, 10.0)
+    pools.now_s += 4.0
+    assert pools.prefill.queued_tokens == 50
+    pools.view.prompt_sent("p", 30)
+    pools.now_s += 4.0
+    assert pools.prefill.queued_tokens == 30
+    pools.view.prompt_answered("p", 30)
+    pools.now_s += 4.0
+    assert pools.prefill.queued_tokens == 0
+
+
+def test_who_has_been_silent_is_named() -> None:
+    pools = Pools()
+    pools.prefills["q"] = metadata("q")
+    assert pools.view.silent_prefills(1.0) == ["p", "q"]
+    pools.view.heard_prefill("p", load())
+    assert pools.view.silent_prefills(1.0) == ["q"]
+    pools.now_s += 1.5
+    pools.view.heard_prefill("q", load())
+    assert pools.view.silent_prefills(1.0) == ["p"]
 
 
 TWICE: dict[str, Callable[[PoolView], None]] = {

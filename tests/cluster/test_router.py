@@ -51,6 +51,31 @@ async def test_one_error_when_retries_are_used_up(phase: Phase, what: str, statu
         assert len(rig.cluster.requests) <= (3 if not failed_apart else 1 + 2 * n)
 
 
+@CHOICES
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_who_is_evicted_is_replayed_and_the_client_sees_each_token_once(n: int, temperature: float) -> None:
+    """It gave way to others for want of memory: nobody failed, so it costs no retry and no replica is avoided."""
+    spec = spec_of(n=n, temperature=temperature, max_tokens=17)
+    async with running_router(FakeCluster(), max_retries=0) as rig:
+        rig.cluster.fail(*[Fault(Phase.DECODE, CallStatus.EVICTED, steps=3)] * 3)
+        assert await rig.tokens(spec) == undisturbed(spec)
+        assert len(rig.cluster.struck) == 3
+        first, second, *_ = rig.cluster.requests
+        assert (len(second.prompt_ids), second.max_tokens) == (len(first.prompt_ids) + 4, 13), "1 token, 3 steps"
+        assert second.choices == first.choices if temperature == 0.0 else (0,)
+        assert {call.replica_id for call in rig.cluster.of("generate")} == {"decode-0"}
+
+
+@pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.TRANSFER, Phase.DECODE])
+async def test_who_is_evicted_may_go_on_elsewhere(phase: Phase) -> None:
+    """At the replica that evicted it there is no room; the other has room."""
+    spec = spec_of(n=2)
+    async with running_router(FakeCluster(num_decode=2, decode_blocks=40), max_retries=0) as rig:
+        rig.cluster.fail(Fault(phase, CallStatus.EVICTED))
+        assert await rig.tokens(spec) == undisturbed(spec)
+        assert rig.count("splitserve_retries") >= 1
+
+
 async def test_no_retries_are_configured() -> None:
     async with running_router(FakeCluster(num_decode=2), max_retries=0) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"))
@@ -101,12 +126,12 @@ async def test_a_lost_prefill_replica_is_not_held_against_decode() -> None:
     async with running_router(FakeCluster(num_decode=2, num_prefill=2)) as rig:
         rig.cluster.fail(Fault(Phase.PREFILL, "gone"))
         await rig.tokens(spec_of())
-        assert [call.replica_id for call in rig.cluster.of("generate")] == ["decode-1"] * 2
+        assert [call.replica_id for call in rig.cluster.of("generate")] == ["decode-0"] * 2
         assert [call.replica_id for call in rig.cluster.of("prefill")] == ["prefill-0", "prefill-1"]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-@pytest.mark.parametrize(("phase", "dead"), [(Phase.PREFILL, "prefill-0"), (Phase.DECODE, "decode-1")])
+@pytest.mark.parametrize(("phase", "dead"), [(Phase.PREFILL, "prefill-0"), (Phase.DECODE, "decode-0")])
 async def test_the_living_are_told_of_the_dead(phase: Phase, dead: str, hangs: bool) -> None:
     async with running_router(FakeCluster(num_decode=2, num_prefill=2), tail_s=0.1) as rig:
         rig.cluster.forget_peer_hangs = hangs
@@ -139,7 +164,7 @@ async def test_a_token_out_of_turn_is_our_bug_and_says_so(n: int) -> None:
 
     def on_wire(frame: Frame) -> Iterable[Frame]:
         is_bad = len(rig.cluster.requests) > 1 and frame.tokens
-        return (replace(frame, tokens=(replace(frame.tokens[0], index=6), *frame.tokens[1:])) if is_bad else frame,)
+        return (replace(frame, tokens=(frame.tokens[0]._replace(index=6), *frame.tokens[1:])) if is_bad else frame,)
 
     async with running_router(FakeCluster(num_decode=2)) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"))
@@ -268,7 +293,7 @@ async def test_the_pool_is_empty_when_it_is_tried_again() -> None:
         rig.cluster.kill("decode-0")
         rig.cluster.remove("decode-0")
         with pytest.raises(ApiError) as caught:
-            _ = [token async for token in tokens]
+            _ = [batch async for batch in tokens]
         assert caught.value.status == 503
 
 

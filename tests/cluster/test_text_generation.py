@@ -35,11 +35,12 @@ class Rig:
     async def texts(self) -> dict[int, tuple[str, str]]:
         texts: defaultdict[int, str] = defaultdict(str)
         ends: dict[int, str] = {}
-        async for delta in self.generation.deltas():
-            assert delta.index not in ends, "nothing comes after the end of a choice"
-            texts[delta.index] += delta.text
-            if delta.finish_reason is not None:
-                ends[delta.index] = delta.finish_reason
+        async for deltas in self.generation.deltas():
+            for delta in deltas:
+                assert delta.index not in ends, "nothing comes after the end of a choice"
+                texts[delta.index] += delta.text
+                if delta.finish_reason is not None:
+                    ends[delta.index] = delta.finish_reason
         return {index: (texts[index], ends[index]) for index in texts}
 
 
@@ -87,10 +88,15 @@ async def test_one_choice_stops_early_and_the_others_go_on() -> None:
 
 async def test_the_first_failure_ends_the_others_after_what_came_before_it() -> None:
     rig = Rig({"a": [*text(0, "aaa"), HANG], "b": [*text(0, "bbb"), OVERLOADED], "c": [HANG]})
-    deltas = rig.generation.deltas()
-    assert sorted([(await anext(deltas)).text for _ in range(6)]) == list("aaabbb")
+    shown: list[str] = []
+
+    async def consume() -> None:
+        async for deltas in rig.generation.deltas():
+            shown.extend(delta.text for delta in deltas)
+
     with pytest.raises(ApiError, match="later"):
-        await anext(deltas)
+        await consume()
+    assert sorted(shown) == list("aaabbb")
     assert rig.source.open_prompts == []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.attempt import AttemptLimits
-from cluster.generation import GenerationSpec
+from cluster.generation import GenerationSpec, ScoredPrompt
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
@@ -22,6 +22,7 @@ from replicas.engine_builder import BuiltEngine, build_decode_engine, build_pref
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs
 from tests.model_folder import CACHE_DIR, model_folder
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -79,10 +80,12 @@ class LocalPool(PoolClient):
 
 @dataclass
 class Generated:
-    """Tokens and finish reason of each choice."""
+    """Tokens, their log-probabilities and the finish reason of each choice; log-probabilities of the prompt."""
 
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     finish_reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    prompts: list[ScoredPrompt] = field(default_factory=list)
 
 
 class LocalSystem:
@@ -163,10 +166,16 @@ class LocalSystem:
 
 async def collect(router: Router, spec: GenerationSpec) -> Generated:
     generated = Generated()
-    async for token in router.generate(spec):
-        generated.token_ids.setdefault(token.choice, []).append(token.token_id)
-        if token.finish_reason is not None:
-            generated.finish_reasons[token.choice] = token.finish_reason.value
+    async for batch in router.generate(spec):
+        for item in batch:
+            if isinstance(item, ScoredPrompt):
+                assert not generated.token_ids, "the prompt's log-probabilities come before any token"
+                generated.prompts.append(item)
+                continue
+            generated.logprobs.setdefault(item.choice, []).append(item.logprobs)
+            generated.token_ids.setdefault(item.choice, []).append(item.token_id)
+            if item.finish_reason is not None:
+                generated.finish_reasons[item.choice] = item.finish_reason.value
     return generated
 
 

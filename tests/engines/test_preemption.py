@@ -10,12 +10,11 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from cluster.generation import GenerationSpec
 from replicas.settings import EngineSettings
@@ -23,6 +22,7 @@ from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
+from tests.engines.tiny_model import save_tiny_model, tiny_settings
 from tests.golden.golden_set import load_goldens
 
 OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
@@ -31,8 +31,8 @@ SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in
 
 
 @contextmanager
-def _running(engine: EngineSettings) -> Iterator[LocalSystem]:
-    system = LocalSystem(engine, None)
+def _running(engine: EngineSettings, prefill: EngineSettings | None = None) -> Iterator[LocalSystem]:
+    system = LocalSystem(engine, prefill)
     estimator = system.decode.engine.scheduler.budget.estimator
     if isinstance(estimator, LengthEstimator):
         for _ in range(100):  # outputs were very short so far
@@ -44,20 +44,8 @@ def _running(engine: EngineSettings) -> Iterator[LocalSystem]:
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    base = settings("decode", lag=1)
-    return replace(base, model=replace(base.model, source=str(Path(folder)), max_model_len=512))
+    save_tiny_model(folder)
+    return tiny_settings("decode", folder, lag=1)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +58,14 @@ def roomy(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
 def tight(tiny_model: EngineSettings, request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
     changes: dict[str, Any] = {"kv_capacity_tokens": 1280, "host_memory_bytes": request.param}
     with _running(replace(tiny_model, admission=OPTIMISTIC, **changes)) as system:
+        yield system
+
+
+@pytest.fixture
+def tight_pair(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
+    """Prompts come from a prefill engine, with memory for two of them at a time."""
+    decode = replace(tiny_model, kv_capacity_tokens=1280, host_memory_bytes=1 << 26, admission=OPTIMISTIC)
+    with _running(decode, replace(tiny_model, pool="prefill", kv_capacity_tokens=512, lag=0)) as system:
         yield system
 
 
@@ -96,6 +92,22 @@ def test_sixteen_requests_of_200_tokens(roomy: LocalSystem, tight: LocalSystem) 
     assert generated == expected
     assert all(len(got.token_ids[0]) == 200 for got in generated)
     assert len({tuple(got.token_ids[0]) for got in generated}) == len(specs), "texts that are all the same prove little"
+
+
+@pytest.mark.slow
+def test_sixteen_requests_of_200_tokens_through_both_pools(tiny_model: EngineSettings, tight_pair: LocalSystem) -> None:
+    """Greedy ones against transformers, one at a time; the others against the same request alone."""
+    greedy = [tight_pair.spec(prompt, 200) for prompt in PROMPTS]
+    seeded = [tight_pair.spec(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    generated = _run_preempting(tight_pair, greedy + seeded)
+    model = LlamaForCausalLM.from_pretrained(tiny_model.model.source, dtype=torch.float32)
+    model.generation_config = GenerationConfig(max_new_tokens=200, do_sample=False)  # stops nowhere
+    for prompt, got in zip(PROMPTS, generated, strict=False):
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids))
+        assert got.token_ids[0] == whole[0, len(prompt) :].tolist()
+    for spec, got in zip(seeded, generated[len(PROMPTS) :], strict=True):
+        assert [got] == tight_pair.run([replace(spec, generation_id=f"{spec.generation_id} alone")])
 
 
 def test_eight_requests_of_three_forked_sequences(roomy: LocalSystem, tight: LocalSystem) -> None:

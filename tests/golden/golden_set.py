@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scheduler.beam_search import BeamParams
+from tests.golden.beam_case import BeamCase
 from tests.golden.compare import Mismatch, NearTie, first_difference
 from tests.model_folder import model_folder
 
@@ -59,6 +61,33 @@ def load_goldens() -> list[Golden]:
             entry["prompt_ids"],
             entry["output_ids"],
             entry["margins"],
+        )
+        for entry in entries
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamGolden:
+    """One beam search and what the reference finds: its texts, stop tokens included, the best first."""
+
+    case: BeamCase
+    texts: list[list[int]]
+
+
+def load_beam_goldens() -> list[BeamGolden]:
+    """The same 20 prompts under one search after another."""
+    prompts = {golden.name: tuple(golden.prompt_ids) for golden in load_goldens()}
+    entries = json.loads((_FOLDER / "beam_golden.json").read_text())["entries"]
+    return [
+        BeamGolden(
+            BeamCase(
+                prompts[entry["name"]],
+                BeamParams(entry["width"], entry["length_penalty"], entry["early_stopping"]),
+                entry["width"],
+                entry["max_tokens"],
+                frozenset(entry["stop_token_ids"]),
+            ),
+            entry["texts"],
         )
         for entry in entries
     ]

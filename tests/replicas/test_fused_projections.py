@@ -131,7 +131,7 @@ def test_nothing_is_held_after_a_layer() -> None:
     model(torch.tensor([[1, 2, 3]]))
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
     assert len(joined) == 6
-    assert all(module._input is None and not module._waiting for module in joined)
+    assert all(module._held.input is None and not module._held.waiting for module in joined)
 
 
 def test_one_graph_of_a_layer() -> None:

@@ -62,7 +62,7 @@ def test_the_mask_gives_what_a_boolean_mask_gives(num_repeats: int, dtype: torch
 def test_written_tokens_lie_where_the_tables_say() -> None:
     """Rows of two lengths and a chunk, against indexing by block and offset."""
     pool = random_pool()
-    slots = SlotState(num_slots=4, max_blocks=8)
+    slots = SlotState(num_slots=4, max_blocks=8, max_len=128)
     plan = StepPlan(
         step_id=0,
         slot_inits=(),
@@ -87,7 +87,7 @@ def test_written_tokens_lie_where_the_tables_say() -> None:
 
 def test_rows_that_lie_apart_keep_their_places() -> None:
     """A short context between two long ones: its group is a slice, theirs an index."""
-    slots = SlotState(num_slots=3, max_blocks=16)
+    slots = SlotState(num_slots=3, max_blocks=16, max_len=256)
     rows = (DecodeRow("a", 0, 0, 40), DecodeRow("b", 0, 1, 2), DecodeRow("c", 0, 2, 45))
     inputs = build_step_inputs(StepPlan(0, (), (), (), (), rows), slots, block_size=4)
     numbers = torch.arange(3)

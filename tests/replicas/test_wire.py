@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.messages import EngineLoad, FinishReason, FirstToken, Frame, Handoff, NoteKind, TokenItem, TransferNote
+from replicas.messages import (
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    Frame,
+    Handoff,
+    NoteKind,
+    PromptLogprobs,
+    TokenItem,
+    TokenLogprobs,
+    TransferNote,
+)
 from replicas.wire import (
     WIRE_VERSION,
     MalformedMessage,
@@ -25,10 +36,31 @@ counts = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(codec="utf-8"), max_size=40)
 finishes = st.sampled_from([None, *FinishReason])
 seconds = st.floats(0, 1e9)
-loads = st.builds(EngineLoad, counts, counts, counts, counts, counts, seconds)
-items = st.builds(TokenItem, names, counts, counts, counts, finishes)
+loads = st.builds(
+    EngineLoad,
+    counts,
+    counts,
+    counts,
+    counts,
+    counts,
+    seconds,
+    seconds,
+    st.lists(counts, max_size=4).map(tuple),
+    counts,
+)
+logprobs = st.floats(-9999.0, 0.0)
+scores = st.none() | st.builds(TokenLogprobs, logprobs, st.lists(st.tuples(counts, logprobs), max_size=3).map(tuple))
+items = st.builds(TokenItem, names, counts, counts, counts, finishes, scores)
+prompts = st.builds(PromptLogprobs, names, counts, st.lists(scores, max_size=3).map(tuple))
 frames = st.builds(
-    Frame, names, names, counts, loads, st.lists(names, max_size=4).map(tuple), st.lists(items, max_size=5).map(tuple)
+    Frame,
+    names,
+    names,
+    counts,
+    loads,
+    st.lists(names, max_size=4).map(tuple),
+    st.lists(items, max_size=5).map(tuple),
+    st.lists(prompts, max_size=2).map(tuple),
 )
 handoffs = st.builds(
     Handoff,
@@ -41,13 +73,19 @@ handoffs = st.builds(
     st.none() | st.binary(min_size=16, max_size=16),
     st.lists(st.builds(FirstToken, counts, counts, finishes), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
+    st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
 
 FRAME = Frame(
-    "decode-0", "e1", 7, EngineLoad(1, 2, 3, 4, 5, 0.01), ("r2",), (TokenItem("r1", 0, 3, 42, FinishReason.STOP),)
+    "decode-0",
+    "e1",
+    7,
+    EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9),
+    ("r2",),
+    (TokenItem("r1", 0, 3, 42, FinishReason.STOP),),
 )
-HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0)
+HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r")
 
 
@@ -95,6 +133,13 @@ def test_flipped_bytes_are_refused_or_stay_well_typed() -> None:
                 else:
                     assert decode(encode(decoded)) == decoded
         assert refused > 400  # the other decoder refuses always
+
+
+def test_a_load_from_more_steps_than_are_known_is_refused() -> None:
+    fields = _fields(encode_frame(FRAME))
+    fields[5][7] = [1] * 5
+    with pytest.raises(MalformedMessage, match="later_free_blocks"):
+        decode_frame(msgpack.packb(fields))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, -1])

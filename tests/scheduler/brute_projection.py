@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
 from scheduler.admission import num_distinct_blocks
@@ -52,6 +53,14 @@ def newcomer_future(request: Request, num_rows: int, first_step: int, block_size
     return Future(first_step, counts, None)
 
 
+def search_future(request: Request, block_size: int) -> Future:
+    """At most so many, at any time: as if all beams parted at once and none ended before its last token."""
+    prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
+    tables = [prompt for _ in request.choices]
+    counts = play(tables, list(range(len(tables))), request.prompt_len, request.max_tokens - 1, block_size)
+    return Future(0, [max(counts)], None)
+
+
 class BruteProjection:
     """num_rows: how many rows a choice still has with so many tokens planned (the bound, or an estimate)."""
 
@@ -59,7 +68,7 @@ class BruteProjection:
         self._scheduler, self._lag, self._admitted_at = scheduler, lag, admitted_at
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
-        self.futures = [self._future(rid) for rid in scheduler._requests.keys() - scheduler._queue.keys()]
+        self.futures = [self._future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
 
     def peak(self, *more: Future) -> int:
         futures = [*self.futures, *more]
@@ -71,6 +80,8 @@ class BruteProjection:
         scheduler = self._scheduler
         request = scheduler._requests[request_id]
         in_transfer = scheduler._transfers.get(request_id, ())
+        if request.search is not None and request.state in (*_UNSTARTED, RequestState.RUNNING):
+            return search_future(request, self._block_size)
         if request.state in _UNSTARTED:
             rows = self._rows(request, request.max_tokens - 1)
             return newcomer_future(request, rows, self._admitted_at[request_id], self._block_size)
@@ -112,9 +123,14 @@ def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str
     """Fast equals slow: the peak as it is, and the answer for the one that waits first."""
     brute = BruteProjection(scheduler, lag, admitted_at)
     assert scheduler.budget.promised == brute.peak(), "the projection differs from playing it forward"
-    head = next(iter(scheduler._queue.values()), None)
+    with closing(scheduler._queue.in_order()) as waiting:
+        head = next(waiting, None)
     if head is not None:
         profile = scheduler.budget.newcomer(head)
+        if head.search is not None:
+            slow = brute.peak(search_future(head, scheduler.limits.block_size))
+            assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
+            return
         rows = profile.last_row - brute.step + 1
         slow = brute.peak(newcomer_future(head, rows, brute.step, scheduler.limits.block_size))
         assert scheduler.budget.projection.peak_with(profile, brute.step) == slow

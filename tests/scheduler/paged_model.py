@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
+from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.engine_scheduler import PoolLimits
 from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs
 
 VOCAB_SIZE = 1 << 40
+BEAM_VOCAB_SIZE = 30
 _EMPTY = -1
 
 
@@ -24,6 +28,13 @@ def _cell(token_id: int, position: int) -> int:
 
 def _sampled(context: Row[int], seed: int, choice: int, position: int) -> int:
     return hash((tuple(context), seed, choice, position)) % VOCAB_SIZE
+
+
+def _offered(context: Row[int], seed: int, count: int) -> tuple[Candidate, ...]:
+    """The most likely next tokens of a beam."""
+    text = tuple(context)
+    log_probs = [(token_id, -(hash((text, seed, token_id)) % 1_000_003) / 2e5) for token_id in range(BEAM_VOCAB_SIZE)]
+    return tuple(sorted(log_probs, key=lambda candidate: -candidate[1])[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,16 @@ def reference_tokens(prompt_ids: Row[int], choice: int, seed: int, max_tokens: i
     return tokens
 
 
+def reference_search(prompt_ids: Row[int], search: BeamSearch, seed: int) -> BeamSearch:
+    """The search at its end."""
+    count = search.params.num_candidates(len(search.stop_token_ids))
+    while not search.is_over:
+        texts = [(*prompt_ids, *beam.token_ids) for beam in search.beams]
+        contexts = [[_cell(token_id, position) for position, token_id in enumerate(text)] for text in texts]
+        search = search.advance([_offered(context, seed, count) for context in contexts])
+    return search
+
+
 def until_stop(token_ids: Row[int], stop_token_ids: frozenset[int]) -> Answer:
     for index, token_id in enumerate(token_ids):
         if token_id in stop_token_ids:
@@ -60,7 +81,7 @@ class PagedRunner:
         self.host: list[list[int]] = [[] for _ in range(num_host_blocks)]
         self.table = [[0] * max_blocks for _ in range(limits.max_sequences)]
         self._last_token = [0] * limits.max_sequences
-        self._seed = [0] * limits.max_sequences
+        self._sampling = [SamplingParams()] * limits.max_sequences
 
     def run(self, plan: StepPlan) -> StepOutput:
         """One step. Writes all KV of the step before anything reads, as a layer does."""
@@ -73,13 +94,12 @@ class PagedRunner:
         sampled: list[SampledToken] = []
         slots: list[int] = []
         for row in plan.rows:
-            token_id = self._sample(row.slot, row.choice, row.position + 1)
-            sampled.append(SampledToken(row.request_id, row.choice, token_id))
+            sampled.append(self._sample(row.request_id, row.slot, row.choice, row.position + 1))
             slots.append(row.slot)
         for chunk in plan.chunks:
             for target in chunk.targets:
-                token_id = self._sample(chunk.slot, target.choice, chunk.start + len(chunk.token_ids))
-                sampled.append(SampledToken(chunk.request_id, target.choice, token_id))
+                end = chunk.start + len(chunk.token_ids)
+                sampled.append(self._sample(chunk.request_id, chunk.slot, target.choice, end))
                 slots.append(target.slot)
         for slot, token in zip(slots, sampled, strict=True):
             self._last_token[slot] = token.token_id
@@ -87,7 +107,7 @@ class PagedRunner:
 
     def _prepare(self, plan: StepPlan) -> None:
         for init in plan.slot_inits:
-            self._seed[init.slot] = init.sampling.seed
+            self._sampling[init.slot] = init.sampling
             if init.last_token is not None:
                 self._last_token[init.slot] = init.last_token
         for write in plan.table_writes:
@@ -105,9 +125,14 @@ class PagedRunner:
         block_id = self.table[slot][position // self._block_size]
         self.blocks[block_id][position % self._block_size] = _cell(token_id, position)
 
-    def _sample(self, slot: int, choice: int, position: int) -> int:
-        """The token at `position`, given everything before it."""
+    def _sample(self, request_id: str, slot: int, choice: int, position: int) -> SampledToken:
+        """The token at `position`, given everything before it; of a beam, what it may be."""
         cells: list[int] = []
         for block_id in self.table[slot][: -(-position // self._block_size)]:
             cells += self.blocks[block_id]
-        return _sampled(cells[:position], self._seed[slot], choice, position)
+        context, sampling = cells[:position], self._sampling[slot]
+        token_id = _sampled(context, sampling.seed, choice, position)
+        if sampling.num_logprobs is None:
+            return SampledToken(request_id, choice, token_id)
+        offered = _offered(context, sampling.seed, sampling.num_logprobs)
+        return SampledToken(request_id, choice, token_id, TokenLogprobs(0.0, offered))

@@ -20,6 +20,7 @@ from scheduler.plan import StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from tests.scheduler.brute_projection import check_projection
+from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
 from tests.scheduler.short_requests import works_on
 
@@ -69,10 +70,12 @@ class SimulatedEngine(Generic[SchedulerT]):
         self.runner = PagedRunner(scheduler.limits, max_blocks, num_host_blocks)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
+        self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
+        self.num_beams_swapped = 0  # plans in which a search was out of memory's way
         self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
         self._in_flight: deque[_Step] = deque()
         self.num_overtaken: Counter[str] = Counter()
-        self._waiting: list[str] = []  # in order of arrival
+        self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
         self.baseline = scheduler.ledger()
 
@@ -81,7 +84,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def submit(self, request: Request, now_s: float) -> None:
         """Raises what the scheduler raises."""
         self.scheduler.submit(request, now_s)
-        self._waiting.append(request.request_id)
+        self._waiting.add(request, self.scheduler._cost(request))
         self.check()
 
     def end(self, request_id: str, state: RequestState, now_s: float) -> bool:
@@ -89,8 +92,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         ended = self.scheduler.end(request_id, state, now_s)
         assert ended == was_live
         assert self.scheduler.get(request_id) is None
-        if request_id in self._waiting:
-            self._waiting.remove(request_id)
+        self._waiting.remove(request_id, taken=False)
         self.check()
         return ended
 
@@ -131,16 +133,18 @@ class SimulatedEngine(Generic[SchedulerT]):
         self._on_end(request_id)
 
     def _admit(self, now_s: float) -> tuple[Request, ...]:
+        waiting = self._waiting.ids()
         admitted: tuple[Request, ...] = self.scheduler.admit(now_s)
         for request in admitted:
-            index = self._waiting.index(request.request_id)
-            for overtaken in self._waiting[:index]:
+            index = waiting.index(request.request_id)
+            for overtaken in waiting[:index]:
                 self.num_overtaken[overtaken] += 1
-            del self._waiting[index]
+            del waiting[index]
+            self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
         assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
-        if self._waiting:
-            self._check_head(self._waiting[0])
+        if waiting:
+            self._check_head(waiting[0])
         if admitted:
             self.check()
         return admitted
@@ -168,6 +172,9 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
+        if plan.swap_outs:
+            states = [request.state for request in self.scheduler._requests.values() if request.search is not None]
+            self.num_beams_swapped += states.count(RequestState.PREEMPTED)
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
         block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins)
         host_ids = frozenset(swap.host for swap in plan.swap_outs + plan.swap_ins)
@@ -204,9 +211,18 @@ class SimulatedEngine(Generic[SchedulerT]):
             self._on_end(victim)
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
+        self._count_beams(output)
         for event in self.scheduler.commit(output, now_s):
             self._on_event(event)
         self.check()
+
+    def _count_beams(self, output: StepOutput) -> None:
+        for token in output.tokens:
+            request = self.scheduler.get(token.request_id)
+            if request is not None and request.search is not None:
+                is_row = request.sequences[0].num_known > 0
+                self.num_beam_rows += is_row
+                self.num_beam_prompts += not is_row
 
     def _victim(self, plan: StepPlan, rate: float) -> str | None:
         if plan.is_empty or self._rng.random() >= rate:
@@ -249,6 +265,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             (sequence,) = [sequence for sequence in request.sequences if sequence.choice == row.choice]
             assert sequence.slot == row.slot
             assert sequence.finish_reason is None
+            assert request.search is None or request.sequences[0].num_planned == request.search.length + 1
             written = sequence.block_ids[row.position // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
@@ -260,7 +277,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             assert chunk.token_ids == request.prompt_ids[chunk.start : end] != ()
             self._prompt_progress[chunk.request_id] = end
             choices = tuple(target.choice for target in chunk.targets)
-            assert choices == (request.choices if end == request.prompt_len else ())
+            assert choices == (request.prompt_choices if end == request.prompt_len else ())
 
     def check(self) -> None:
         """Everything that must hold at any time, recounted from nothing. O(blocks + requests)."""
@@ -291,7 +308,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
-        assert list(scheduler._queue) == self._waiting
+        assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         free = set(scheduler.allocator._free)
         for step in self._in_flight:
@@ -311,7 +328,7 @@ class SimulatedEngine(Generic[SchedulerT]):
     def _check_budget(self, scheduler: DecodeScheduler, num_held: int) -> None:
         """Everybody is in the projection; with bounds instead of estimates it never exceeds the pool."""
         known = scheduler.budget.projection._profiles.keys()
-        admitted = scheduler._requests.keys() - scheduler._queue.keys()
+        admitted = {rid for rid in scheduler._requests if rid not in scheduler._queue}
         out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}
         assert known == admitted - out
         assert scheduler._num_available >= 0, "a read that may begin would find no blocks"
@@ -329,7 +346,7 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def _check_promise(self, scheduler: PrefillScheduler, request: Request, own: list[int], is_over: bool) -> None:
         num_promised = scheduler.budget._promised.get(request.request_id, 0)
-        assert scheduler.budget._promised.keys() == scheduler._requests.keys() - scheduler._queue.keys()
+        assert scheduler.budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
         assert scheduler.budget.promised == sum(scheduler.budget._promised.values()) <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})

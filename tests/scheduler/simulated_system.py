@@ -13,13 +13,14 @@ from enum import Enum, auto
 from math import inf
 
 from scheduler.admission import AdmissionPolicy
+from scheduler.beam_search import BeamParams, BeamSearch
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
 from scheduler.outcome import NeverFits, PromptDone, TokenEvent
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
-from tests.scheduler.paged_model import VOCAB_SIZE, reference_tokens, until_stop
+from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
 _LONGEST_PROMPT = 30
@@ -41,6 +42,7 @@ class Workload:
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     host_share: float = 0.0  # size of the host's memory for preempted requests, relative to the pool's
     scarcity: float = 1.0  # divides decode's blocks
+    beam_rate: float = 0.0  # part of the requests that are beam searches
 
 
 class Status(Enum):
@@ -139,6 +141,13 @@ class SimulatedSystem:
             stops.add(rng.choice(tokens))
         if rng.random() < 0.1:  # every choice ends with its first token
             stops.update(reference_tokens(prompt_ids, choice, seed, 1)[0] for choice in choices)
+        search = None
+        if self.workload.beam_rate and rng.random() < self.workload.beam_rate:
+            num_choices = rng.choice([1, 2, 3, 4])
+            choices = tuple(range(num_choices))
+            stops = set(rng.sample(range(BEAM_VOCAB_SIZE), rng.choice([0, 1, 4])))
+            params = BeamParams(num_choices, rng.choice([0.0, 1.0, 2.0]), rng.choice([True, False, "never"]))
+            search = BeamSearch(params, frozenset(stops), max_tokens)
         urgent = rng.random() < self.workload.short_deadline_rate
         request = Request(
             request_id=request_id,
@@ -146,10 +155,13 @@ class SimulatedSystem:
             choices=choices,
             max_tokens=max_tokens,
             stop_token_ids=frozenset(stops),
-            sampling=SamplingParams(seed=seed),
+            sampling=SamplingParams(seed=seed, num_logprobs=search and search.params.num_candidates(len(stops))),
             deadline_s=self.now_s + (rng.uniform(0.0, 20.0) if urgent else 1e9),
             local_prefill=rng.random() < self.workload.local_share,
             priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
+            search=search,
+            num_returned=rng.randint(1, num_choices) if search is not None else 0,
+            client=("", "a", "a", "b")[len(self.clients) % 4],
         )
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
@@ -198,6 +210,10 @@ class SimulatedSystem:
             request.stop_token_ids,
             request.sampling,
             request.deadline_s + self.rng.uniform(-2.0, 2.0),
+            search=request.search,
+            num_returned=request.num_returned,
+            priority=request.priority,
+            client=request.client,
         )
         try:
             self.prefill.submit(copy, self.now_s)
@@ -233,7 +249,7 @@ class SimulatedSystem:
         tokens.append(event.token_id)
         if event.finish_reason is not None:
             client.reasons[event.choice] = event.finish_reason
-            if len(client.reasons) == len(client.request.choices):
+            if len(client.reasons) == (client.request.num_returned or len(client.request.choices)):
                 client.status = Status.FINISHED
                 del self._open[event.request_id]
 
@@ -285,7 +301,10 @@ class SimulatedSystem:
         self.num_handed_over += 1
         firsts = {event.choice: (event.token_id, event.finish_reason) for event in transfer.done.first_tokens}
         self._end_lease(request_id)
-        self.decode.scheduler.kv_ready(request_id, firsts, self.now_s)
+        if on_decode.search is not None:
+            self.decode.scheduler.beams_ready(request_id, transfer.done.candidates, self.now_s)
+        else:
+            self.decode.scheduler.kv_ready(request_id, firsts, self.now_s)
         self._drop(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
@@ -305,14 +324,19 @@ class SimulatedSystem:
         for client in self.clients.values():
             self._check_text(client)
         batch = self.decode.scheduler.batch
-        num_tokens = sum(len(tokens) for client in self.clients.values() for tokens in client.tokens.values())
-        num_firsts = sum(len(client.tokens) for client in self.clients.values())
-        assert batch.num_forwarded_tokens == num_tokens - num_firsts
-        num_local_firsts = sum(len(client.tokens) for client in self.clients.values() if not client.remote)
+        clients = [client for client in self.clients.values() if client.request.search is None]
+        num_tokens = sum(len(tokens) for client in clients for tokens in client.tokens.values())
+        num_firsts = sum(len(client.tokens) for client in clients)
+        assert batch.num_forwarded_tokens == num_tokens - num_firsts + self.decode.num_beam_rows
+        num_local_firsts = sum(len(client.tokens) for client in clients if not client.remote)
+        num_local_firsts += self.decode.num_beam_prompts
         assert self.decode.num_sampled == batch.num_forwarded_tokens + num_local_firsts + batch.num_surplus_tokens
 
     def _check_text(self, client: Client) -> None:
         request = client.request
+        if request.search is not None:
+            self._check_search(client, request.search)
+            return
         if client.status is Status.FINISHED:
             assert client.tokens.keys() == set(request.choices)
         for choice, tokens in client.tokens.items():
@@ -322,6 +346,19 @@ class SimulatedSystem:
                 assert (tuple(tokens), client.reasons[choice]) == (answer.token_ids, answer.finish_reason)
             else:
                 assert tuple(tokens) == answer.token_ids[: len(tokens)]
+
+    def _check_search(self, client: Client, begun: BeamSearch) -> None:
+        """All of the best texts, or nothing."""
+        request = client.request
+        if client.status is not Status.FINISHED:
+            assert not client.tokens
+            return
+        first = BeamSearch(begun.params, begun.stop_token_ids, begun.max_tokens)
+        best = reference_search(request.prompt_ids, first, request.sampling.seed).hypotheses[: request.num_returned]
+        assert {c: tuple(tokens) for c, tokens in client.tokens.items()} == {
+            choice: hypothesis.token_ids for choice, hypothesis in enumerate(best)
+        }
+        assert client.reasons == {choice: hypothesis.finish_reason for choice, hypothesis in enumerate(best)}
 
     def statuses(self) -> Counter[Status]:
         return Counter(client.status for client in self.clients.values())

@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.outcome import TokenEvent
-from scheduler.plan import BlockCopy, DecodeRow, SampledToken, SlotInit, StepOutput, TableWrite
+from scheduler.plan import BlockCopy, DecodeRow, RuleContext, SampledToken, SlotInit, StepOutput, TableWrite
 from scheduler.request import RequestState
 from tests.scheduler.short_requests import STOP, limits, make_request, running, sampled, step, written_blocks
 
@@ -42,9 +42,10 @@ def test_the_first_plan_tells_the_runner_all_it_needs() -> None:
     first, second = request.sequences
     prompt_blocks = tuple(first.block_ids)
     plan, _ = step(scheduler)
+    context = RuleContext(request.prompt_ids, output_start=5, stop_token_ids=request.stop_token_ids)
     assert plan.slot_inits == (
-        SlotInit(first.slot, 2, request.sampling, 7),
-        SlotInit(second.slot, 3, request.sampling, 7),
+        SlotInit(first.slot, 2, request.sampling, 7, context),
+        SlotInit(second.slot, 3, request.sampling, 7, context),
     )
     # The forked one copies the block it will write; the tables are written before that.
     assert plan.table_writes[:2] == (

@@ -30,7 +30,10 @@ class Traffic:
         size = limits(rng.randint(20, 60), rng.choice([1, 3, 4, 16]), rng.randint(4, 12), 64)
         self.scheduler = DecodeScheduler(size, policy, self.lag, num_host_blocks=100)
         self.left = num_requests
-        self.arrived: list[str] = []
+        self.cost: dict[str, int] = {}  # of those that wait
+        self.bound: dict[str, int] = {}  # what may be served of its priority before it
+        self.served: Counter[int] = Counter()  # by priority
+        self.served_before: dict[str, int] = {}
         self.overtaken: Counter[str] = Counter()
         self.admitted_at: dict[str, int] = {}
         self.in_flight: deque[StepPlan] = deque()
@@ -66,28 +69,42 @@ class Traffic:
                 deadline_s=1e9,
                 local_prefill=rng.random() < 0.4,
             )
+            request.client = rng.choice(["a", "a", "a", "b", f"c{self.left}"])
+            request.priority = rng.choice([0, 0, 0, 1])
             try:
                 self.scheduler.submit(request, 0.0)
-                self.arrived.append(request.request_id)
             except NeverFits:
                 continue
+            self._count_in(request)
+
+    def _count_in(self, request: Request) -> None:
+        """scheduler.waiting_queue's bound, with C and L at their most: 15 wait, and each costs at most 40 + 3 * 60."""
+        waiting = [r for r in self.scheduler._queue.in_order() if r.priority == request.priority]
+        self.cost[request.request_id] = self.scheduler._cost(request)
+        own = sum(self.cost[r.request_id] for r in waiting if r.client == request.client)
+        overtaking = self.max_overtakes * 220
+        self.bound[request.request_id] = 15 * (own + overtaking + 220) + overtaking
+        self.served_before[request.request_id] = self.served[request.priority]
 
     def _admit(self) -> None:
+        waiting = [request.request_id for request in self.scheduler._queue.in_order()]
         for request in self.scheduler.admit(0.0):
-            index = self.arrived.index(request.request_id)
-            self.overtaken.update(self.arrived[:index])
-            del self.arrived[index]
+            index = waiting.index(request.request_id)
+            self.overtaken.update(waiting[:index])
+            del waiting[index]
+            served = self.served[request.priority] - self.served_before[request.request_id]
+            assert served < self.bound[request.request_id], "it starved"
+            self.served[request.priority] += self.cost.pop(request.request_id)
             self.admitted_at[request.request_id] = self.scheduler.builder.next_step_id
             self.num_admitted += 1
-        assert all(self.overtaken[request_id] <= self.max_overtakes for request_id in self.arrived), "it starves"
+        assert all(self.overtaken[request_id] <= self.max_overtakes for request_id in waiting), "it starves"
 
     def _move_on(self) -> None:
         scheduler, rng = self.scheduler, self.rng
         for request in list(scheduler._requests.values()):
             if rng.random() < 0.01 and scheduler.end(request.request_id, RequestState.CANCELLED, 0.0):
                 scheduler.transfer_ended(request.request_id)
-                if request.request_id in self.arrived:
-                    self.arrived.remove(request.request_id)
+                self.cost.pop(request.request_id, None)
             elif request.local_prefill or rng.random() < 0.6:
                 continue
             elif request.state is RequestState.ADMITTED:
@@ -160,13 +177,11 @@ def test_the_watermark_stays_free_but_not_for_one_that_is_alone() -> None:
 
 def test_nobody_is_overtaken_more_often_than_configured() -> None:
     scheduler = DecodeScheduler(limits(num_blocks=10, max_sequences=4), AdmissionPolicy(max_overtakes=2))
+    scheduler.submit(make_request("first", prompt_len=4, max_tokens=9), 0.0)  # it runs when "large" comes
     scheduler.submit(make_request("large", prompt_len=36, max_tokens=1), 0.0)
-    scheduler.submit(make_request("first", prompt_len=4, max_tokens=9), 0.0)
     order = []
     for number in range(8):
         scheduler.submit(make_request(f"small{number}", prompt_len=4, max_tokens=9), 0.0)
-    scheduler._queue.move_to_end("large", last=False)
-    scheduler._queue.move_to_end("first", last=False)  # it runs when "large" comes
     while scheduler._requests:
         order += [request.request_id for request in scheduler.admit(0.0)]
         step(scheduler)

@@ -82,13 +82,27 @@ def test_a_discarded_prompt_is_gone_in_any_stage() -> None:
     a, b, c = admitted("a", 6), admitted("b", 5), admitted("c", 4)
     batcher = batcher_of(a, b, c)
     batcher.plan_chunks(4, 0, 0.0)
-    batcher.discard("b")
+    batcher.discard(b)
     assert batcher.num_pending_tokens == 2 + 4
-    batcher.discard("a")  # half done
-    batcher.discard("a")
-    batcher.discard("unknown")
+    batcher.discard(a)  # half done
+    batcher.discard(a)
+    batcher.discard(admitted("unknown", 3))
     assert batcher.num_pending_tokens == 4
     assert spans(batcher.plan_chunks(9, 1, 0.0)[0]) == [("c", 0, 4)]
+
+
+def test_clients_share_the_steps_and_what_was_begun_is_finished_first() -> None:
+    first, *requests = [admitted(name, 6) for name in ("x1", "x2", "x3", "y1", "urgent")]
+    for request in (first, *requests):
+        request.client = request.request_id[0]
+    requests[-1].priority = 1
+    batcher = batcher_of(first)
+    batcher.plan_chunks(4, 0, 0.0)
+    for request in requests:
+        batcher.add(request)
+    chunks, completed = batcher.plan_chunks(100, 1, 0.0)
+    assert [chunk.request_id for chunk in chunks] == ["x1", "urgent", "x2", "y1", "x3"]
+    assert len(completed) == 5
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -109,7 +123,7 @@ def test_random_prompts_are_covered_once_in_order(seed: int) -> None:
             request = rng.choice(arrived)
             if request.request_id not in finished:
                 given_up.add(request.request_id)
-                batcher.discard(request.request_id)
+                batcher.discard(request)
         waiting = [r for r in arrived if r.request_id not in given_up and r.request_id not in finished]
         pending = sum(r.prompt_len - len(planned.get(r.request_id, [])) for r in waiting)
         assert batcher.num_pending_tokens == pending

@@ -1,0 +1,55 @@
+"""What the choice of tokens adds to a step, by how they are chosen."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from replicas.sample_place import SamplePlace
+from replicas.slot_state import SlotState
+from replicas.token_choice import choose_tokens
+from scheduler.plan import RuleContext, SlotInit, StepPlan
+from scheduler.sampling_params import SamplingParams
+
+_CONTEXT = 512  # tokens that a penalty looks back at, half of them output
+WAYS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.8, seed=1),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.95, seed=1),
+    "min-p": SamplingParams(temperature=0.8, min_p=0.05, seed=1),
+    "greedy with penalties": SamplingParams(
+        temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1
+    ),
+    "greedy with logprobs": SamplingParams(temperature=0.0, num_logprobs=5),
+}
+
+
+def sampling_times(vocab_size: int, batches: list[int], num_repeats: int) -> list[dict[str, Any]]:
+    """One row for each batch: median milliseconds of each way. Blocks."""
+    rows = []
+    for batch in batches:
+        logits = torch.randn(batch, vocab_size, generator=torch.Generator().manual_seed(0))
+        rows.append({"batch": batch} | {name: _median_ms(logits, params, num_repeats) for name, params in WAYS.items()})
+    return rows
+
+
+def _median_ms(logits: torch.Tensor, params: SamplingParams, num_repeats: int) -> float:
+    batch, vocab_size = logits.shape
+    slots = SlotState(batch, 1, _CONTEXT + 1)
+    rng = random.Random(0)
+    ids = tuple(rng.randrange(vocab_size) for _ in range(_CONTEXT))
+    context = RuleContext(ids, output_start=_CONTEXT // 2)
+    slots.apply(StepPlan(0, tuple(SlotInit(slot, 0, params, None, context) for slot in range(batch)), (), (), (), ()))
+    places = [SamplePlace(slot, 0, _CONTEXT, slot) for slot in range(batch)]
+    times_ms = []
+    for _ in range(num_repeats):
+        own = logits.clone()  # rules change them
+        started_s = time.perf_counter()
+        choice = choose_tokens(own, places, slots)
+        choice.read_tokens(), choice.read_logprobs()
+        times_ms.append(1000 * (time.perf_counter() - started_s))
+    return statistics.median(times_ms)

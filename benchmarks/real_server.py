@@ -1,0 +1,69 @@
+"""`splitserve serve` in a process of its own, for as long as a benchmark needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_ROOT = Path(__file__).parents[1]
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 60.0
+# The server's last line when it is ready begins so.
+_READY = b"  curl "
+
+
+class ServerFailed(Exception):
+    """It ended, or was not ready in time; its log is in the text."""
+
+
+@contextmanager
+def real_server(config: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Write the config and the log into folder, serve on a free port, yield the URL. Blocks for a minute. Raises
+    ServerFailed."""
+    path, log = folder / "config.yaml", folder / "server.log"
+    path.write_text(yaml.safe_dump(config))
+    port = _free_port()
+    command = [sys.executable, "-m", "cluster.command_line", "serve", str(path), "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(_ROOT)},
+            cwd=_ROOT,
+        )
+    try:
+        _wait_until_ready(process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while _READY not in log.read_bytes():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise ServerFailed(log.read_text(errors="replace")[-3000:])
+        time.sleep(0.2)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

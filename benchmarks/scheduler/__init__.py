@@ -1,0 +1,1 @@
+"""The decode scheduler alone: what its decisions cost while many requests wait."""

@@ -1,0 +1,1 @@
+"""What the simulator is asked: admission policies side by side, and many replicas."""

@@ -1,0 +1,67 @@
+"""`python -m benchmarks.simulation admission | scale`: tables from the simulator. No engine, no Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine, machine_line
+from benchmarks.simulation.admission import admission_table, compare_admission
+from benchmarks.simulation.h100_system import AZURE_CONVERSATION
+from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
+from cluster.simulation.plot import check_can_plot
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("benchmarks.simulation", description=__doc__)
+    parser.add_argument("--trace", type=Path, default=AZURE_CONVERSATION, help="default: Azure's conversations")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    what = parser.add_subparsers(dest="what", required=True)
+    admission = what.add_parser("admission", help="projected memory against free blocks now")
+    admission.add_argument("--rate-scale", type=float, default=4.0)
+    admission.add_argument("--duration-s", type=float, default=600.0)
+    admission.add_argument("--kv-tokens", type=int, default=65_536, help="KV cache of the decode replica")
+    scale = what.add_parser("scale", help="1 to 1,000 decode replicas")
+    scale.add_argument("--replicas", type=int, nargs="+", default=[1, 10, 100, 1000])
+    scale.add_argument("--requests", type=int, default=40_000, help="of each run with the same load for each replica")
+    scale.add_argument("--no-spread", action="store_true", help="leave out the hour spread over all replicas")
+    scale.add_argument("--plot", type=Path, help="image file")
+    options = parser.parse_args()
+    machine = describe_machine()
+    print(machine_line(machine), flush=True)
+    result = _admission(options) if options.what == "admission" else _scale(options)
+    if options.output:
+        options.output.write_text(json.dumps({"machine": machine, options.what: result}, indent=1) + "\n")
+    return 0
+
+
+def _admission(options: argparse.Namespace) -> dict[str, Any]:
+    result = compare_admission(options.trace, options.rate_scale, options.duration_s, options.kv_tokens, _say)
+    print(admission_table(result))
+    return result
+
+
+def _scale(options: argparse.Namespace) -> dict[str, Any]:
+    if options.plot:
+        check_can_plot()
+    results = [
+        measure_scale(options.trace, options.replicas, options.requests, is_spread, _say)
+        for is_spread in ([False] if options.no_spread else [False, True])
+    ]
+    for result in results:
+        print("the trace spread over all replicas" if result["is_spread"] else "the same load for each replica")
+        print(scale_table(result))
+    if options.plot:
+        plot_scale(results, options.plot)
+    return {"runs": results}
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The admission that projection is compared with: whoever finds enough free blocks now is let in."""
+
+from __future__ import annotations
+
+from cluster.simulation.system_shape import SystemShape
+from scheduler.admission import ProjectedBudget
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.memory_projection import Profile
+
+
+class FreeBlocksBudget(ProjectedBudget):
+    """Looks at the blocks in use in the next step and no further. Preemption and all else is as shipped."""
+
+    def _fits(self, newcomer: Profile) -> bool:
+        in_use = self._in_use(self.step)
+        return in_use + newcomer.use_at(self.step, self._block_size) <= self._limit_now
+
+    def free_from(self, num_steps: int) -> int:
+        """Now, whatever num_steps: later is not looked at."""
+        return max(0, self._limit_now - self._in_use(self.step))
+
+    def _in_use(self, step: int) -> int:
+        profiles = self.projection._profiles.values()
+        return sum(profile.use_at(step, self._block_size) for profile in profiles)
+
+
+def free_blocks_decode(shape: SystemShape) -> DecodeScheduler:
+    """A decode scheduler with this budget in the place of its own."""
+    scheduler = DecodeScheduler(shape.decode.limits, shape.admission, shape.decode.lag, shape.num_host_blocks)
+    limits = shape.decode.limits
+    scheduler.budget = FreeBlocksBudget(limits.num_blocks, limits.block_size, shape.admission, shape.decode.lag)
+    return scheduler

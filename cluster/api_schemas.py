@@ -1,0 +1,199 @@
+"""Answers of the API, for its published description. Answers themselves are built without these, for speed; tests hold
+the two together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(_Answer):
+    message: str = Field(description="What is wrong, and what to do about it.", examples=["messages is required"])
+    type: str = Field(description="Class of the error.", examples=["invalid_request_error"])
+    param: str | None = Field(description="The field at fault, if one is.", examples=["messages[0].content"])
+    code: str | None = Field(description="A stable word for programs.", examples=["invalid_value"])
+
+
+class ErrorEnvelope(_Answer):
+    """Every error, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(_Answer):
+    cached_tokens: int = Field(ge=0, description="Prompt tokens that were not computed again.")
+
+
+class UsageInfo(_Answer):
+    """Tokens of the request."""
+
+    prompt_tokens: int = Field(ge=0, description="Of all prompts; each counts once, however many choices it has.")
+    completion_tokens: int = Field(ge=0, description="Generated for all choices, those of best_of included.")
+    total_tokens: int = Field(ge=0)
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TopLogprob(_Answer):
+    token: str = Field(description="The token by itself; see bytes where it is no whole character.")
+    logprob: float = Field(description="Natural logarithm of its probability, before temperature and all other rules.")
+    bytes: list[int] = Field(description="The token's bytes.")
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = Field(description="The most likely tokens here, the most likely first.")
+
+
+class ChatLogprobs(_Answer):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(_Answer):
+    """Four lists of the same length, an entry a token."""
+
+    tokens: list[str] = Field(description="Joined they are the text; empty while a character is incomplete.")
+    token_logprobs: list[float | None] = Field(description="null for the first token of an echoed prompt.")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where the token begins in the text of the choice, in characters.")
+
+
+class PromptLogprob(_Answer):
+    logprob: float
+    rank: int | None = Field(description="1 is the most likely; null if it is not among those reported.")
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class AssistantMessage(_Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    index: int = Field(ge=0)
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] = Field(
+        description="stop: the model ended, or a stop string or id came. length: max_tokens."
+    )
+    token_ids: list[int] | None = Field(default=None, description="With return_token_ids.")
+
+
+class ChatCompletion(_Answer):
+    id: str = Field(examples=["chatcmpl-5c8f2a"])
+    object: Literal["chat.completion"]
+    created: int = Field(description="Unix time in seconds.")
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, description="With prompt_logprobs.")
+    system_fingerprint: str | None = None
+
+
+class ChatDelta(_Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(_Answer):
+    index: int = Field(ge=0)
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(_Answer):
+    """An event of a stream. The first one of a choice has the role, the last one the finish_reason."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice] = Field(description="Empty in the chunk that has the usage.")
+    usage: UsageInfo | None = None
+    system_fingerprint: str | None = None
+
+
+class TextChoiceAnswer(_Answer):
+    index: int = Field(ge=0, description="Choices of the first prompt come first.")
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(_Answer):
+    id: str = Field(examples=["cmpl-5c8f2a"])
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoiceAnswer]
+    usage: UsageInfo
+    system_fingerprint: str | None = None
+
+
+class TextChunkChoice(_Answer):
+    index: int = Field(ge=0)
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+
+
+class CompletionChunk(_Answer):
+    """An event of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: UsageInfo | None = None
+    system_fingerprint: str | None = None
+
+
+class ModelCard(_Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int = Field(description="Most tokens of prompt and answer together.")
+
+
+class ModelList(_Answer):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(_Answer):
+    count: int = Field(ge=0)
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = Field(description="With return_token_strs.")
+
+
+class DetokenizeAnswer(_Answer):
+    prompt: str
+
+
+class Health(_Answer):
+    status: Literal["ok"]
+
+
+class Readiness(_Answer):
+    status: Literal["ready", "not ready"]
+    missing_pools: list[str] | None = None
+
+
+class Version(_Answer):
+    version: str

@@ -1,0 +1,31 @@
+"""What became of a leg's attempts so far: how often it failed, and which replicas it avoids from now on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.attempt_failed import AttemptFailed
+from cluster.pool_client import ReplicaLost
+from cluster.routing_policy import Route
+from replicas.messages import CallStatus
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptHistory:
+    """Includes the attempts before the leg was split. excluded: replicas to avoid."""
+
+    num_failed: int = 0
+    excluded: frozenset[str] = frozenset()
+
+    def after(self, failure: AttemptFailed, route: Route) -> AttemptHistory:
+        if failure.status is CallStatus.EVICTED:
+            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
+        cause = failure.__cause__
+        # If it is not known which of the two was at fault, both are avoided.
+        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
+        excluded = self.excluded.union(id_ for id_ in at_fault if id_ is not None)
+        return AttemptHistory(self.num_failed + 1, excluded)
+
+    def pause_s(self, first_s: float) -> float:
+        """Wait before the next try: first_s, doubled with each failure; half of it after evictions alone."""
+        return float(first_s * 2 ** (self.num_failed - 1))

@@ -1,0 +1,67 @@
+"""What decode says of one attempt, on its way from the frames to the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from replicas.messages import PromptLogprobs, TokenItem
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Decode has promised memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLost:
+    """Frames of this replica are gone for good: what it sent can't be trusted to be complete."""
+
+    detail: str
+
+
+Mail = Admitted | PromptLogprobs | TokenItem | ChannelLost
+
+
+class Mailbox:
+    """Mail waits here until the attempt's task takes it; after `pass_on` it does not wait, and does not wake the task.
+
+    One event loop. put: takes one piece of mail; never raises.
+    """
+
+    def __init__(self, replica_id: str) -> None:
+        """replica_id: whose frames may put something in."""
+        self.replica_id = replica_id
+        self._waiting: asyncio.Queue[Mail] = asyncio.Queue()
+        self.put: Callable[[Mail], None] = self._waiting.put_nowait
+
+    def get_nowait(self) -> Mail | None:
+        """What has waited longest, if anything has."""
+        return None if self._waiting.empty() else self._waiting.get_nowait()
+
+    async def get(self) -> Mail:
+        """Likewise, but waits for it. Cancelling this loses nothing."""
+        return await self._waiting.get()
+
+    def pass_on(self, take: Callable[[Mail], bool]) -> asyncio.Future[None]:
+        """Give `take` everything that is here and then each piece as it comes, until it returns True or raises.
+
+        Then the returned future is done, with that error if there was one: in the frame that it came by, the mail of
+        others must not suffer.
+        """
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def put(mail: Mail) -> None:
+            if over.done():
+                return
+            try:
+                if take(mail):
+                    over.set_result(None)
+            except Exception as error:
+                over.set_exception(error)
+
+        self.put = put
+        while (mail := self.get_nowait()) is not None:
+            put(mail)
+        return over

@@ -1,0 +1,42 @@
+"""Reading the body of an HTTP request, within bounds of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from cluster.api_error import ApiError
+
+if TYPE_CHECKING:
+    from cluster.service_config import LimitsConfig
+
+
+async def read_body(request: Request, limits: LimitsConfig) -> bytes:
+    """Raises ApiError: 413 as soon as it is known to be too long, 408 when it has not come in time."""
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
+        raise _too_long(limits)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            return await _read(request, limits)
+    except TimeoutError:
+        message = f"the body has not come within {limits.body_timeout_s:g} seconds"
+        raise ApiError(408, message, code="body_timeout") from None
+
+
+async def _read(request: Request, limits: LimitsConfig) -> bytes:
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > limits.max_body_bytes:
+            raise _too_long(limits)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_long(limits: LimitsConfig) -> ApiError:
+    message = f"the body has more than {limits.max_body_bytes} bytes, the most allowed"
+    return ApiError(413, message, code="body_too_large")

@@ -1,0 +1,104 @@
+"""A simulated request as its client sees it, and one attempt at it as the router and the engines see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cluster.routing_policy import Route, RouteKind
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+
+# Simulated engines sample this token last, and the other one before.
+STOP_TOKEN, OTHER_TOKEN = 1, 0
+_STOPS = frozenset({STOP_TOKEN})
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class ClientStatus(StrEnum):
+    WAITING = "waiting"  # not over yet
+    FINISHED = "finished"
+    QUEUE_FULL = "queue_full"  # 429 at once
+    QUEUE_TIMEOUT = "queue_timeout"  # 429 after ingress.queue_timeout_s
+    TIMEOUT = "timeout"  # transfer.handoff_timeout_s or ingress.request_timeout_s
+    NEVER_FITS = "never_fits"  # 400
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that."""
+
+    index: int
+    arrival_s: float
+    prompt_len: int
+    output_len: int
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Client:
+    """Times are those at the client. first_s, last_s: of its tokens."""
+
+    job: Job
+    status: ClientStatus = ClientStatus.WAITING
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_tokens: int = 0
+    num_attempts: int = 0
+    attempt: Attempt | None = field(default=None, repr=False)  # the last one
+
+    @property
+    def is_over(self) -> bool:
+        return self.status is not ClientStatus.WAITING
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.job.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None with a single token."""
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def e2el_s(self) -> float:
+        return self.last_s - self.job.arrival_s
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try: what is still to be generated, on one route. last_token_s: when its last token left an engine."""
+
+    client: Client
+    route: Route
+    request_id: str
+    prompt_len: int  # tokens generated before count as prompt
+    output_len: int
+    max_tokens: int
+    is_admitted: bool = False
+    is_prefilling: bool = False  # the router has sent it to prefill and not heard from there
+    has_moved: bool = False  # decode has answered with a token
+    is_closed: bool = False
+    num_tokens: int = 0  # that have left engines
+    last_token_s: float = 0.0
+
+    @property
+    def is_local(self) -> bool:
+        return self.route.kind is not RouteKind.REMOTE
+
+    def request(self, deadline_s: float, *, local_prefill: bool) -> Request:
+        """As one engine's scheduler keeps it."""
+        return Request(
+            request_id=self.request_id,
+            prompt_ids=(OTHER_TOKEN,) * self.prompt_len,
+            choices=(0,),
+            max_tokens=self.max_tokens,
+            stop_token_ids=_STOPS,
+            sampling=_GREEDY,
+            deadline_s=deadline_s,
+            local_prefill=local_prefill,
+        )
+
+    def token(self, num_known: int) -> int:
+        """What is sampled when so many are known."""
+        return STOP_TOKEN if num_known + 1 >= self.output_len else OTHER_TOKEN

@@ -1,0 +1,72 @@
+"""What everything costs on the simulated machines, as one strict JSON file (`--steps`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from cluster.config_section import Section
+from cluster.simulation.step_model import StepModel
+from cluster.user_error import ConfigError
+
+# Above zero: nothing that one process tells another is there at the same instant.
+Latency = Annotated[float, Field(ge=1e-6, le=60)]
+
+
+class TransferCosts(Section):
+    """The handoff from prefill to decode, and blocks that give way to host memory."""
+
+    notify_s: Latency = Field(default=0.001, description="One notification between two engines, polling included")
+    latency_s: Latency = Field(default=0.001, description="A read of no bytes, from its start until it is confirmed")
+    bytes_per_s: float = Field(default=50e9, gt=0, description="Bandwidth of a read")
+    swap_bytes_per_s: float = Field(default=25e9, gt=0, description="Bandwidth to host memory, within the step")
+
+
+class ControlCosts(Section):
+    """Times on the way between client, ingress and engines; none depends on load."""
+
+    ingress_s: Latency = Field(default=0.001, description="From the client until the route is chosen")
+    call_s: Latency = Field(default=0.002, description="A call to a replica, or its answer, one way")
+    frame_s: Latency = Field(default=0.0005, description="A frame from decode to the ingress")
+    stream_s: Latency = Field(default=0.0005, description="A token from the ingress to the client")
+
+
+class CostModel(Section):
+    """Step times of both pools and of all between them."""
+
+    source: str = Field(min_length=1, description="Where the figures come from: machine, model, date, command")
+    kv_bytes_per_token: int = Field(ge=1, description="Bytes of KV cache of one token, all layers")
+    decode: StepModel = Field(description="Steps of a decode engine")
+    prefill: StepModel = Field(description="Steps of a prefill engine; unused when colocated")
+    transfer: TransferCosts = Field(default=TransferCosts(), description="The handoff")
+    control: ControlCosts = Field(default=ControlCosts(), description="The control path")
+    contention: float = Field(
+        default=1.0,
+        ge=1,
+        le=10,
+        description="How many times as long a step takes that starts while an engine of the other pool is in a step: "
+        "pools that share a machine's cores or memory bandwidth. 1: they do not",
+    )
+
+    def read_s(self, num_tokens: int) -> float:
+        """A read of so many tokens' KV."""
+        return self.transfer.latency_s + num_tokens * self.kv_bytes_per_token / self.transfer.bytes_per_s
+
+    def swap_s(self, num_tokens: int) -> float:
+        """Moving so many tokens' KV to or from host memory."""
+        return num_tokens * self.kv_bytes_per_token / self.transfer.swap_bytes_per_s
+
+
+def load_costs(path: Path) -> CostModel:
+    """Raises ConfigError, one line for each thing that is wrong."""
+    try:
+        return CostModel.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValidationError as error:
+        lines = (
+            f"{path}: {'.'.join(map(str, found['loc'])) or 'the file'}: {found['msg']}" for found in error.errors()
+        )
+        raise ConfigError(*lines) from error

@@ -1,0 +1,235 @@
+"""A router on the simulated clock: cluster.routing_policy over a cluster.pool_view, as cluster.router does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cluster.pool_view import PoolView
+from cluster.replica_registry import ReplicaTable
+from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, choose_route
+from cluster.simulation.client import Attempt, Client, ClientStatus
+from cluster.simulation.cost_model import CostModel
+from cluster.simulation.event_queue import EventQueue, Order
+from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
+from cluster.simulation.simulated_prefill import SimulatedPrefill
+from replicas.messages import EngineLoad, Frame
+
+# As cluster.router waits before it replays what was evicted: half its retry delay.
+_REPLAY_DELAY_S = 0.025
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTimes:
+    """Patience, from the config."""
+
+    queue_s: float
+    handoff_s: float
+    request_s: float
+    max_queued: int
+
+
+@dataclass(slots=True)
+class RouterCounts:
+    """decision_s: CPU time that decisions took."""
+
+    num_decisions: int = 0
+    decision_s: float = 0.0
+    num_waited: int = 0  # routes on which the request had to wait for memory or a slot
+    num_replays: int = 0  # after an eviction
+
+
+class SimulatedRouter:
+    """One ingress. It does not retry what timed out: that request is lost, and counted."""
+
+    def __init__(
+        self,
+        index: int,
+        block_size: int,
+        rules: RoutingRules,
+        times: RouterTimes,
+        costs: CostModel,
+        queue: EventQueue,
+        decodes: Mapping[str, SimulatedDecode],
+        prefills: Mapping[str, SimulatedPrefill],
+    ) -> None:
+        self.counts = RouterCounts()
+        self._index, self._block_size, self._rules, self._times = index, block_size, rules, times
+        self._costs, self._queue = costs, queue
+        self._decodes, self._prefills = decodes, prefills
+        decode_table, prefill_table = _table(decodes), _table(prefills)
+        self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
+
+    # -- from the client ---------------------------------------------------------------------------
+
+    def arrive(self, client: Client, now_s: float) -> None:
+        """A request has been read; the decision is taken now."""
+        self._try(client, now_s)
+        if not client.is_over:
+            timeout_s = client.job.arrival_s + self._times.request_s
+            self._at(max(now_s, timeout_s), client, lambda at_s: self._time_out_client(client, at_s))
+
+    def _try(self, client: Client, now_s: float) -> None:
+        job = client.job
+        prompt_len, output_len = job.prompt_len + client.num_tokens, job.output_len - client.num_tokens
+        max_tokens = job.max_tokens - client.num_tokens
+        route = self._decide(Need(prompt_len, max_tokens, 1, self._block_size))
+        if isinstance(route, NeverFits):
+            client.status = ClientStatus.NEVER_FITS
+            return
+        if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued:
+            client.status = ClientStatus.QUEUE_FULL
+            return
+        request_id = f"{job.index}.{client.num_attempts}"
+        attempt = Attempt(client, route, request_id, prompt_len, output_len, max_tokens)
+        attempt.last_token_s = client.last_s
+        client.attempt = attempt
+        client.num_attempts += 1
+        self.counts.num_waited += route.must_wait
+        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
+        deadline_s = job.arrival_s + self._times.request_s
+        decode = self._decodes[route.decode_id]
+        self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
+        self._at(now_s + self._times.queue_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
+
+    def _decide(self, need: Need) -> Route | NeverFits:
+        started = time.thread_time()
+        view = self.view
+        route = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules)
+        self.counts.decision_s += time.thread_time() - started
+        self.counts.num_decisions += 1
+        assert isinstance(route, Route | NeverFits), "simulated replicas never leave"
+        return route
+
+    # -- from the replicas -------------------------------------------------------------------------
+
+    def heard(self, replica_id: str, load: EngineLoad) -> None:
+        """A decode replica's load."""
+        self.view.heard(Frame(replica_id, "", 0, load, (), ()))
+
+    def on_frame(self, frame: SimulatedFrame, now_s: float) -> None:
+        """What one decode iteration said of this router's requests. Its load has been heard."""
+        for attempt in frame.admitted:
+            self._admitted(attempt, now_s)
+        for attempt in frame.evicted:
+            self._evicted(attempt, now_s)
+        for attempt in frame.finished:
+            self._finish(attempt, attempt.last_token_s + self._costs.control.frame_s)
+
+    def prompt_done(self, attempt: Attempt, load: EngineLoad, is_over: bool, now_s: float) -> None:
+        """Prefill's answer is here, with the first token. is_over: that is all there will be."""
+        assert attempt.route.prefill_id is not None
+        if attempt.is_prefilling:
+            attempt.is_prefilling = False
+            self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
+            self.view.heard_prefill(attempt.route.prefill_id, load)
+        if is_over and not attempt.is_closed:
+            decode = self._decodes[attempt.route.decode_id]
+            self._call(decode, attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
+            self._finish(attempt, now_s)
+
+    def _admitted(self, attempt: Attempt, now_s: float) -> None:
+        if attempt.is_closed:
+            return
+        self._hear_admission(attempt)
+        if attempt.route.kind is RouteKind.REMOTE:
+            prefill_id = attempt.route.prefill_id
+            assert prefill_id is not None
+            self.view.prompt_sent(prefill_id, attempt.prompt_len)
+            attempt.is_prefilling = True
+            prefill = self._prefills[prefill_id]
+            deadline_s = attempt.client.job.arrival_s + self._times.request_s
+            self._call(prefill, attempt, now_s, lambda at_s: prefill.submit(attempt, deadline_s, at_s))
+            self._at(now_s + self._times.handoff_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
+
+    def _evicted(self, attempt: Attempt, now_s: float) -> None:
+        """Its memory was needed by others: once more, with what there is as prompt."""
+        if attempt.is_closed:
+            return
+        client = attempt.client
+        client.num_tokens += attempt.num_tokens
+        client.last_s = attempt.last_token_s
+        self.counts.num_replays += 1
+        self._close(attempt)
+
+        def replay(at_s: float) -> None:
+            if not client.is_over:
+                self._try(client, at_s)
+
+        self._at(now_s + _REPLAY_DELAY_S, client, replay)
+
+    def _finish(self, attempt: Attempt, heard_s: float) -> None:
+        """heard_s: when the last token reached this router."""
+        if attempt.is_closed:
+            return
+        client = attempt.client
+        client.num_tokens += attempt.num_tokens
+        client.last_s = heard_s + self._costs.control.stream_s
+        client.status = ClientStatus.FINISHED
+        self._close(attempt)
+
+    # -- patience ----------------------------------------------------------------------------------
+
+    def _time_out_queue(self, attempt: Attempt, now_s: float) -> None:
+        if not attempt.is_admitted and not attempt.is_closed:
+            self._give_up(attempt, ClientStatus.QUEUE_TIMEOUT, now_s)
+
+    def _time_out_handoff(self, attempt: Attempt, now_s: float) -> None:
+        if not attempt.has_moved and not attempt.is_closed:
+            self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
+
+    def _time_out_client(self, client: Client, now_s: float) -> None:
+        if client.is_over:
+            return
+        attempt = client.attempt
+        if attempt is None or attempt.is_closed:
+            client.status = ClientStatus.TIMEOUT
+        else:
+            self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
+
+    def _give_up(self, attempt: Attempt, status: ClientStatus, now_s: float) -> None:
+        attempt.client.status = status
+        attempt.client.num_tokens += attempt.num_tokens
+        request_id = attempt.request_id
+        decode = self._decodes[attempt.route.decode_id]
+        self._call(decode, attempt, now_s, lambda at_s: decode.cancel(request_id, at_s))
+        if attempt.is_prefilling:
+            assert attempt.route.prefill_id is not None
+            prefill = self._prefills[attempt.route.prefill_id]
+            self._call(prefill, attempt, now_s, lambda at_s: prefill.cancel(request_id, at_s))
+        self._close(attempt)
+
+    def _close(self, attempt: Attempt) -> None:
+        attempt.is_closed = True
+        if attempt.is_prefilling:
+            attempt.is_prefilling = False
+            assert attempt.route.prefill_id is not None
+            self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
+        self._hear_admission(attempt)
+        self.view.ended(attempt.route.decode_id)
+
+    def _hear_admission(self, attempt: Attempt) -> None:
+        if not attempt.is_admitted:
+            attempt.is_admitted = True
+            self.view.admitted(attempt.route.decode_id, attempt.route.decode_blocks, attempt.route.must_wait)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        engine: SimulatedDecode | SimulatedPrefill,
+        attempt: Attempt,
+        now_s: float,
+        action: Callable[[float], None],
+    ) -> None:
+        """The engine takes it in an iteration of its own, once it is there."""
+        time_s = now_s + self._costs.control.call_s
+        self._at(time_s, attempt.client, lambda at_s: engine.post(at_s, action))
+
+    def _at(self, time_s: float, client: Client, action: Callable[[float], None]) -> None:
+        self._queue.at(time_s, Order.MESSAGE, client.job.index, action)
+
+
+def _table(engines: Mapping[str, SimulatedDecode] | Mapping[str, SimulatedPrefill]) -> ReplicaTable:
+    return {name: {"num_blocks": engine.scheduler.limits.num_blocks} for name, engine in engines.items()}

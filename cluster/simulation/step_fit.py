@@ -1,0 +1,201 @@
+"""Step times from measured steps, by least squares with coefficients that are not negative."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from cluster.simulation.cost_model import CostModel
+from cluster.simulation.step_model import StepModel
+from cluster.user_error import UserError
+from scheduler.step_shape import StepShape
+
+# Longer gaps between two steps are waits for work.
+_LONGEST_OVERHEAD_S = 0.02
+_FEWEST_STEPS = 10
+_COEFFICIENTS = ("base_s", "row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
+_CONTENTIONS = [1 + 0.02 * step for step in range(101)]
+_FILE_NAME = re.compile(r"(prefill|decode)-\d+\.jsonl")
+
+
+class StepRecord(NamedTuple):
+    """One measured step. Times on one machine's monotonic clock."""
+
+    start_s: float
+    end_s: float
+    shape: StepShape
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """error: of the fitted durations, as a share of all time in steps (sum of absolute errors over the sum)."""
+
+    model: StepModel
+    num_steps: int
+    squares: float
+    error: float
+
+
+def read_records(folder: Path) -> dict[str, list[list[StepRecord]]]:
+    """By pool, one list for each engine. Raises UserError."""
+    pools: dict[str, list[list[StepRecord]]] = {}
+    try:
+        files = sorted(path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name))
+        for path in files:
+            rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+            records = [StepRecord(row[0], row[1], StepShape(*row[2:])) for row in rows]
+            pools.setdefault(path.name.partition("-")[0], []).append(records)
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from error
+    except (ValueError, TypeError, IndexError) as error:
+        raise UserError(f"{path}: not a file of step records: {error}") from error
+    if "decode" not in pools:
+        raise UserError(f"{folder}: no step records of a decode engine; see config key testing.step_record_dir")
+    return pools
+
+
+def fit_costs(folder: Path, kv_bytes_per_token: int) -> tuple[CostModel, list[str]]:
+    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it.
+
+    Contention is the factor under which the steps of both pools are explained best, a step that the other pool's steps
+    overlap in part being slowed in part. Raises UserError.
+    """
+    pools = read_records(folder)
+    for pool, engines in pools.items():
+        if sum(map(len, engines)) < _FEWEST_STEPS:
+            raise UserError(f"{folder}: too few steps of {pool} to fit, {_FEWEST_STEPS} are needed")
+    records = {pool: [record for engine in engines for record in engine] for pool, engines in pools.items()}
+    overlaps = {pool: _overlaps(pool, records) for pool in records}
+    tried = []
+    for contention in _CONTENTIONS if len(pools) > 1 else [1.0]:
+        fits = {
+            pool: fit_steps(records[pool], [1 + (contention - 1) * share for share in overlaps[pool]])
+            for pool in records
+        }
+        tried.append((sum(fit.squares for fit in fits.values()), contention, fits))
+    _, contention, fits = min(tried, key=lambda found: found[:2])
+    models = {pool: fit.model.model_copy(update={"overhead_s": _overhead_s(pools[pool])}) for pool, fit in fits.items()}
+    costs = CostModel(
+        source=f"fitted to {', '.join(f'{fit.num_steps} steps of {pool}' for pool, fit in fits.items())} in {folder}",
+        kv_bytes_per_token=kv_bytes_per_token,
+        decode=models["decode"],
+        prefill=models.get("prefill", models["decode"]),
+        contention=round(contention, 2),
+    )
+    lines = [_describe(pool, fit, models[pool]) for pool, fit in fits.items()]
+    return costs, [*lines, f"contention: {contention:.2f} times as long while the other pool computes"]
+
+
+def fit_steps(records: Sequence[StepRecord], slowdowns: Sequence[float]) -> StepFit:
+    """Durations are taken to be slowdown * (coefficients . features), with an error that grows as their square root."""
+    names = [name for name in _COEFFICIENTS if name == "base_s" or any(_feature(r, name) for r in records)]
+    rows, targets = [], []
+    for record, slowdown in zip(records, slowdowns, strict=True):
+        weight = 1 / math.sqrt(max(record.duration_s, 1e-6))
+        rows.append([weight * slowdown * _feature(record, name) for name in names])
+        targets.append(weight * record.duration_s)
+    coefficients = nonnegative_least_squares(rows, targets)
+    fitted = [sum(c * x for c, x in zip(coefficients, row, strict=True)) for row in rows]
+    weights = [1 / math.sqrt(max(record.duration_s, 1e-6)) for record in records]
+    error_s = sum(abs(f - t) / w for f, t, w in zip(fitted, targets, weights, strict=True))
+    return StepFit(
+        model=StepModel(**{"base_s": 0.0} | dict(zip(names, coefficients, strict=True))),
+        num_steps=len(records),
+        squares=sum((f - t) ** 2 for f, t in zip(fitted, targets, strict=True)),
+        error=error_s / sum(record.duration_s for record in records),
+    )
+
+
+def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+    """x >= 0 with the least |rows x - targets|. Exact, over all supports: for a handful of unknowns.
+
+    The best x solves the unconstrained problem on those unknowns that are not zero in it (Lawson and Hanson, Solving
+    Least Squares Problems, 1974, chapter 23), so the best feasible one of those solutions is it.
+    """
+    size = len(rows[0])
+    scale = [math.sqrt(sum(row[i] ** 2 for row in rows)) or 1.0 for i in range(size)]
+    gram = [[sum(r[i] * r[j] for r in rows) / (scale[i] * scale[j]) for j in range(size)] for i in range(size)]
+    moment = [sum(r[i] * t for r, t in zip(rows, targets, strict=True)) / scale[i] for i in range(size)]
+    best, best_gain = [0.0] * size, 0.0
+    for count in range(1, size + 1):
+        for support in combinations(range(size), count):
+            solution = _solve([[gram[i][j] for j in support] for i in support], [moment[i] for i in support])
+            if solution is None or min(solution) < 0:
+                continue
+            # What it takes away from the sum of squares.
+            gain = sum(value * moment[i] for value, i in zip(solution, support, strict=True))
+            if gain > best_gain:
+                best_gain, best = gain, [0.0] * size
+                for value, i in zip(solution, support, strict=True):
+                    best[i] = value / scale[i]
+    return best
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None:
+    """Gauss elimination with pivots; None when the matrix is singular to working precision. Mutates its arguments."""
+    size = len(vector)
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
+        if abs(matrix[pivot][column]) < 1e-12:
+            return None
+        matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+        vector[column], vector[pivot] = vector[pivot], vector[column]
+        for row in range(column + 1, size):
+            factor = matrix[row][column] / matrix[column][column]
+            matrix[row] = [a - factor * b for a, b in zip(matrix[row], matrix[column], strict=True)]
+            vector[row] -= factor * vector[column]
+    solution = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(matrix[row][column] * solution[column] for column in range(row + 1, size))
+        solution[row] = (vector[row] - known) / matrix[row][row]
+    return solution
+
+
+def _feature(record: StepRecord, name: str) -> float:
+    if name == "base_s":
+        return 1.0
+    return float(record.shape[_COEFFICIENTS.index(name) - 1])
+
+
+def _overlaps(pool: str, records: dict[str, list[StepRecord]]) -> list[float]:
+    """Share of each step's time in which some step of another pool was under way."""
+    others = [(r.start_s, r.end_s) for other, theirs in records.items() if other != pool for r in theirs]
+    merged: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(others):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    ends_s = [end_s for _, end_s in merged]
+    before_s = list(accumulate((end_s - start_s for start_s, end_s in merged), initial=0.0))
+
+    def busy_until(time_s: float) -> float:
+        """Seconds of theirs up to then."""
+        index = bisect_left(ends_s, time_s)
+        within_s = max(0.0, time_s - merged[index][0]) if index < len(merged) else 0.0
+        return before_s[index] + within_s
+
+    return [(busy_until(r.end_s) - busy_until(r.start_s)) / max(r.duration_s, 1e-9) for r in records[pool]]
+
+
+def _overhead_s(engines: list[list[StepRecord]]) -> float:
+    gaps_s = [after.start_s - before.end_s for engine in engines for before, after in pairwise(engine)]
+    return statistics.median([gap_s for gap_s in gaps_s if 0 <= gap_s < _LONGEST_OVERHEAD_S] or [0.0])
+
+
+def _describe(pool: str, fit: StepFit, model: StepModel) -> str:
+    parts = ", ".join(f"{name[:-2]} {1e6 * getattr(model, name):.4g}" for name in (*_COEFFICIENTS, "overhead_s"))
+    return f"{pool}: {fit.num_steps} steps, error {100 * fit.error:.1f} % of their time; in us: {parts}"

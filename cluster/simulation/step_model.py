@@ -1,0 +1,38 @@
+"""How long an engine step takes, by what is in it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from cluster.config_section import Section
+
+Cost = Annotated[float, Field(ge=0, le=3_600)]
+
+
+class StepModel(Section):
+    """step time = base + row * rows + context_token * context + prompt_token * prompt tokens + prompt_pair * pairs.
+
+    The shape of a roofline: base is the weights' memory traffic and the launches, context_token the KV cache's traffic,
+    prompt_token and prompt_pair the arithmetic. All in seconds.
+    """
+
+    base_s: Cost = Field(description="Every step")
+    row_s: Cost = Field(default=0.0, description="Each sequence that gets a token")
+    context_token_s: Cost = Field(default=0.0, description="Each position that such a sequence attends to")
+    prompt_token_s: Cost = Field(default=0.0, description="Each prompt token computed")
+    prompt_pair_s: Cost = Field(default=0.0, description="Each pair of the prompts' causal attention")
+    overhead_s: Cost = Field(
+        default=0.0, description="Host work between two steps; with lag 1 it is hidden behind the step in flight"
+    )
+
+    def step_s(self, num_rows: int, num_context_tokens: int, num_prompt_tokens: int = 0, num_pairs: int = 0) -> float:
+        """Seconds of a step of this StepShape."""
+        return (
+            self.base_s
+            + self.row_s * num_rows
+            + self.context_token_s * num_context_tokens
+            + self.prompt_token_s * num_prompt_tokens
+            + self.prompt_pair_s * num_pairs
+        )

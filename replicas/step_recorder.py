@@ -1,0 +1,44 @@
+"""Writes down what was in each step and how long it took, for `splitserve fit-steps`. Without a folder, nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+from scheduler.plan import StepPlan
+from scheduler.step_shape import StepShape
+
+
+class StepRecorder:
+    """Engine thread only. One JSON array a line: start and end on the monotonic clock of the machine, in seconds, then
+    the numbers of a StepShape.
+
+    A step begins when it is launched or when the one before it has ended, whichever is later, and ends when its tokens
+    have been read back: with lag 1 that is the device's time, not the time until launch returned.
+    """
+
+    def __init__(self, folder: str | None = None, pool: str = "") -> None:
+        self._path = Path(folder, f"{pool}-{os.getpid()}.jsonl") if folder is not None else None
+        self._launched: deque[tuple[int, float, StepShape]] = deque()
+        self._last_end_s = 0.0
+
+    def launched(self, plan: StepPlan, now_s: float) -> None:
+        """Its launch began at now_s."""
+        if self._path is not None and not plan.is_empty:
+            self._launched.append((plan.step_id, now_s, StepShape.of(plan)))
+
+    def committed(self, step_id: int) -> None:
+        """Its tokens are here. Writes a line; abandoned steps before it are forgotten. Raises OSError."""
+        if self._path is None:
+            return
+        end_s = time.monotonic()
+        while self._launched and self._launched[0][0] <= step_id:
+            launched_id, launched_s, shape = self._launched.popleft()
+            if launched_id == step_id:
+                start_s = max(launched_s, self._last_end_s)
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]) + "\n")
+        self._last_end_s = end_s

@@ -1,0 +1,33 @@
+"""What a step computes, in the few numbers that its duration depends on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scheduler.plan import StepPlan
+
+
+class StepShape(NamedTuple):
+    """num_context_tokens: positions that its decode rows attend to, their own included. num_prompt_tokens: of all its
+    chunks. num_prompt_pairs: (query, key) pairs of its chunks' causal attention.
+    """
+
+    num_rows: int = 0
+    num_context_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_pairs: int = 0
+
+    @staticmethod
+    def of(plan: StepPlan) -> StepShape:
+        """O(rows + chunks)."""
+        num_tokens = num_pairs = 0
+        for chunk in plan.chunks:
+            length = len(chunk.token_ids)
+            num_tokens += length
+            num_pairs += prompt_pairs(chunk.start, length)
+        return StepShape(len(plan.rows), sum(row.position + 1 for row in plan.rows), num_tokens, num_pairs)
+
+
+def prompt_pairs(start: int, length: int) -> int:
+    """(query, key) pairs of the tokens [start, start + length) of a prompt, whose attention is causal."""
+    return length * start + length * (length + 1) // 2

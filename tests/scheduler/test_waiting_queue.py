@@ -1,0 +1,181 @@
+"""Who is next: against the slow way, and the bounds that are promised."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+from scheduler.request import Request
+from scheduler.waiting_queue import WaitingQueue
+from tests.scheduler.brute_queue import BruteQueue
+from tests.scheduler.short_requests import make_request
+
+
+def request_of(request_id: str, client: str = "", priority: int = 0) -> Request:
+    request = make_request(request_id)
+    request.client, request.priority = client, priority
+    return request
+
+
+def ids(queue: WaitingQueue) -> list[str]:
+    return [request.request_id for request in queue.in_order()]
+
+
+def filled(*requests: tuple[str, str, int, int]) -> WaitingQueue:
+    """id, client, priority, cost."""
+    queue = WaitingQueue()
+    for request_id, client, priority, cost in requests:
+        queue.add(request_of(request_id, client, priority), cost)
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("requests", "order"),
+    [
+        ([("a", "", 0, 9), ("b", "", 0, 1), ("c", "", 0, 5)], "abc"),
+        ([("a", "", 0, 9), ("b", "", 3, 9), ("c", "", -1, 1), ("d", "", 3, 1)], "bdac"),
+        # Client x has much to do: y's first request, and its second, do not wait for all of it.
+        ([("a", "x", 0, 10), ("b", "x", 0, 10), ("c", "x", 0, 10), ("d", "y", 0, 10), ("e", "y", 0, 10)], "adbec"),
+        # Tokens are shared, not turns.
+        ([("a", "x", 0, 30), ("b", "x", 0, 30), ("c", "y", 0, 10), ("d", "y", 0, 10), ("e", "y", 0, 25)], "cdaeb"),
+        # Priority first, also against one's fair share.
+        ([("a", "x", 1, 99), ("b", "x", 1, 99), ("c", "y", 0, 1)], "abc"),
+    ],
+)
+def test_the_order(requests: list[tuple[str, str, int, int]], order: str) -> None:
+    queue = filled(*requests)
+    assert "".join(ids(queue)) == order
+    assert "".join(ids(queue)) == order, "looking changes nothing"
+    taken = ""
+    while queue:
+        with closing(queue.in_order()) as waiting:
+            request_id = next(waiting).request_id
+        queue.take(request_id)
+        taken += request_id
+    assert taken == order
+
+
+def test_who_waited_for_nothing_gains_nothing_by_it() -> None:
+    queue = filled(*[(f"x{i}", "x", 0, 10) for i in range(10)])
+    for i in range(5):
+        queue.take(f"x{i}")
+    for i in range(3):
+        queue.add(request_of(f"y{i}", "y"), 10)
+    assert ids(queue) == ["x5", "y0", "x6", "y1", "x7", "y2", "x8", "x9"]
+
+
+def test_a_cancelled_request_costs_its_client_nothing() -> None:
+    queue = filled(("a", "x", 0, 1000), ("b", "x", 0, 10), ("c", "y", 0, 20))
+    assert ids(queue) == ["c", "a", "b"]
+    assert queue.discard("a")
+    assert not queue.discard("a")
+    assert ids(queue) == ["b", "c"]
+    assert len(queue) == 2
+    assert "a" not in queue
+
+
+def test_who_is_taken_from_behind_is_paid_for_and_does_not_move_the_first() -> None:
+    queue = filled(("a", "x", 0, 50), ("b", "x", 0, 40), ("c", "x", 0, 10), ("d", "y", 0, 55), ("e", "y", 0, 40))
+    assert ids(queue) == ["a", "d", "b", "e", "c"]
+    queue.take("b")
+    assert ids(queue) == ["a", "d", "e", "c"], "a keeps its tag, c has that of a, b and c"
+    queue.take("a")
+    assert ids(queue) == ["d", "e", "c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_the_slow_way(seed: int) -> None:
+    rng = random.Random(seed)
+    queue, brute = WaitingQueue(), BruteQueue()
+    num_clients = rng.choice([1, 2, 5, 40])
+    for number in range(600):
+        waiting = brute.ids()
+        assert ids(queue) == waiting
+        assert len(queue) == len(waiting)
+        if not waiting or rng.random() < (0.6 if number < 300 else 0.4):
+            request = request_of(f"r{number}", f"c{rng.randrange(num_clients)}", rng.choice([0, 0, 0, 1, -1]))
+            cost = rng.choice([1, 10, rng.randint(1, 1000)])
+            queue.add(request, cost)
+            brute.add(request, cost)
+            continue
+        request_id = waiting[min(rng.choice([0, 0, 0, 1, 5]), len(waiting) - 1)]
+        is_taken = rng.random() < 0.7
+        if is_taken:
+            queue.take(request_id)
+        else:
+            queue.discard(request_id)
+        brute.remove(request_id, is_taken)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_starves(seed: int) -> None:
+    """However much the others have, and whoever comes: less than C (W + L) of its priority is served before one."""
+    rng = random.Random(seed)
+    queue = WaitingQueue()
+    costs: dict[str, int] = {}
+    owner: dict[str, str] = {}
+    served_by = 0
+    own: dict[str, int] = {}  # W
+    since: dict[str, int] = {}
+    waits: list[tuple[str, int]] = []
+    most_clients = 0
+    waiting: Counter[str] = Counter()
+    mine: Counter[str] = Counter()  # tokens a client has waiting
+    for number in range(4000):
+        # Too much comes for half of the time; some clients come once, some flood.
+        while len(costs) < (200 if number < 2000 else 1):
+            request_id = f"r{len(owner)}"
+            client = rng.choice(["flood", "flood", "other", f"once{len(owner)}"])
+            costs[request_id] = rng.choice([1, 20, 500])
+            owner[request_id] = client
+            waiting[client] += 1
+            mine[client] += costs[request_id]
+            own[request_id] = mine[client]
+            since[request_id] = served_by
+            queue.add(request_of(request_id, client), costs[request_id])
+            most_clients = max(most_clients, sum(count > 0 for count in waiting.values()))
+        with closing(queue.in_order()) as order:
+            taken = next(order).request_id
+        queue.take(taken)
+        waits.append((taken, served_by - since[taken]))
+        served_by += costs[taken]
+        waiting[owner[taken]] -= 1
+        mine[owner[taken]] -= costs.pop(taken)
+    assert most_clients > 20
+    for request_id, passed in waits:
+        assert passed < most_clients * (own[request_id] + 500)
+    once = [passed for request_id, passed in waits if owner[request_id].startswith("once") and own[request_id] == 1]
+    assert max(once) < most_clients * 501 < sum(own.values()), "the flood is not waited for"
+
+
+def test_clients_that_wait_all_the_time_get_equal_shares_whatever_they_send() -> None:
+    queue = WaitingQueue()
+    cost = {"long": 900, "short": 7, "middle": 100}
+    served: Counter[str] = Counter()
+    for client in cost:
+        queue.add(request_of(f"{client} 0", client), cost[client])
+    for number in range(1, 20_000):
+        with closing(queue.in_order()) as order:
+            first = next(order)
+        queue.add(request_of(f"{first.client} {number}", first.client), cost[first.client])
+        queue.take(first.request_id)
+        served[first.client] += cost[first.client]
+    assert max(served.values()) - min(served.values()) <= 1800
+
+
+def test_cancelled_requests_do_not_pile_up() -> None:
+    queue = WaitingQueue()
+    for client in range(100):
+        queue.add(request_of(f"stays {client}", f"c{client}"), 1)
+    for number in range(5000):
+        queue.add(request_of(f"goes {number}", f"c{number % 100}"), 1)
+        queue.discard(f"stays {number % 100}")
+        queue.add(request_of(f"stays {number % 100}", f"c{number % 100}"), 1)
+        queue.discard(f"goes {number}")
+    assert len(queue._levels[0]._heap) <= 2 * 100 + 64
+    for request in list(queue.in_order()):
+        queue.discard(request.request_id)
+    assert not queue._levels
