@@ -136,7 +136,8 @@ def _attend_fresh(
     """Causal attention of `count` prompts of one length, tensors [count * length, heads, head_dim], by torch."""
 
     def by_prompt(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.unflatten(0, (count, -1)).transpose(1, 2)
+        split: torch.Tensor = tensor.unflatten(0, (count, -1)).transpose(1, 2)
+        return split
 
     with sdpa_kernel(_FRESH_BACKENDS, set_priority=True):
         out = F.scaled_dot_product_attention(
