@@ -28,11 +28,8 @@ def _gemv(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
-def gemv_tile(num_out: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program: small enough that every processor has several."""
-    if num_out <= 4096:
-        return 2, 1024, 4
-    return (4, 1024, 4) if num_out <= 16_384 else (8, 1024, 8)
+# Rows, columns and warps of a program: the fastest, or nearly, of seven for every layer of Llama-3.1-8B and Qwen3-0.6B.
+_TILE = (1, 1024, 4)
 
 
 def gemv(
@@ -43,7 +40,7 @@ def gemv(
     Sums in float32. Does not block.
     """
     num_out, num_in = weight.shape
-    block_n, block_k, num_warps = tile or gemv_tile(num_out)
+    block_n, block_k, num_warps = tile or _TILE
     out = torch.empty(num_out, dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(num_out, block_n),)](
         x, weight, weight if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,

@@ -172,7 +172,7 @@ def paged_decode(
         partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
     wide = kv.element_size() > 2 or head_dim > 128
-    block_n, num_warps, num_stages = tile or ((32, 4, 2) if wide else (64, 4, 3))
+    block_n, num_warps, num_stages = tile or ((32, 4, 2) if wide else (64, 4, 2))
     constants: dict[str, Any] = {"HEAD_DIM": head_dim, "DIM_PADDED": triton.next_power_of_2(head_dim)}
     _attend_split[(num_rows, num_kv_heads, num_splits)](
         query,

@@ -1,9 +1,8 @@
 """Samples one token per row on the GPU, with the parameters that its slot keeps.
 
 The same function of (logits, parameters, seed, choice, position) as `replicas.sampling`, which is its reference:
-temperature, top-k, top-p, Gumbel-max with Philox noise. Top-k and top-p need no sort: the bits of the least likely
-logit that they keep are found four at a time, by counts (top-k) or masses (top-p) for each of the sixteen digits. Rows
-that are greedy or unfiltered leave the kernels they do not need at once, so any mix costs what its rows need.
+temperature, top-k, top-p (`token_search`), Gumbel-max with Philox noise. Rows that are greedy or unfiltered leave the
+kernels they do not need at once, so any mix costs what its rows need.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from replicas.kernels.token_search import GREEDY_BELOW, find_threshold, float_of, key_of, narrow, row_maximum
 from replicas.slot_columns import DROP_MASS, LAST_TOKEN, SEED, TEMPERATURE, TOP_K
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -22,24 +22,9 @@ else:
     libdevice = None  # Triton's interpreter has none; NumPy's logarithm is exact enough there
 
 _NOT_A_TOKEN = tl.constexpr(-1)
-_GREEDY_BELOW = tl.constexpr(1e-5)
 _LAST_TOKEN, _SEED, _TOP_K = tl.constexpr(LAST_TOKEN), tl.constexpr(SEED), tl.constexpr(TOP_K)
 _TEMPERATURE, _DROP_MASS = tl.constexpr(TEMPERATURE), tl.constexpr(DROP_MASS)
 _BLOCK = 4096
-
-
-@triton.jit
-def _float_of(bits):
-    """A float32 kept as the low half of an int64."""
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_of(x, SHIFT: tl.constexpr):
-    """An integer in the order of the float32 x; SHIFT drops the low bits that its original type does not have."""
-    bits = x.to(tl.int32, bitcast=True)
-    flipped = tl.where(bits < 0, ~bits, bits | -2147483648)
-    return flipped.to(tl.uint32, bitcast=True).to(tl.int64) >> SHIFT
 
 
 @triton.jit
@@ -54,14 +39,6 @@ def _gumbel(word, EXACT: tl.constexpr):
         exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest))
         gumbel = -tl.log(exponential)
     return gumbel
-
-
-@triton.jit
-def _row_maximum(partial_values, row, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr):
-    index = tl.arange(0, BLOCKS_PADDED)
-    values = tl.load(partial_values + row * NUM_BLOCKS + index, mask=index < NUM_BLOCKS, other=float("-inf"))
-    # A row of only -inf has no finite maximum, and -inf - -inf would be NaN.
-    return tl.maximum(tl.max(values, 0), -3.4028234663852886e38)
 
 
 @triton.jit
@@ -80,132 +57,6 @@ def _best_of_block(
     tl.store(values + out, best)
     tl.store(indices + out, block * BLOCK + at)
     tl.store(broken + out, tl.max(is_nan.to(tl.int32), 0))
-
-
-@triton.jit
-def _picked(sums, bracket, target, shift, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, IS_MASS: tl.constexpr):
-    """The bracket after a pass: `bracket` and the pass's four bits, from its blocks' sums [NUM_BLOCKS, 16] at `sums`.
-
-    target: how many tokens to keep, or the share of the mass that may be dropped.
-    """
-    blocks, digits = tl.arange(0, BLOCKS_PADDED), tl.arange(0, 16)
-    places = blocks[:, None] * 16 + digits[None, :]
-    totals = tl.sum(tl.load(sums + places, mask=(blocks < NUM_BLOCKS)[:, None], other=0.0), 0)
-    if IS_MASS:
-        limit = target * tl.sum(tl.where(digits == 0, totals, 0.0), 0)
-        holds = totals <= limit
-    else:
-        holds = totals >= target
-    # The sums fall, or rise, with the digit: so many hold as the largest digit that does.
-    digit = tl.sum((holds & (digits > 0)).to(tl.int64), 0)
-    return bracket + (digit << shift)
-
-
-@triton.jit
-def _narrow(
-    logits,
-    sums,
-    brackets,
-    partial_values,
-    state,
-    slots,
-    logits_stride,
-    state_stride,
-    num_rows,
-    VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PASS: tl.constexpr,
-    NUM_PASSES: tl.constexpr,
-    SHIFT: tl.constexpr,
-    IS_MASS: tl.constexpr,
-) -> None:
-    """One pass of the search for the least likely token to keep: four bits of its key, from the highest down.
-
-    Sums of a block for each digit d: the number of tokens at or above the bracket's digit d (top-k), or the mass of the
-    kept ones below it, and at 0 the mass of all kept (top-p, whose brackets and sums lie behind those of top-k).
-    """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    params = state + tl.load(slots + row).to(tl.int64) * state_stride
-    temperature = _float_of(tl.load(params + _TEMPERATURE))
-    top_k = tl.load(params + _TOP_K)
-    drop_mass = _float_of(tl.load(params + _DROP_MASS))
-    has_top_k = (top_k > 0) & (top_k < VOCAB)
-    if IS_MASS:
-        is_needed = (temperature >= _GREEDY_BELOW) & (drop_mass >= 0)
-        target = drop_mass
-    else:
-        is_needed = (temperature >= _GREEDY_BELOW) & has_top_k
-        target = top_k.to(tl.float32)
-    if is_needed:
-        sums_stride: tl.constexpr = NUM_BLOCKS * 16
-        first_pass: tl.constexpr = NUM_PASSES if IS_MASS else 0
-        kept = tl.zeros([], tl.int64)
-        if IS_MASS:  # noqa: SIM102 - two conditions of two times: compilation and run
-            if has_top_k:
-                last = (NUM_PASSES - 1) * num_rows + row
-                kept = _picked(
-                    sums + last * sums_stride, tl.load(brackets + last), top_k.to(tl.float32), 0,
-                    NUM_BLOCKS, BLOCKS_PADDED, False,
-                )  # fmt: skip
-        bracket = tl.zeros([], tl.int64)
-        if PASS > 0:
-            before = (first_pass + PASS - 1) * num_rows + row
-            bracket = _picked(
-                sums + before * sums_stride, tl.load(brackets + before), target, 4 * (NUM_PASSES - PASS),
-                NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
-            )  # fmt: skip
-        place = (first_pass + PASS) * num_rows + row
-        tl.store(brackets + place, bracket)  # every block of the row stores the same
-        maximum = _row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-        digits = tl.arange(0, 16)
-        total = tl.zeros([16, 256], tl.float32)
-        for first in range(0, BLOCK, 256):
-            ids = block * BLOCK + first + tl.arange(0, 256)
-            x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            key = _key_of(x, SHIFT)
-            above = (key - bracket) >> (4 * (NUM_PASSES - 1 - PASS))
-            if IS_MASS:
-                mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
-                is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
-                total += tl.where(is_counted, mass[None, :], 0.0)
-            else:
-                is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
-                total += is_counted.to(tl.float32)
-        tl.store(sums + (place * NUM_BLOCKS + block) * 16 + digits, tl.sum(total, 1))
-
-
-@triton.jit
-def _threshold(
-    sums,
-    brackets,
-    maximum,
-    top_k,
-    drop_mass,
-    row,
-    num_rows,
-    VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    NUM_PASSES: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
-    """The key of the least likely token that the row's top-k, then its top-p, keep; 0 when they keep all."""
-    threshold = tl.zeros([], tl.int64)
-    if (top_k > 0) & (top_k < VOCAB):
-        last = (NUM_PASSES - 1) * num_rows + row
-        threshold = _picked(
-            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), top_k.to(tl.float32), 0,
-            NUM_BLOCKS, BLOCKS_PADDED, False,
-        )  # fmt: skip
-    if drop_mass >= 0:
-        last = (2 * NUM_PASSES - 1) * num_rows + row
-        found = _picked(
-            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), drop_mass, 0, NUM_BLOCKS, BLOCKS_PADDED, True
-        )
-        threshold = tl.maximum(threshold, tl.minimum(found, _key_of(maximum, SHIFT)))
-    return threshold
 
 
 @triton.jit
@@ -235,13 +86,13 @@ def _draw_of_block(
     """For sampled rows: the largest scaled logit plus noise of each block of the vocabulary."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
-    temperature = _float_of(tl.load(params + _TEMPERATURE))
-    if temperature >= _GREEDY_BELOW:
-        maximum = _row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
+    temperature = float_of(tl.load(params + _TEMPERATURE))
+    if temperature >= GREEDY_BELOW:
+        maximum = row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
         threshold = tl.zeros([], tl.int64)
         if IS_FILTERED:
-            top_k, drop_mass = tl.load(params + _TOP_K), _float_of(tl.load(params + _DROP_MASS))
-            threshold = _threshold(
+            top_k, drop_mass = tl.load(params + _TOP_K), float_of(tl.load(params + _DROP_MASS))
+            threshold = find_threshold(
                 sums, brackets, maximum, top_k, drop_mass, row, num_rows, VOCAB, NUM_BLOCKS, BLOCKS_PADDED,
                 NUM_PASSES, SHIFT,
             )  # fmt: skip
@@ -255,7 +106,7 @@ def _draw_of_block(
         for lane in tl.static_range(4):
             ids = groups * 4 + lane
             x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            is_kept = (_key_of(x, SHIFT) >= threshold) & (x == x)
+            is_kept = (key_of(x, SHIFT) >= threshold) & (x == x)
             scores = (x - maximum) / temperature + _gumbel(words[lane].to(tl.uint32), EXACT)
             scores = tl.where(is_kept, scores, float("-inf"))
             lanes = tl.where(scores > best, lane, lanes)
@@ -292,7 +143,7 @@ def _choose(
     _, at = tl.max(greedy, 0, return_indices=True, return_indices_tie_break_left=True)
     chosen = tl.load(greedy_indices + row * NUM_BLOCKS + at)
     if HAS_SAMPLED:  # noqa: SIM102 - likewise
-        if _float_of(tl.load(params + _TEMPERATURE)) >= _GREEDY_BELOW:
+        if float_of(tl.load(params + _TEMPERATURE)) >= GREEDY_BELOW:
             drawn = tl.load(drawn_values + places, mask=mask, other=float("-inf"))
             _, drawn_at = tl.max(drawn, 0, return_indices=True, return_indices_tie_break_left=True)
             chosen = tl.load(drawn_indices + row * NUM_BLOCKS + drawn_at)
@@ -348,7 +199,7 @@ def draw_tokens(
             brackets = empty(2 * num_passes, num_rows, dtype=torch.int64)
             for is_mass in (False, True):
                 for number in range(num_passes):
-                    _narrow[every_block](
+                    narrow[every_block](
                         logits, sums, brackets, greedy_values, state, slots, stride, state_stride, num_rows,
                         PASS=number, IS_MASS=is_mass, **search,
                     )  # fmt: skip
