@@ -239,9 +239,9 @@ def test_a02_a23_a25_a26_a28_c05_refused_values(name: str, value: Any) -> None:
 
 
 def test_a26_a_huge_n_is_refused_at_once() -> None:
-    started = time.monotonic()
+    started_s = time.thread_time()  # not the clock's: other tests run beside this one
     assert "at most 8" in refused_field("n", n=1_000_000_000)
-    assert time.monotonic() - started < 0.05
+    assert time.thread_time() - started_s < 0.05
 
 
 def test_a07_max_completion_tokens_goes_first() -> None:
