@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.attempt_failed import AttemptFailed
 from cluster.pool_client import ReplicaLost
@@ -17,9 +17,11 @@ class AttemptHistory:
     num_failed: int = 0
     excluded: frozenset[str] = frozenset()
 
-    def after(self, failure: AttemptFailed, route: Route) -> AttemptHistory:
+    def after(self, failure: AttemptFailed, route: Route, is_search: bool = False) -> AttemptHistory:
         if failure.status is CallStatus.EVICTED:
-            return self  # memory ran short: nobody's fault, and it comes to an end, as every replay adds a token
+            # Memory ran short: nobody's fault, and it comes to an end, as every replay adds a token. Not so for a beam
+            # search, which begins anew.
+            return replace(self, num_failed=self.num_failed + is_search)
         cause = failure.__cause__
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}

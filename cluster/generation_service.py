@@ -54,7 +54,7 @@ class GenerationService:
             self._num_kept(body),
         )
         default = self._config.limits.max_tokens_default_chat
-        generation = self._generation(body, [ids], [None], default, timer)
+        generation = await self._generation(body, [ids], [None], default, timer)
         return generation, self._answer(ChatAnswer, new_chat_id(), body)
 
     async def completion(self, body: CompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
@@ -70,7 +70,7 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        generation = self._generation(body, prompts, echoes, default, timer)
+        generation = await self._generation(body, prompts, echoes, default, timer)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
     @property
@@ -103,11 +103,11 @@ class GenerationService:
         )
 
     def _check_model(self, body: GenerationBody) -> None:
-        if body.unknown_fields:
-            logger.info("ignored fields", extra={"event": "ignored_fields", "fields": body.unknown_fields})
+        if fields := body.unknown_fields:
+            logger.info("ignored fields", extra={"event": "ignored_fields", "fields": fields})
         check_model(body.model, self._config.model.name)
 
-    def _generation(
+    async def _generation(
         self,
         body: GenerationBody,
         prompts: Sequence[list[int]],
@@ -117,8 +117,12 @@ class GenerationService:
     ) -> TextGeneration:
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
-        specs = [self._spec(body, ids, stop_ids, default_max_tokens) for ids in prompts]
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if body.bad_words:
+            bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
+        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
         self._check_product(body, specs)
+        self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
         choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
         timer.prompt(sum(map(len, prompts)))
@@ -137,7 +141,12 @@ class GenerationService:
         )
 
     def _spec(
-        self, body: GenerationBody, ids: list[int], stop_ids: frozenset[int], default_max_tokens: int | None
+        self,
+        body: GenerationBody,
+        ids: list[int],
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+        default_max_tokens: int | None,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         beam = beam_params(body)
@@ -147,16 +156,22 @@ class GenerationService:
             num_choices=body.n if beam is not None else body.num_generated_choices,
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
-            sampling=self._sampling(body, stop_ids, max_tokens),
+            sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
             timeout_s=self._config.ingress.request_timeout_s,
             beam=beam,
         )
 
-    def _sampling(self, body: GenerationBody, stop_ids: frozenset[int], max_tokens: int) -> SamplingParams:
+    def _sampling(
+        self,
+        body: GenerationBody,
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+    ) -> SamplingParams:
         if body.min_tokens > max_tokens:
             message = f"min_tokens must be at most {max_tokens}, the most tokens that this answer can have"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
-        return sampling_params(body, self._tokenizer, stop_ids, body.num_logprobs, body.num_prompt_logprobs)
+        return sampling_params(body, self._tokenizer, stop_ids, bad_words, body.num_logprobs, body.num_prompt_logprobs)
 
     def _max_tokens(self, body: GenerationBody, prompt_len: int, default_max_tokens: int | None) -> int:
         context = self._config.model.max_model_len
@@ -185,4 +200,19 @@ class GenerationService:
                 f"tokens; at most {most} are allowed in one request",
                 param=several if body.num_generated_choices > 1 else "max_tokens",
                 code="too_many_tokens",
+            )
+
+    def _check_report(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
+        if body.num_prompt_logprobs is None:
+            return
+        most = self._config.limits.max_reported_logprobs
+        num_choices, num_each = body.num_generated_choices, body.num_prompt_logprobs + 1
+        total = sum(len(spec.prompt_ids) for spec in specs) * num_choices * num_each
+        if total > most:
+            raise ApiError(
+                400,
+                f"the prompts' tokens, {num_choices} choices and {num_each} log-probabilities each make {total} to "
+                f"report; at most {most} are allowed in one request",
+                param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+                code="too_many_logprobs",
             )

@@ -43,7 +43,7 @@ def load_api_keys(config: AuthConfig) -> ApiKeys | None:
     keys: list[str] = []
     if config.api_keys_file is not None:
         try:
-            lines = [line.strip() for line in config.api_keys_file.read_text("utf-8").splitlines()]
+            lines = [line.strip() for line in config.api_keys_file.read_text("utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"auth.api_keys_file: {config.api_keys_file} cannot be read: {error}") from None
         keys += [line for line in lines if line and not line.startswith("#")]

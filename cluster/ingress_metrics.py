@@ -8,13 +8,6 @@ from replicas.metric_set import MetricSet
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
-    "/v1/models",
-    "/tokenize",
-    "/detokenize",
-    "/health",
-    "/health/ready",
-    "/metrics",
-    "/version",
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
@@ -49,7 +42,7 @@ class IngressMetrics(MetricSet):
 
     def _add_outcomes(self) -> None:
         self.requests = self.counter(
-            "splitserve_requests", "HTTP requests ended", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}
+            "splitserve_requests", "Generation requests ended", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}
         )
         self.successes = self.counter(
             "splitserve_request_success", "Choices generated to their end", {"finish_reason": FINISH_REASONS}

@@ -30,6 +30,9 @@ _WORDS = {
     "float_type": "must be a number",
 }
 
+# Several times what any API has: looking at each name is work that grows with the body.
+_MAX_FIELDS = 256
+
 _SUBJECT = re.compile(r"^(Input|List) should")
 
 
@@ -50,6 +53,8 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if len(body) > _MAX_FIELDS:
+        raise ApiError(400, f"the body has {len(body)} fields; at most {_MAX_FIELDS} are allowed", code="invalid_value")
     refuse_unsupported(body, getattr(model_class, "fields_elsewhere", {}))
     try:
         return model_class.model_validate(body, context=limits)

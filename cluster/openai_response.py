@@ -15,7 +15,6 @@ from cluster.openai_logprobs import LogprobsReport, ScoredToken, chat_logprobs, 
 
 SSE_DONE = b"data: [DONE]\n\n"
 # A comment line: keeps connections open while a request waits; clients ignore it.
-SSE_PING = b": ping\n\n"
 
 
 @dataclass(frozen=True, slots=True)

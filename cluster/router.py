@@ -134,7 +134,7 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
-                past = past.after(failure, attempt.route)
+                past = past.after(failure, attempt.route, is_search=leg.spec.beam is not None)
                 if not self._may_retry(leg, failure, past, deadline_s):
                     raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
@@ -218,7 +218,7 @@ class Router:
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
         request = leg.request("", 0.0)
         prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
-        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size)
+        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size, leg.spec.beam is not None)
         decided = choose_route(
             need, self._view.decode_candidates(), self._view.prefill_candidates(), self._rules, excluded
         )

@@ -19,6 +19,7 @@ class Need:
     max_tokens: int
     num_choices: int
     block_size: int
+    is_search: bool = False  # a beam search
 
     @property
     def prefill_blocks(self) -> int:
@@ -71,6 +72,8 @@ class DecodeCandidate:
         return all(need.blocks_after(min(num_rows, end)) <= room for room, end in zip(rooms, ends, strict=True))
 
     def _num_rows(self, need: Need) -> int:
+        if need.is_search:
+            return need.max_tokens - 1  # decode promises it all that it can ever need
         return min(need.max_tokens, self.expected_tokens or need.max_tokens) - 1
 
 

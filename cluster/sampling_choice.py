@@ -27,6 +27,7 @@ def sampling_params(
     body: SamplingFields,
     tokenizer: Tokenizer,
     stop_ids: frozenset[int],
+    bad_words: tuple[tuple[int, ...], ...],
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> SamplingParams:
@@ -35,7 +36,6 @@ def sampling_params(
     """
     tokenizer.check_ids(list(body.logit_bias), "logit_bias")
     tokenizer.check_ids(body.allowed_token_ids, "allowed_token_ids")
-    bad_words = tokenizer.bad_word_sequences(body.bad_words) if body.bad_words else ()
     if body.allowed_token_ids:
         forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if body.min_tokens else frozenset())
         if forbidden.issuperset(body.allowed_token_ids):

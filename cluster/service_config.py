@@ -30,7 +30,7 @@ class IngressConfig(Section):
         default=256,
         ge=0,
         le=1_000_000,
-        description="Most requests in each ingress that no decode replica has admitted yet. Beyond: status 429",
+        description="Most requests in each ingress that wait for memory or a slot. Beyond: status 429",
     )
     queue_timeout_s: Seconds = Field(default=30.0, description="Longest wait for admission. Beyond: status 429")
     request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
@@ -141,7 +141,12 @@ class LimitsConfig(Section):
     max_generated_tokens: int = Field(
         default=262_144,
         ge=1,
-        description="Most tokens one request may cause: prompts times n times max_tokens",
+        description="Most tokens one request may cause: prompts times choices (n, best_of or beams) times max_tokens",
+    )
+    max_reported_logprobs: int = Field(
+        default=200_000,
+        ge=1,
+        description="Most log-probabilities of prompt tokens that one answer reports, of all prompts and choices",
     )
     min_priority: int = Field(
         default=0,

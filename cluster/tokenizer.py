@@ -62,7 +62,8 @@ class Tokenizer:
         generation_config = _read_json(folder_or_hub_id, "generation_config.json")
         num_ids = max(bytes_of_token) + 1
         self.vocab_size = min(num_ids, _vocab_size(model_config) or num_ids)
-        self.eos_token_ids = frozenset(_ids(loaded.eos_token_id) + _ids(generation_config.get("eos_token_id")))
+        ends = _ids(loaded.eos_token_id) + _ids(generation_config.get("eos_token_id"))
+        self.eos_token_ids = frozenset(id_ for id_ in ends if id_ < self.vocab_size)
         self.bos_token_id: int | None = loaded.bos_token_id
         longest = max(map(len, [*bytes_of_token.values(), *map(str.encode, control_tokens.secret_names.values())]))
         self._max_bytes_per_token = longest * _shrink_factor(spec["normalizer"])
@@ -120,11 +121,12 @@ class Tokenizer:
         """Token sequences that write these words, each with and without a space in front; none twice.
 
         A model has usually one token for a word within a text and another for one that begins it. Control tokens in a
-        word count as such.
+        word count as such. Sequences with tokens that the model can't choose are left out.
         """
         texts = [space + word.lstrip(" ") for word in words for space in ("", " ")]
         encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encoded if encoding.ids))
+        sequences = dict.fromkeys(tuple(encoding.ids) for encoding in encoded if encoding.ids)
+        return tuple(ids for ids in sequences if max(ids) < self.vocab_size)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; bytes that are no UTF-8 become U+FFFD."""

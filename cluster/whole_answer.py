@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,20 @@ async def whole_answer(generation: TextGeneration, answer: Answer, num_kept: int
                 of_choice.tokens += delta.scored
                 if delta.token_id is not None:
                     of_choice.ids.append(delta.token_id)
+    if answer.report is None:
+        return _put_together(generation, answer, parts, num_kept)
+    # Many small objects: other requests' tokens must not wait for them.
+    return await asyncio.to_thread(_put_together, generation, answer, parts, num_kept)
+
+
+def _put_together(
+    generation: TextGeneration, answer: Answer, parts: Mapping[int, _Parts], num_kept: int
+) -> tuple[dict[str, Any], list[str]]:
     kept = generation.best(num_kept)
+    of_prompt: dict[int, list[dict[str, Any] | None] | None] = {}  # by the list that all choices of a prompt share
+    for choice in kept:
+        if id(choice.prompt_logprobs) not in of_prompt:
+            of_prompt[id(choice.prompt_logprobs)] = _prompt_logprobs(generation, choice, answer)
     choices = [
         Choice(
             index,
@@ -47,7 +62,7 @@ async def whole_answer(generation: TextGeneration, answer: Answer, num_kept: int
             str(choice.finish_reason),
             tuple(parts[choice.index].ids) if answer.return_token_ids else None,
             tuple(parts[choice.index].tokens),
-            _prompt_logprobs(generation, choice, answer),
+            of_prompt[id(choice.prompt_logprobs)],
         )
         for index, choice in enumerate(kept)
     ]

@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -24,7 +24,7 @@ import torch
 from replicas.engine_metrics import EngineMetrics
 from replicas.engine_status import EngineStatus, StepClock
 from replicas.fault_points import FaultPoints
-from replicas.messages import CallStatus, EngineLoad, PromptLogprobs
+from replicas.messages import CallStatus, EngineLoad, TokenLogprobs
 from replicas.model_runner import ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
 from replicas.step_recorder import StepRecorder
@@ -175,8 +175,12 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
         self.recorder.committed(output.step_id)
-        broken = {token.request_id: _BROKEN[token.token_id] for token in output.tokens if token.token_id in _BROKEN}
-        broken |= {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt)}
+        broken = {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt.positions)}
+        for token in output.tokens:
+            kind = NOT_A_TOKEN if _has_nan((token.logprobs,)) else token.token_id
+            # What comes behind a choice's end may be anything: it is dropped.
+            if kind in _BROKEN and self.scheduler.counts(token):
+                broken[token.request_id] = _BROKEN[kind]
         for request_id, (status, detail) in broken.items():
             self._end(request_id, RequestState.FAILED, status, detail)
         if broken:
@@ -254,5 +258,5 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         """The thread ends: release what it owns."""
 
 
-def _has_nan(prompt: PromptLogprobs) -> bool:
-    return any(position is not None and math.isnan(position.logprob) for position in prompt.positions)
+def _has_nan(positions: Iterable[TokenLogprobs | None]) -> bool:
+    return any(position is not None and math.isnan(position.logprob) for position in positions)

@@ -1,7 +1,8 @@
 """One request's failure must not be its batch-mates' (design law 6).
 
 A step that raises is run again in pieces, one sequence at a time. That is sound because a pass may be
-repeated: it writes the same KV to the same positions, and sampling has no state.
+repeated: it writes the same KV to the same positions, and the slots remember its tokens only when nothing can
+fail any more.
 """
 
 from __future__ import annotations

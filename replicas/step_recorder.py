@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from scheduler.plan import StepPlan
 from scheduler.step_shape import StepShape
+
+logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
@@ -31,7 +34,7 @@ class StepRecorder:
             self._launched.append((plan.step_id, now_s, StepShape.of(plan)))
 
     def committed(self, step_id: int) -> None:
-        """Its tokens are here. Writes a line; abandoned steps before it are forgotten. Raises OSError."""
+        """Its tokens are here. Writes a line; abandoned steps before it are forgotten. Stops where it can't write."""
         if self._path is None:
             return
         end_s = time.monotonic()
@@ -39,6 +42,15 @@ class StepRecorder:
             launched_id, launched_s, shape = self._launched.popleft()
             if launched_id == step_id:
                 start_s = max(launched_s, self._last_end_s)
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]) + "\n")
+                self._write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]))
         self._last_end_s = end_s
+
+    def _write(self, line: str) -> None:
+        if self._path is None:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:  # no request must suffer from it
+            logger.warning("steps are recorded no more", exc_info=True, extra={"event": "step_record_failed"})
+            self._path = None

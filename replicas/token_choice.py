@@ -54,12 +54,14 @@ def choose_tokens(logits: Tensor, places: Sequence[SamplePlace], slots: SlotStat
     own_logits = logits[list(scored)] if scored else None  # a copy, before the rules
     ruled = slots.rules.apply(logits, places)
     tokens = _checked(sample(logits, slots.sampling_batch(places)), logits, ruled)
-    slots.store_tokens(places, tokens)
     if own_logits is None:
-        return TokenChoice(tokens)
-    num_top = tuple(slots.num_logprobs[places[index].slot] for index in scored)
-    scores = TokenScores.of(own_logits, tokens[list(scored)], max(num_top))
-    return TokenChoice(tokens, scored, num_top, scores)
+        choice = TokenChoice(tokens)
+    else:
+        num_top = tuple(slots.num_logprobs[places[index].slot] for index in scored)
+        choice = TokenChoice(tokens, scored, num_top, TokenScores.of(own_logits, tokens[list(scored)], max(num_top)))
+    # Last, as nothing may raise after it: a step that fails is run again, from the slots as they were.
+    slots.store_tokens(places, tokens)
+    return choice
 
 
 def _checked(tokens: Tensor, logits: Tensor, ruled: list[int]) -> Tensor:

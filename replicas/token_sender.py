@@ -251,8 +251,11 @@ class TokenSender:
 
 
 def _num_tokens(frame: Frame) -> int:
-    """Generated ones, and prompt tokens whose log-probabilities it carries."""
-    return len(frame.tokens) + sum(len(part.positions) for part in frame.prompts)
+    """Generated ones, prompt tokens whose log-probabilities it carries, and candidates beside any of them."""
+    scored = [item.logprobs for item in frame.tokens]
+    for part in frame.prompts:
+        scored += part.positions
+    return sum(1 if scores is None else 1 + len(scores.top) for scores in scored)
 
 
 def _close(channel: _Channel, linger_ms: int) -> None:

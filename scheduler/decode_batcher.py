@@ -79,6 +79,11 @@ class DecodeBatcher:
             request.last_step_id = step_id
         return rows, stalled
 
+    def counts(self, token: SampledToken) -> bool:
+        """Whether it is the next one of its choice, and not surplus."""
+        request = self._running.get(token.request_id) or self._paused.get(token.request_id)
+        return request is not None and _live_sequence(request, token.choice) is not None
+
     def commit(self, token: SampledToken) -> TokenEvent | None:
         """Take one sampled token into account; None when it is surplus, or a beam's: see `beams`. Mutates."""
         request = self._running.get(token.request_id) or self._paused.get(token.request_id)

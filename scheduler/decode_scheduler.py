@@ -15,7 +15,7 @@ from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_scheduler import EngineScheduler, PoolLimits
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 from scheduler.outcome import TokenEvent
-from scheduler.plan import StepOutput, StepPlan
+from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.preemption import Preemption, growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 
@@ -173,6 +173,9 @@ class DecodeScheduler(EngineScheduler):
                 self._choice_ended(event.request_id, now_s)
         self._project_from_now()
         return tuple(events)
+
+    def counts(self, token: SampledToken) -> bool:
+        return self.batch.counts(token)
 
     def _choice_ended(self, request_id: str, now_s: float) -> None:
         request = self.get(request_id)

@@ -15,7 +15,7 @@ from scheduler.block_allocator import BlockAllocator
 from scheduler.deadlines import Deadlines
 from scheduler.memory_budget import Budget
 from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
-from scheduler.plan import StepPlan
+from scheduler.plan import SampledToken, StepPlan
 from scheduler.plan_builder import PlanBuilder
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
@@ -138,6 +138,10 @@ class EngineScheduler(ABC):
         choices = request.choices[: self._slots_needed(request)]
         request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
         self._on_admitted(request)
+
+    def counts(self, token: SampledToken) -> bool:
+        """Whether a sampled token is one of its request's, and not surplus."""
+        return self.get(token.request_id) is not None
 
     def get(self, request_id: str) -> Request | None:
         """The request, while it holds anything and is not over."""

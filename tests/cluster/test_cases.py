@@ -156,6 +156,15 @@ async def test_a04_the_message_names_the_length_and_the_limit() -> None:
         assert all(number in message for number in ("500", "100", "512", "12"))
 
 
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 4}, {"logprobs": 4, "echo": True}])
+async def test_a_report_of_too_many_prompt_logprobs_is_refused(fields: dict[str, Any]) -> None:
+    async with api_client(max_reported_logprobs=399) as c:
+        response = await c.send(TEXT, {"prompt": "x" * 10, "n": 8, "max_tokens": 1, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "too_many_logprobs", next(iter(fields)))
+        assert all(number in error["message"] for number in ("8", "5", "400", "399"))
+
+
 async def test_a26_huge_n_is_refused_at_once() -> None:
     async with api_client() as c:
         await c.send(TEXT, {"n": 0})

@@ -238,10 +238,16 @@ def test_a02_a23_a25_a26_a28_c05_refused_values(name: str, value: Any) -> None:
     refused_field(name, **{name: value})
 
 
+def test_more_fields_than_any_api_has_are_refused() -> None:
+    error = refusal(json.dumps({f"field{i}": 1 for i in range(257)}).encode())
+    assert (error.status, error.code) == (400, "invalid_value")
+    assert "257 fields" in error.message
+
+
 def test_a26_a_huge_n_is_refused_at_once() -> None:
-    started = time.monotonic()
+    started_s = time.thread_time()  # not the clock's: other tests run beside this one
     assert "at most 8" in refused_field("n", n=1_000_000_000)
-    assert time.monotonic() - started < 0.05
+    assert time.thread_time() - started_s < 0.05
 
 
 def test_a07_max_completion_tokens_goes_first() -> None:

@@ -36,7 +36,7 @@ def settings(pool: str, **changes: Any) -> EngineSettings:
         model=ModelSettings(model_folder(), str(CACHE_DIR), "float32", 1024, "auto", trust_remote_code=False),
         transfer=TransferSettings("UCX", lease_s=60.0, verify_digest=True, net_devices=None),
         device="cpu",
-        num_threads=2,
+        num_threads=1,
         block_size=16,
         kv_capacity_tokens=4096,
         kv_memory_bytes=None,

@@ -41,7 +41,7 @@ def reference() -> Reference:
     return Reference(AutoModelForCausalLM.from_pretrained(model_folder(), dtype=torch.float32).eval())
 
 
-@pytest.fixture(scope="module", params=["1p1d lag 0", "1p1d lag 1", "colocated lag 1"])
+@pytest.fixture(scope="module", params=["1p1d lag 1", "colocated lag 1"])
 def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
     changes = {"lag": int(request.param[-1]), "max_step_tokens": STEP_TOKENS}
     prefill = settings("prefill", **changes) if "1p1d" in request.param else None

@@ -162,6 +162,25 @@ def test_rules_that_leave_nothing_are_told_from_broken_logits() -> None:
     assert slots.last_token.min() >= 0
 
 
+def test_a_choice_that_fails_leaves_the_slots_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the step can be run again in pieces."""
+    slots = SlotState(1, 1, 200)
+    places = feed(slots, [Row(SamplingParams(temperature=0.0, num_logprobs=2), (4, 5, 6), (7,))])
+    before = slots.last_token.clone()
+    logits = logits_of(3, 1)
+    first = choose_tokens(logits.clone(), places, slots).read_tokens()
+    assert slots.last_token.tolist() == first
+    slots.last_token.copy_(before)
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("replicas.token_choice.TokenScores.of", out_of_memory)
+    with pytest.raises(MemoryError):
+        choose_tokens(logits, places, slots)
+    assert slots.last_token.tolist() == before.tolist() != first
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_greedy_and_sampled_choices_obey(temperature: float) -> None:
     rows = random_rows(7, lambda _: replace(RULES["all"], temperature=temperature, seed=3))

@@ -189,3 +189,15 @@ def test_tokens_of_unknown_and_cancelled_requests_are_surplus() -> None:
     assert scheduler.commit(output, 0.0) == ()
     assert (scheduler.batch.num_forwarded_tokens, scheduler.batch.num_surplus_tokens) == (0, 2)
     assert scheduler.allocator.num_free == 20
+
+
+def test_what_comes_behind_a_choices_end_does_not_count() -> None:
+    """At lag 1 its row is launched already: whatever it brings must not end the other choices."""
+    scheduler = DecodeScheduler(limits(), lag=1)
+    running(scheduler, make_request(prompt_len=3, choices=(0, 1), max_tokens=9, local_prefill=False))
+    first = scheduler.plan(0.0)
+    assert first is not None
+    assert scheduler.plan(0.0) is not None  # before the tokens of the first are known
+    scheduler.commit(StepOutput(first.step_id, (SampledToken("r", 0, STOP), SampledToken("r", 1, 8))), 0.0)
+    assert [scheduler.counts(SampledToken("r", choice, -2)) for choice in (0, 1, 2)] == [False, True, False]
+    assert not scheduler.counts(SampledToken("another", 0, 8))

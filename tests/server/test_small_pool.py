@@ -30,16 +30,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.mark.timeout(600)
-def test_sixteen_requests_of_two_hundred_tokens(server: RunningServer) -> None:
-    """Each needs 13 of 40 blocks, so three run and the others queue. The first 64 tokens have a golden output; all
-    200 must be what the same request gives alone."""
+@pytest.mark.parametrize("num_tokens", [136, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_sixteen_requests_at_once(server: RunningServer, num_tokens: int) -> None:
+    """Each needs 9 (or 13) of 40 blocks, so four (three) run and the others queue. The first 64 tokens have a golden
+    output; all must be what the same request gives alone."""
     goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:16]
     assert len(goldens) == 16
-    requests = [golden_request(golden, 200 - len(golden.prompt_ids)) for golden in goldens]
+    requests = [golden_request(golden, num_tokens - len(golden.prompt_ids)) for golden in goldens]
     answers = post_all(server, requests, num_at_once=16)
     for golden, (answer,) in zip(goldens, answers, strict=True):
         golden.check(answer.token_ids[:64])
-        assert len(answer.token_ids) == 200 - len(golden.prompt_ids)
+        assert len(answer.token_ids) == num_tokens - len(golden.prompt_ids)
         assert answer.finish_reason == "length"
     with server.client() as client:
         assert post(client, *requests[0]) == answers[0]
