@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
 import torch
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-if not _HAS_TRITON:
-    collect_ignore_glob = ["test_*.py"]  # replaced by one skipped test, below, that says why
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
