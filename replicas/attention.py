@@ -29,6 +29,13 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
+def refuse_arguments(module: nn.Module, arguments: dict[str, object]) -> None:
+    """Raise UnsupportedAttention when the model passes one that we do not compute."""
+    for name in _UNSUPPORTED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={arguments[name]}")
+
+
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -46,9 +53,7 @@ def paged_attention(
     Returns [1, num_tokens, num_heads, head_dim] and no weights. attention_mask is ignored: causality
     follows from the step's positions. Raises UnsupportedAttention.
     """
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={arguments[name]}")
+    refuse_arguments(module, arguments)
     paged.num_calls += 1
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     by_token = query[0].transpose(0, 1)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from replicas.decode_engine import DecodeEngine
+from replicas.device_runner import make_runner
 from replicas.engine import Engine, EngineParts, SchedulerT
 from replicas.engine_metrics import EngineMetrics
 from replicas.fault_points import FaultPoints
@@ -22,7 +23,6 @@ from replicas.messages import TransferPeer
 from replicas.metric_set import FamilySnapshot
 from replicas.metrics import PoolMetrics
 from replicas.model_loader import LoadedModel, load_model
-from replicas.model_runner import ModelRunner
 from replicas.nixl_transport import NixlTransport
 from replicas.prefill_engine import PrefillEngine
 from replicas.settings import EngineSettings
@@ -134,10 +134,12 @@ class _Base:
         self.pool = KvPool(self.layout, num_blocks, device)
         _progress("KV pool allocated", started_s, tokens=num_blocks * settings.block_size)
         self.num_host_blocks = host_blocks(settings, self.layout, num_blocks)
-        self.runner = ModelRunner(
+        self.runner = make_runner(
             loaded, self.pool, settings.max_sequences, settings.model.max_model_len, self.num_host_blocks
         )
         self.runner.self_check()
+        _progress("self-check passed", started_s)
+        self.runner.warm_up()
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
         self.fingerprint = _fingerprint(loaded, self.layout)

@@ -62,12 +62,16 @@ class JoinedLinear(nn.Module):
         self.sizes = [part.out_features for part in parts]
         self._held = _Held()
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """All parts of x, [..., sum of sizes]."""
+        return F.linear(x, self.weight, self.bias)
+
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Part `index` of the product with x, [..., sizes[index]]: a view of it, not contiguous."""
         held = self._held
         if x is not held.input or index not in held.waiting:
             held.input = x
-            held.waiting = dict(enumerate(F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)))
+            held.waiting = dict(enumerate(self.product(x).split(self.sizes, dim=-1)))
         output = held.waiting.pop(index)
         if not held.waiting:
             held.input = None

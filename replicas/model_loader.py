@@ -59,7 +59,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     refuse_unsupported(config)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
-    model = _load_weights(settings, folder, config, dtype)
+    model = _load_weights(settings, folder, config, dtype, device)
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
     model = model.to(device).eval().requires_grad_(False)
@@ -78,18 +78,23 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     )
 
 
-def _load_weights(settings: ModelSettings, folder: str, config: Any, dtype: torch.dtype) -> nn.Module:
+def _load_weights(
+    settings: ModelSettings, folder: str, config: Any, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """On the device from the start: nothing is made, or kept, in host memory for a GPU."""
     if settings.load_format == "dummy":
         torch.manual_seed(0)  # every replica must hold the same random weights
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=settings.trust_remote_code
-        )
+        with device:
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=settings.trust_remote_code
+            )
         return model
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         trust_remote_code=settings.trust_remote_code,
+        device_map=None if device.type == "cpu" else device,
     )
     return loaded
 

@@ -73,15 +73,31 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
+        self._prepare(plan)
+        if plan.is_empty:
+            return StepHandle(plan)
+        return self._compute(plan)
+
+    def warm_up(self) -> None:
+        """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving."""
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """What goes before the pass: slots, swaps, copies."""
         self._slots.apply(plan)
         self.host_pool.swap_out(plan.swap_outs)
         self.host_pool.swap_in(plan.swap_ins)
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
-        if plan.is_empty:
-            return StepHandle(plan)
+
+    def _compute(self, plan: StepPlan) -> StepHandle:
+        """The pass and the choice of a token for each row and target, which the slots keep too."""
         logits, prompts = self._forward_and_score(plan)
-        return StepHandle(plan, choose_tokens(logits, SamplePlace.all_of(plan), self._slots), prompts)
+        choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+        return StepHandle(plan, self._on_the_way(choice), prompts)
+
+    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
+        """The choice as its reader gets it: on a GPU, one that does not wait for later steps."""
+        return choice
 
     def _forward_and_score(self, plan: StepPlan) -> tuple[torch.Tensor, tuple[ChunkScores, ...]]:
         """Logits of each row and target; scores of the chunks whose prompt's are asked for."""
@@ -150,7 +166,8 @@ class ModelRunner:
         ours = config._attn_implementation
         self._model.set_attn_implementation("sdpa")
         try:
-            output = self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1)
+            input_ids = torch.tensor([ids], device=self.pool.tensor.device)
+            output = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
         finally:
             self._model.set_attn_implementation(ours)
         logits: torch.Tensor = output.logits[0, -1].float()

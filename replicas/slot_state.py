@@ -47,7 +47,8 @@ class SlotState:
 
     def sampling_batch(self, places: Sequence[SamplePlace]) -> SamplingBatch:
         """Parameters of every token that is chosen."""
-        return SamplingBatch.from_rows([(self.sampling[p.slot], p.choice, p.position) for p in places])
+        rows = [(self.sampling[p.slot], p.choice, p.position) for p in places]
+        return SamplingBatch.from_rows(rows, self.last_token.device)
 
     def store_tokens(self, places: Sequence[SamplePlace], tokens: torch.Tensor) -> None:
         """Feed back: tokens [n] become the last tokens of the places' next slots. Mutates."""

@@ -1,0 +1,1 @@
+"""The engine on one CUDA card, without Ray and HTTP."""

@@ -1,0 +1,153 @@
+"""A decode engine without Ray, channel and transfers: what is left is scheduler, runner and the engine's loop."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from replicas.decode_engine import DecodeEngine
+from replicas.device_runner import make_runner
+from replicas.engine import EngineParts
+from replicas.engine_metrics import EngineMetrics
+from replicas.fault_points import FaultPoints
+from replicas.kv_pool import KvPool
+from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
+from replicas.metrics import PoolMetrics
+from replicas.model_loader import load_model
+from replicas.model_runner import ModelRunner
+from replicas.settings import ModelSettings
+from scheduler.admission import AdmissionPolicy
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_scheduler import PoolLimits
+from scheduler.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class TimedTokens:
+    """Tokens of one request and when the engine handed each out."""
+
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+
+class RecordingSender:
+    """Stands for the token channel: keeps what a router would have been sent. Called by the engine thread."""
+
+    public_key = b""
+    has_unsent = False
+
+    def __init__(self) -> None:
+        self.streams: dict[str, TimedTokens] = {}
+
+    def open(self, channel: Any) -> None: ...
+
+    def send(self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[TokenItem]) -> None:
+        now_s = time.perf_counter()
+        for item in tokens:
+            stream = self.streams[item.request_id]
+            stream.tokens.append(item.token_id)
+            stream.times_s.append(now_s)
+
+    def flush(self) -> None: ...
+
+    def stalled_routers(self, now_s: float) -> tuple[str, ...]:
+        return ()
+
+    def shut_down(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSize:
+    """capacity_tokens: of the KV pool; None: nine tenths of what memory is free after the weights."""
+
+    max_sequences: int
+    max_model_len: int
+    max_step_tokens: int
+    capacity_tokens: int | None = None
+    num_host_blocks: int = 0
+    quantile: float | None = None
+    block_size: int = 16
+
+
+class BareEngine:
+    """A context: the engine runs within it."""
+
+    def __init__(self, folder: str, dtype: str, load_format: str, size: EngineSize, lag: int = 1) -> None:
+        """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took."""
+        started_s = time.perf_counter()
+        device = torch.device("cuda")
+        model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
+        loaded = load_model(model, device)
+        torch.cuda.synchronize()
+        self.load_s = time.perf_counter() - started_s
+        layout = loaded.kv_layout(size.block_size)
+        capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
+        if size.capacity_tokens is not None:
+            capacity_bytes = size.capacity_tokens * layout.bytes_per_token
+        pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
+        self.runner: ModelRunner = make_runner(
+            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks
+        )
+        self.self_check_difference = self.runner.self_check()
+        self.runner.warm_up()
+        torch.cuda.synchronize()
+        self.start_s = time.perf_counter() - started_s
+        limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
+        self.scheduler = DecodeScheduler(limits, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
+        parts = EngineParts(
+            self.scheduler,
+            self.runner,
+            FaultPoints(None, pool.tensor),
+            EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine="cuda", backend="none")),
+            lag,
+            4,
+        )
+        self.sender = RecordingSender()
+        self.engine = DecodeEngine(parts, self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
+
+    def __enter__(self) -> BareEngine:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.stop()
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: SamplingParams
+    ) -> list[TimedTokens]:
+        """All at once, each to its end. Blocks. Raises RuntimeError when one fails."""
+        names = [uuid.uuid4().hex for _ in prompts]
+        for name in names:
+            self.sender.streams[name] = TimedTokens()
+        channel: Any = SimpleNamespace(router_id="benchmark")
+        calls = [
+            GenerateCall(
+                GenerationRequest(name, tuple(prompt), (0,), limit, frozenset(), sampling, timeout_s=600.0),
+                channel,
+                source=None,
+            )
+            for name, prompt, limit in zip(names, prompts, max_tokens, strict=True)
+        ]
+        futures: list[Future[GenerateReply]] = [self.engine.generate(call) for call in calls]
+        for future in futures:
+            reply = future.result(timeout=600)
+            if reply.status is not CallStatus.OK:
+                raise RuntimeError(f"{reply.status}: {reply.detail}")
+        return [self.sender.streams.pop(name) for name in names]
+
+
+def steady_step_ms(streams: list[TimedTokens]) -> float:
+    """Mean time of a step while every stream was decoding: after the last first token, until the first end."""
+    start_s = max(stream.times_s[0] for stream in streams)
+    end_s = min(stream.times_s[-1] for stream in streams)
+    times_s = [t for t in streams[0].times_s if start_s < t <= end_s]
+    if len(times_s) < 10:
+        raise ValueError(f"only {len(times_s)} steps with every stream decoding: more max_tokens are needed")
+    return 1000 * (times_s[-1] - times_s[0]) / (len(times_s) - 1)

@@ -1,0 +1,189 @@
+"""CUDA graphs of whole passes, from a step's slots and positions to its logits.
+
+Decode: one graph for each size of batch and class of context length. Prefill: one for each size of a single fresh
+prompt, which without a graph would wait for the host at every layer of a small model. What a step is made of goes into
+one static tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens
+are drawn behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replicas.cuda_slots import CudaSlots
+from replicas.cuda_step import CudaStep, Launches, split_contexts
+from replicas.kernels.token_draw import draw_tokens
+from scheduler.plan import PrefillChunk, StepPlan
+
+_PREFILL_LENGTHS = (64, 128, 256, 512, 1024, 2048)
+_CONTEXT_CLASSES = (2048, 8192, 32768)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Sizes of batch that get a graph of their own, ascending; others are padded to the next."""
+    sizes = [size for size in (1, 2, 4, 8) if size < largest] + list(range(16, min(largest, 128), 16))
+    return sorted({*sizes, *range(128, largest, 32), largest})
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
+
+    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included.
+    """
+
+    logits: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+
+
+class StepGraph:
+    """One captured pass. Its static input is filled by a pinned copy that torch keeps until it has run."""
+
+    def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
+        """Capture `run`, which reads static_input. Launches it once before. Blocks."""
+        self._input = static_input
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # whatever is compiled or allocated lazily must be so before
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._pass = run()
+
+    def replay(self, values: torch.Tensor) -> Pass:
+        """values: int32 on the host, in the static input's shape. Does not wait."""
+        self._input.copy_(values.pin_memory(), non_blocking=True)
+        self._graph.replay()
+        return self._pass
+
+
+class StepGraphs:
+    """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
+
+    def __init__(self, model: Any, slots: CudaSlots, num_kv_heads: int, max_model_len: int, max_prefill: int) -> None:
+        """max_prefill: longest prompt that gets a graph; 0 for none."""
+        self._model = model
+        self._slots = slots
+        self._num_kv_heads = num_kv_heads
+        device = slots.state.device
+        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._pool = torch.cuda.graph_pool_handle()
+        self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
+        self._batch_sizes = batch_sizes(len(slots.sampling))
+        self._contexts = [c for c in _CONTEXT_CLASSES if c < max_model_len] + [max_model_len]
+        self._lengths = [n for n in _PREFILL_LENGTHS if n <= max_prefill]
+        self._decode: dict[tuple[int, int], StepGraph] = {}
+        self._prefill: dict[int, StepGraph] = {}
+
+    def capture(self) -> int:
+        """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
+        for length in reversed(self._lengths):
+            self._prefill[length] = self._capture_prefill(length)
+        for context in reversed(self._contexts):
+            for size in reversed(self._batch_sizes):
+                self._decode[size, context] = self._capture_decode(size, context)
+        return len(self._decode) + len(self._prefill)
+
+    def draw_all_ways(self) -> None:
+        """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
+        for size in {1, 2, 16} & set(self._batch_sizes):
+            launched = self._decode[size, self._contexts[0]].replay(
+                torch.tensor([[self._slots.padding_slot] * size, [-1] * size, [0] * size], dtype=torch.int32)
+            )
+            for kinds in ((False, False), (True, False), (True, True)):
+                draw_tokens(
+                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                    has_sampled=kinds[0], has_filtered=kinds[1],
+                )  # fmt: skip
+
+    def launch(self, plan: StepPlan) -> Pass | None:
+        """The plan's pass, after `slots.apply(plan)`; None if no graph does it."""
+        if plan.rows and not plan.chunks:
+            return self._launch_decode(plan)
+        if not plan.rows and len(plan.chunks) == 1:
+            return self._launch_prefill(plan.chunks[0])
+        return None
+
+    # -- decode ------------------------------------------------------------------------------------
+
+    def _launch_decode(self, plan: StepPlan) -> Pass | None:
+        rows = plan.rows
+        if len(rows) > self._batch_sizes[-1]:
+            return None
+        size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
+        padding = size - len(rows)
+        positions = [row.position for row in rows]
+        values = [
+            [row.slot for row in rows] + [self._slots.padding_slot] * padding,
+            positions + [-1] * padding,
+            [row.choice for row in rows] + [0] * padding,
+        ]
+        context = self._contexts[bisect_left(self._contexts, max(positions) + 1)]
+        return self._decode[size, context].replay(torch.tensor(values, dtype=torch.int32))
+
+    def _capture_decode(self, size: int, context: int) -> StepGraph:
+        num_splits, min_split = split_contexts(size, self._num_kv_heads, context, self._num_processors)
+        layout = Launches(size, num_splits, min_split, 0, 0, ()).pack()
+        rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
+        rows[0], rows[1] = self._slots.padding_slot, -1
+
+        def run() -> Pass:
+            slots, positions, choices = rows
+            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
+            input_ids = self._slots.last_token.index_select(0, slots)
+            logits = self._forward(input_ids, positions, 0, step)
+            return Pass(logits, slots, positions, choices)
+
+        return StepGraph(rows, run, self._pool)
+
+    # -- prefill -----------------------------------------------------------------------------------
+
+    def _launch_prefill(self, chunk: PrefillChunk) -> Pass | None:
+        length = len(chunk.token_ids)
+        index = bisect_left(self._lengths, length)
+        is_whole = chunk.start == 0 and len(chunk.targets) == 1 and chunk.targets[0].slot == chunk.slot
+        if index == len(self._lengths) or not is_whole:
+            return None
+        padding = [0] * (self._lengths[index] - length)
+        values = [*chunk.token_ids, *padding, length, chunk.slot, chunk.targets[0].choice]
+        return self._prefill[self._lengths[index]].replay(torch.tensor(values, dtype=torch.int32))
+
+    def _capture_prefill(self, length: int) -> StepGraph:
+        device = self._slots.state.device
+        packed = torch.zeros(length + 3, dtype=torch.int32, device=device)  # ids, then length, slot, choice
+        packed[length + 1] = self._slots.padding_slot
+        layout = Launches(0, 1, 1, 0, 0, ((0, length, 1),)).pack()
+        places = torch.arange(length, dtype=torch.int32, device=device)
+
+        def run() -> Pass:
+            count, slot, choice = packed[length:].split(1)
+            positions = torch.where(places < count, places, -1)
+            slots = slot.expand(length).contiguous()
+            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
+            last = count - 1
+            logits = self._forward(packed[:length], positions, last.clamp(min=0).long(), step)
+            return Pass(logits, slot, last, choice)
+
+        return StepGraph(packed, run, self._pool)
+
+    def _forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor, step: CudaStep
+    ) -> torch.Tensor:
+        """Logits [samples, vocab_size] in the model's type."""
+        output = self._model(
+            input_ids=input_ids.long()[None],
+            position_ids=positions.clamp(min=0).long()[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            paged=step,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits

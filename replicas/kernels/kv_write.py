@@ -1,0 +1,78 @@
+"""Writes k and v of a step's prompt tokens into the paged pool. (Decode rows are written by `paged_decode`.)"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _write_token(
+    key,
+    value,
+    kv,
+    table,
+    slots,
+    positions,
+    key_stride_token,
+    key_stride_head,
+    value_stride_token,
+    value_stride_head,
+    kv_stride_block,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    if position >= 0:
+        slot = tl.load(slots + token).to(tl.int64)
+        heads = tl.arange(0, HEADS_PADDED)[:, None]
+        dims = tl.arange(0, DIM_PADDED)[None, :]
+        mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
+        block = tl.load(table + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
+        place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        inside = heads * HEAD_DIM + dims
+        new_key = tl.load(key + token * key_stride_token + heads * key_stride_head + dims, mask=mask)
+        new_value = tl.load(value + token * value_stride_token + heads * value_stride_head + dims, mask=mask)
+        tl.store(place + inside, new_key, mask=mask)
+        tl.store(place + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + inside, new_value, mask=mask)
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Write key, value [T, num_kv_heads, head_dim], any strides but the last, to positions [T] of slots [T], int32.
+
+    kv and table as in `paged_decode`. Tokens at position -1 are padding. Mutates kv. Does not block.
+    """
+    num_kv_heads, head_dim = kv.shape[3], kv.shape[4]
+    _write_token[(key.shape[0],)](
+        key,
+        value,
+        kv,
+        table,
+        slots,
+        positions,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        kv.stride(0),
+        table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim,
+        DIM_PADDED=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=kv.shape[2],
+        num_warps=4,
+    )

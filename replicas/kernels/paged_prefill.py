@@ -1,0 +1,151 @@
+"""Attention of prompt chunks over the paged pool, the chunk's own keys included: they are written before.
+
+Flash attention (Dao, "FlashAttention-2", 2023) with keys and values found through the block table. Keys that every
+query of a tile sees go through a loop without a mask; the rest, around the diagonal, through one with it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_tile(
+    query,
+    kv,
+    out,
+    table,
+    slots,
+    chunks,
+    scale_log2,
+    query_stride_token,
+    query_stride_head,
+    kv_stride_block,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    chunk, head = tl.program_id(1), tl.program_id(2)
+    start = tl.load(chunks + chunk * 3).to(tl.int64)
+    length = tl.load(chunks + chunk * 3 + 1)
+    position = tl.load(chunks + chunk * 3 + 2)
+    # The last tiles have the most keys: they go first.
+    first_row = (tl.cdiv(length, BLOCK_M) - 1 - tl.program_id(0)) * BLOCK_M
+    if first_row >= 0:
+        slot = tl.load(slots + start).to(tl.int64)
+        rows = first_row + tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, DIM_PADDED)
+        is_row, is_dim = rows < length, dims < HEAD_DIM
+        row_table = table + slot * table_stride
+        kv_stride_value: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+        kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+        kv_head = kv + (head // GROUP) * HEAD_DIM
+        is_in = is_row[:, None] & is_dim[None, :]
+        q = tl.load(
+            query + (start + rows[:, None]) * query_stride_token + head * query_stride_head + dims[None, :],
+            mask=is_in,
+            other=0.0,
+        )
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        result = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
+        end = position + tl.minimum(first_row + BLOCK_M, length)
+        seen_by_all = (position + first_row + 1) // BLOCK_N * BLOCK_N
+        for first in range(0, seen_by_all, BLOCK_N):
+            tokens = first + tl.arange(0, BLOCK_N)
+            blocks = tl.load(row_table + tokens // BLOCK_SIZE).to(tl.int64)
+            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
+            k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            v = tl.load(kv_head + kv_stride_value + places[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            total = total * shrink + tl.sum(weights, 1)
+            largest = new_largest
+        for first in range(seen_by_all, end, BLOCK_N):
+            tokens = first + tl.arange(0, BLOCK_N)
+            is_token = tokens < end
+            blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
+            k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            is_seen = tokens[None, :] <= position + rows[:, None]
+            scores = tl.where(is_seen & is_token[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            # A row may see no key of this block, nor of one before: then all of its weights are 0.
+            safe = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+            weights = tl.exp2(scores - safe[:, None])
+            shrink = tl.exp2(largest - safe)
+            v = tl.load(
+                kv_head + kv_stride_value + places[:, None] + dims[None, :],
+                mask=is_token[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            total = total * shrink + tl.sum(weights, 1)
+            largest = new_largest
+        result = result / total[:, None]
+        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+        places_out = ((start + rows[:, None]) * num_heads + head) * HEAD_DIM + dims[None, :]
+        tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_in)
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    chunks: torch.Tensor,
+    num_chunks: int,
+    longest: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Causal attention of chunks over everything of their sequences up to and with themselves.
+
+    query [T, num_heads, head_dim], any strides but the last; kv, table as in `paged_decode`; slots int32 [T].
+    chunks: int32 [>= num_chunks, 3] rows (first token in query, length, position of the first token); longest: the
+    longest of them. out [T, num_heads, head_dim], contiguous: only the chunks' tokens are written. Does not block.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = kv.shape[3]
+    padded = triton.next_power_of_2(head_dim)
+    if kv.element_size() > 2:
+        block_m, block_n, num_warps, num_stages = (32 if padded > 128 else 64), 32, 4, 1
+    else:
+        block_m, block_n, num_warps, num_stages = (64, 32, 4, 2) if padded > 128 else (128, 64, 8, 3)
+    _attend_tile[(triton.cdiv(longest, block_m), num_chunks, num_heads)](
+        query,
+        kv,
+        out,
+        table,
+        slots,
+        chunks,
+        scale * _LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        kv.stride(0),
+        table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        DIM_PADDED=padded,
+        BLOCK_SIZE=kv.shape[2],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        PRECISION="ieee",
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
