@@ -34,12 +34,12 @@ serve: $(STAMP) ## start the server: make serve CONFIG=configs/local.yaml PORT=8
 	$(BIN)/python -m cluster.command_line serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # Fixed, so that a run does not depend on what lies in ~/.ray or on how full the machine's memory is; and with no
-# network but loopback, since Ray binds some of its ports to every interface. Two lanes: tests/conftest.py.
+# network but loopback, since Ray binds some of its ports to every interface.
 test: export HF_HUB_OFFLINE := 1
 test: export RAY_AUTH_MODE := disabled
 test: export RAY_memory_monitor_refresh_ms := 0
 test: $(STAMP) ## run the tests: make test ARGS='-m "not slow"'
-	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP) ## check style, types and the import law
 	$(BIN)/ruff check
