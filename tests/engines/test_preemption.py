@@ -130,7 +130,7 @@ def test_preemptions_are_counted(tight: LocalSystem) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_goldens() -> None:
-    goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 40 and min(golden.margins) > 5e-3][:6]
+    goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 40 and min(golden.margins) > 5e-3][:12]
     base = settings("decode", lag=1, kv_capacity_tokens=512, admission=OPTIMISTIC)
     with _running(replace(base, model=replace(base.model, max_model_len=256))) as system:
         specs = [system.spec(golden.prompt_ids, 64) for golden in goldens]
