@@ -132,8 +132,9 @@ def _success(operation: _Operation) -> dict[str, Any]:
     else:
         content = {_JSON: {"schema": _ref(operation.answer)}}
     if operation.event is not None:
-        # What one event's data is; JSON schema has no word for the stream of them.
-        content[_EVENTS] = {"schema": {"type": "string"}, "x-event-data": _ref(operation.event)}
+        # What one event's data is. JSON schema has no word for the stream of them, and readers of the document differ
+        # in whether a schema here is of the whole text or of each event.
+        content[_EVENTS] = {"schema": {}, "x-event-data": _ref(operation.event)}
     return {"description": "Success", "headers": _request_id_header(), "content": content}
 
 

@@ -67,18 +67,17 @@ def run_examples(path: str, mode: GenerationMode, seed_: int, num_examples: int)
     return statuses
 
 
-@pytest.mark.parametrize("seed_", [1, pytest.param(None, id="random")])
+@pytest.mark.parametrize("seed_", [1, pytest.param(None, id="random", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("path", POSTS)
 def test_valid_bodies_get_what_is_described(path: str, seed_: int | None) -> None:
     chosen = random.randrange(2**32) if seed_ is None else seed_
     print("seed", chosen)
     statuses = run_examples(path, GenerationMode.POSITIVE, chosen, 20)
     assert set(statuses) <= {200, 400, 404}
-    if seed_ is not None:
-        assert statuses[200] > 0
+    assert statuses.total() > 10  # that valid bodies are accepted: test_examples_are_accepted
 
 
-@pytest.mark.parametrize("seed_", [2, pytest.param(None, id="random")])
+@pytest.mark.parametrize("seed_", [2, pytest.param(None, id="random", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("path", POSTS)
 def test_invalid_bodies_are_refused(path: str, seed_: int | None) -> None:
     chosen = random.randrange(2**32) if seed_ is None else seed_
