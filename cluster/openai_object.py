@@ -47,13 +47,15 @@ def integral(value: Any) -> Any:
     return value
 
 
-def token_ids(value: Any) -> list[int]:
-    """A list of integers; whether the vocabulary has them is the tokenizer's business."""
+def token_ids(value: Any, most: int | None = None) -> list[int]:
+    """A list of integers, of so many at most; whether the vocabulary has them is the tokenizer's business."""
     if not isinstance(value, list):
         raise invalid("must be an array of token ids")
     ids = [integral(item) for item in value]
     if not all(type(item) is int for item in ids):
         raise invalid("must be an array of integers")
+    if most is not None and len(ids) > most:
+        raise invalid(f"has {len(ids)} ids; at most {most} are allowed")
     return ids
 
 
