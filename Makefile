@@ -8,6 +8,8 @@ STAMP  := $(VENV)/.setup-done
 CONFIG ?= configs/local.yaml
 PORT   ?=
 ARGS   ?=
+# How `make test` spreads over two cores (tests/conftest.py); LANES= runs all in one process.
+LANES  ?= -n 2 --no-loadscope-reorder
 
 # The three packages are found by this folder, here and in Ray's workers.
 export PYTHONPATH := $(CURDIR)
@@ -39,7 +41,7 @@ test: export HF_HUB_OFFLINE := 1
 test: export RAY_AUTH_MODE := disabled
 test: export RAY_memory_monitor_refresh_ms := 0
 test: $(STAMP) ## run the tests: make test ARGS='-m "not slow"'
-	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest $(LANES) $(ARGS)
 
 lint: $(STAMP) ## check style, types and the import law
 	$(BIN)/ruff check
