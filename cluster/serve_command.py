@@ -115,7 +115,7 @@ def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) ->
             "",
             f"  URL        {url}/v1",
             f"  model      {config.model.name} ({config.model.dtype})",
-            f"  replicas   {config.ingress.replicas} ingress, {replicas}",
+            f"  replicas   {config.ingress.first_replicas} ingress, {replicas}",
             f"  KV cache   {per_token:,} bytes a token",
             f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of full length",
             "",
