@@ -44,12 +44,12 @@ class ScalerMemory:
     """What is remembered from one decision to the next."""
 
     at_s: float
-    arrived: Mapping[str, int] = field(default_factory=dict)  # by ingress: its counter
+    arrived: Mapping[str, float] = field(default_factory=dict)  # by ingress: its counter
     is_arriving: bool = False  # somebody came since the decision before
     arriving_tokens_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0  # of one replica, last known
     shortest_step_s: float = 0.0
-    replica_blocks: int = 0  # of a decode replica, last known
+    replica_blocks: float = 0.0  # of a decode replica, last known
     windows: Mapping[str, ScalingWindow] = field(default_factory=dict)
 
 
@@ -86,7 +86,7 @@ def _observed(
     num_new = sum(max(0, count - memory.arrived.get(name, count)) for name, count in arrived.items())
     if elapsed_s > 0.0:
         rate += (num_new / elapsed_s - rate) * -math.expm1(-elapsed_s / _RATE_TIME_S)
-    step_s = demand.decode_step_s
+    step_s = demand.heard.decode_step_s
     if step_s > 0.0:
         forgetting = max(0.0, elapsed_s) / _FLOOR_TIME_S
         shortest_s = min(step_s, shortest_s + (step_s - shortest_s) * forgetting) if shortest_s else step_s
@@ -95,9 +95,9 @@ def _observed(
         arrived=arrived,
         is_arriving=num_new > 0,
         arriving_tokens_per_s=rate,
-        prefill_tokens_per_s=demand.prefill_tokens_per_s or memory.prefill_tokens_per_s,
+        prefill_tokens_per_s=demand.heard.prefill_tokens_per_s or memory.prefill_tokens_per_s,
         shortest_step_s=shortest_s,
-        replica_blocks=demand.decode_replica_blocks or memory.replica_blocks,
+        replica_blocks=demand.heard.replica_blocks or memory.replica_blocks,
         windows=memory.windows,
     )
 
@@ -108,7 +108,7 @@ def _needs(
     prefill = prompt_replicas(demand, rules, memory)
     decode = max(
         memory_replicas(demand, rules, memory),
-        demand.decode_sequences / (rules.sequences_per_replica * rules.decode_utilization),
+        demand.heard.decode_sequences / (rules.sequences_per_replica * rules.decode_utilization),
         step_replicas(demand, rules, pools, memory),
         prefill if rules.is_colocated else 0.0,
     )
@@ -141,7 +141,7 @@ def memory_replicas(demand: DemandReport, rules: ScalingRules, memory: ScalerMem
     """For the KV blocks of all who were admitted, by projection, and of all who wait. 0 before a size is known."""
     if not memory.replica_blocks:
         return 0.0
-    return (demand.decode_blocks + demand.waiting_blocks) / (memory.replica_blocks * rules.decode_utilization)
+    return (demand.heard.decode_blocks + demand.waiting_blocks) / (memory.replica_blocks * rules.decode_utilization)
 
 
 def step_replicas(
@@ -152,9 +152,9 @@ def step_replicas(
     """
     pool = pools.get("decode")
     room_s = rules.tpot_s * _STEP_SHARE - memory.shortest_step_s
-    if pool is None or demand.decode_step_s <= 0.0 or not is_tpot_possible(rules, memory):
+    if pool is None or demand.heard.decode_step_s <= 0.0 or not is_tpot_possible(rules, memory):
         return 0.0
-    return pool.num_running * (demand.decode_step_s - memory.shortest_step_s) / room_s
+    return pool.num_running * (demand.heard.decode_step_s - memory.shortest_step_s) / room_s
 
 
 def is_tpot_possible(rules: ScalingRules, memory: ScalerMemory) -> bool:
