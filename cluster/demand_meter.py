@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from cluster.cold_start import ColdStart
+from typing import Protocol
+
 from cluster.demand_report import DemandReport, heard_figures
 from cluster.pool_view import PoolView
 from cluster.routing_policy import Need, RoutingRules
+
+
+class Held(Protocol):
+    """Requests that wait for a pool without replicas. held_blocks: what they will use on decode."""
+
+    @property
+    def num_held(self) -> int: ...
+
+    @property
+    def held_blocks(self) -> int: ...
 
 
 class DemandMeter:
@@ -14,11 +25,11 @@ class DemandMeter:
     arrived_prompt_tokens: of all since the start, for the pool that computes prompts.
     """
 
-    def __init__(self, view: PoolView, cold_start: ColdStart, has_prefill_pool: bool) -> None:
+    def __init__(self, view: PoolView, held: Held, has_prefill_pool: bool) -> None:
         self.num_open = 0
         self.waiting_prompt_tokens = 0
         self.arrived_prompt_tokens = 0
-        self._view, self._cold_start, self._has_prefill_pool = view, cold_start, has_prefill_pool
+        self._view, self._held, self._has_prefill_pool = view, held, has_prefill_pool
 
     def opened(self, need: Need, rules: RoutingRules) -> OpenDemand:
         """A generation begins. Mutates."""
@@ -36,8 +47,8 @@ class DemandMeter:
             num_open=self.num_open,
             arrived_prompt_tokens=self.arrived_prompt_tokens,
             waiting_prompt_tokens=self.waiting_prompt_tokens,
-            waiting_blocks=self._view.unheard_blocks + self._cold_start.held_blocks,
-            num_held=self._cold_start.num_held,
+            waiting_blocks=self._view.unheard_blocks + self._held.held_blocks,
+            num_held=self._held.num_held,
             heard=heard_figures(decodes, self._view.prefill_loads() if self._has_prefill_pool else decodes),
         )
 

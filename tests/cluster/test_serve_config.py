@@ -48,10 +48,11 @@ def test_serve_takes_the_file_and_gives_our_builder_the_same_config(
     config = load_for_elsewhere(file)[1]
     assert config_of(application.args["config"]) == config
     assert (schema.http_options.host, schema.http_options.port) == (config.server.host, config.server.port)
-    assert application.autoscaling_policy is None
+    assert (application.autoscaling_policy is None) == (file.name != "local-autoscaling.yaml")
     app = build(application.args)
     assert app._bound_deployment.name == "ingress"
-    assert app._bound_deployment.num_replicas == config.ingress.replicas
+    if not config.autoscales:
+        assert app._bound_deployment.num_replicas == config.ingress.replicas
 
 
 def test_a_scaling_pool_brings_the_policy_and_its_bounds() -> None:
