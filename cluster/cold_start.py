@@ -29,6 +29,7 @@ class ColdStart:
         self._came = asyncio.Event()
         self.num_held = 0
         self.held_blocks = 0  # what they will use on decode
+        self.held_prompt_tokens = 0
 
     def wake(self) -> None:
         """A pool has changed."""
@@ -62,11 +63,13 @@ class ColdStart:
         began_s = time.monotonic()
         self.num_held += 1
         self.held_blocks += need.decode_blocks
+        self.held_prompt_tokens += need.prompt_tokens
         try:
             await self._wait(need, min(deadline_s, began_s + self._timeout_s))
         finally:
             self.num_held -= 1
             self.held_blocks -= need.decode_blocks
+            self.held_prompt_tokens -= need.prompt_tokens
             self._metrics.cold_start_wait.observe(time.monotonic() - began_s)
 
     async def _wait(self, need: Need, until_s: float) -> None:

@@ -13,6 +13,9 @@ class Held(Protocol):
     """Requests that wait for a pool without replicas. held_blocks: what they will use on decode."""
 
     @property
+    def held_prompt_tokens(self) -> int: ...
+
+    @property
     def num_held(self) -> int: ...
 
     @property
@@ -20,14 +23,14 @@ class Held(Protocol):
 
 
 class DemandMeter:
-    """num_open: generations begun and not over. waiting_prompt_tokens: of those that have no token yet.
+    """num_open: generations begun and not over. coming_prompt_tokens: of those that have no token yet.
 
     arrived_prompt_tokens: of all since the start, for the pool that computes prompts.
     """
 
     def __init__(self, view: PoolView, held: Held, has_prefill_pool: bool) -> None:
         self.num_open = 0
-        self.waiting_prompt_tokens = 0
+        self.coming_prompt_tokens = 0
         self.arrived_prompt_tokens = 0
         self._view, self._held, self._has_prefill_pool = view, held, has_prefill_pool
 
@@ -46,11 +49,18 @@ class DemandMeter:
         return DemandReport(
             num_open=self.num_open,
             arrived_prompt_tokens=self.arrived_prompt_tokens,
-            waiting_prompt_tokens=self.waiting_prompt_tokens,
+            coming_prompt_tokens=self.coming_prompt_tokens,
+            waiting_prompt_tokens=self._waiting_prompt_tokens(),
             waiting_blocks=self._view.unheard_blocks + self._held.held_blocks,
             num_held=self._held.num_held,
             heard=heard_figures(decodes, self._view.prefill_loads() if self._has_prefill_pool else decodes),
         )
+
+    def _waiting_prompt_tokens(self) -> int:
+        """Of a colocated pool all that come: who waits for its memory waits for its prompt too."""
+        if not self._has_prefill_pool:
+            return self.coming_prompt_tokens
+        return self._view.sent_prompt_tokens + self._held.held_prompt_tokens
 
 
 class OpenDemand:
@@ -58,11 +68,11 @@ class OpenDemand:
 
     def __init__(self, meter: DemandMeter, num_prompt_tokens: int) -> None:
         self._meter, self._num_waiting, self._is_closed = meter, num_prompt_tokens, False
-        meter.waiting_prompt_tokens += num_prompt_tokens
+        meter.coming_prompt_tokens += num_prompt_tokens
 
     def prompt_done(self) -> None:
         """Its first token is here. Idempotent."""
-        self._meter.waiting_prompt_tokens -= self._num_waiting
+        self._meter.coming_prompt_tokens -= self._num_waiting
         self._num_waiting = 0
 
     def close(self) -> None:

@@ -26,13 +26,16 @@ class HeardFigures:
 
 @dataclass(frozen=True, slots=True)
 class DemandReport:
-    """One ingress's. arrived_prompt_tokens: since it started. waiting_prompt_tokens: of requests without a token yet.
+    """One ingress's. arrived_prompt_tokens: since it started. coming_prompt_tokens: of requests without a token yet;
+    waiting_prompt_tokens: of those among them that wait for nothing but their prompt to be computed (not for memory on
+    decode, which more prefill replicas do not give them).
 
     waiting_blocks: that requests not yet admitted will use on decode. num_held: wait for a pool without replicas.
     """
 
     num_open: float
     arrived_prompt_tokens: float
+    coming_prompt_tokens: float
     waiting_prompt_tokens: float
     waiting_blocks: float
     num_held: float

@@ -115,7 +115,7 @@ def _needs(
     if rules.may_scale_together:
         prefill, decode = max(prefill, rules.min_ratio * decode), max(decode, prefill / rules.max_ratio)
     # Where prompts are short, nobody may be seen waiting, though many came and were served.
-    is_waiting = demand.waiting_prompt_tokens > 0 or demand.num_held > 0 or memory.is_arriving
+    is_waiting = demand.coming_prompt_tokens > 0 or demand.num_held > 0 or memory.is_arriving
     return {
         "prefill": _need(prefill, is_waiting),
         "decode": _need(decode, demand.num_open > 0 or is_waiting),

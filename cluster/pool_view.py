@@ -54,6 +54,11 @@ class PoolView:
         """What our requests will use on decode that were sent there and not yet heard admitted."""
         return sum(self._unheard_blocks.values())
 
+    @property
+    def sent_prompt_tokens(self) -> int:
+        """Prompt tokens that we sent to prefill and that are not answered."""
+        return sum(self._prompt_tokens.values())
+
     def decode_loads(self) -> list[EngineLoad]:
         """What the decode replicas that there are said last; of those that have said something."""
         return [self._heard[name].load for name in self._decodes() if name in self._heard]

@@ -25,8 +25,6 @@ from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
 from cluster.simulation.traces import read_trace
 
-# A machine a quarter as fast as the H100 whose steps were measured, so that an hour's trace takes several replicas.
-SLOWER = 4.0
 TTFT_S, TPOT_S = 3.0, 0.15
 START_DELAY_S = 45.0
 MAX_REPLICAS = 16
@@ -34,22 +32,25 @@ MAX_REPLICAS = 16
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A trace on a machine. decode_tokens: KV cache of a decode replica. ongoing: what a tuned target of Serve's policy
-    is: calls in progress that a decode and a prefill replica carry well."""
+    """A trace on a machine: one that takes so many times as long for a step as the H100 that was measured, so that an
+    hour of the trace takes several replicas. decode_tokens: KV cache of a decode replica. ongoing: targets of Serve's
+    policy, tuned by hand: calls in progress that a decode and a prefill replica carry well.
+    """
 
     name: str
     trace: str
-    rate: float
+    slower: float
     decode_tokens: int
     max_model_len: int
-    tuned: Mapping[str, float]
+    ongoing: Mapping[str, float]
 
 
 TRACES = AZURE_CONVERSATION.parent
+# An eighth of an H100 is about an L4; 38,400 tokens are what its 24 GB leave beside the weights.
 SCENARIOS = (
-    Scenario("azure conversation x4", AZURE_CONVERSATION.name, 4.0, 98_304, 8_192, {"decode": 40, "prefill": 3}),
-    Scenario("azure code x4", "AzureLLMInferenceTrace_code.csv", 4.0, 98_304, 8_192, {"decode": 20, "prefill": 3}),
-    Scenario("mooncake", "mooncake_conversation_trace.jsonl", 1.0, 400_000, 131_072, {"decode": 15, "prefill": 2}),
+    Scenario("Azure conversation", AZURE_CONVERSATION.name, 8.0, 38_400, 8_192, {"decode": 16, "prefill": 2}),
+    Scenario("Azure code", "AzureLLMInferenceTrace_code.csv", 8.0, 38_400, 8_192, {"decode": 8, "prefill": 2}),
+    Scenario("Mooncake", "mooncake_conversation_trace.jsonl", 4.0, 400_000, 131_072, {"decode": 15, "prefill": 2}),
 )
 
 
@@ -57,8 +58,8 @@ def compare_autoscaling(
     scenario: Scenario, folder: Path, duration_s: float, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """One row for each policy. folder: of the traces."""
-    costs = slower_costs(SLOWER)
-    scale = TraceScale(rate=scenario.rate, duration_s=duration_s)
+    costs = slower_costs(scenario.slower)
+    scale = TraceScale(duration_s=duration_s)
     jobs = trace_jobs(read_trace(folder / scenario.trace), scale, scenario.max_model_len)
     say(f"{scenario.name}: {len(jobs)} requests in {jobs[-1].arrival_s:.0f} s")
     rows: list[dict[str, Any]] = []
@@ -73,7 +74,7 @@ def compare_autoscaling(
     shipped = run("SplitServe", ShippedPolicy(rules), (2, 2))
     run("Serve default, target 2", ServeDefaultPolicy({"prefill": 2.0, "decode": 2.0}, 30.0, 600.0), (2, 2))
     delays_s = rules.decode.up_s, rules.decode.down_s
-    run("Serve default, tuned", ServeDefaultPolicy(scenario.tuned, *delays_s), (2, 2))
+    run("Serve default, tuned", ServeDefaultPolicy(scenario.ongoing, *delays_s), (2, 2))
     hours = shipped["hours"]
     mean = [max(1, math.ceil(hours[pool] * 3600 / shipped["duration_s"])) for pool in ("prefill", "decode")]
     run("static, the same mean", StaticSplit(), (mean[0], mean[1]))
@@ -131,7 +132,7 @@ def _run(
         "ttft_attained": sum(client.first_s > 0.0 and client.ttft_s <= TTFT_S for client in clients) / len(clients),
         "lost": sum(client.status is not ClientStatus.FINISHED for client in clients),
         "num_changes": sum(before != after for before, after in pairwise(targets)),
-        "duration_s": system.queue.now_s,
+        "duration_s": scaler.samples[-1].time_s,
         "course": [
             (round(s.time_s), s.targets["prefill"], s.targets["decode"], s.running["prefill"], s.running["decode"])
             for s in scaler.samples[::10]

@@ -95,8 +95,8 @@ class SimulatedAutoscaler:
         system.queue.at(0.0, Order.SAMPLE, 1, self._tick)
 
     def replica_hours(self) -> dict[str, float]:
-        """By pool, until now."""
-        now_s = self._system.queue.now_s
+        """By pool, until the last look, which is within a second of the end of the last request."""
+        now_s = self.samples[-1].time_s
         return {
             name: sum((now_s if life.ended_s is None else life.ended_s) - life.ordered_s for life in pool.lives) / 3600
             for name, pool in self._pools.items()

@@ -121,6 +121,10 @@ class SimulatedRouter:
     def held_blocks(self) -> int:
         return sum(need.decode_blocks for client, need in self._held if not client.is_over)
 
+    @property
+    def held_prompt_tokens(self) -> int:
+        return sum(need.prompt_tokens for client, need in self._held if not client.is_over)
+
     def _over(self, client: Client, status: ClientStatus) -> None:
         client.status = status
         self._open.pop(client.job.index).close()

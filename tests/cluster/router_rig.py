@@ -66,7 +66,7 @@ class Rig:
             "calls": [call for call in self.cluster.calls if call.end is None],
             "mailboxes": len(self.router._mailboxes),
             "waiting": self.router.num_waiting,
-            "demand": self.router.demand.num_open + self.router.demand.waiting_prompt_tokens,
+            "demand": self.router.demand.num_open + self.router.demand.coming_prompt_tokens,
             "in flight": dict(view._in_flight),
             "unheard": dict(view._unheard_blocks),
             "prompts": dict(view._prompt_tokens),

@@ -33,9 +33,9 @@ POOL = {
     "autoscaling": SCALING | {"downscale_to_zero_delay_s": ZERO_S, "initial_replicas": 1},
 }
 HEARD = HeardFigures(replica_blocks=256, prefill_tokens_per_s=1000.0)
-IDLE = DemandReport(0, 0, 0, 0, 0, HEARD)
-PROMPTS = DemandReport(9, 0, 3500, 0, 0, HEARD)  # 3.5 prefill replicas
-STREAMS = DemandReport(50, 0, 0, 0, 0, HeardFigures(700, 256, 50, 0.02, 1000.0))  # 3.4 decode replicas
+IDLE = DemandReport(0, 0, 0, 0, 0, 0, HEARD)
+PROMPTS = DemandReport(9, 0, 3500, 3500, 0, 0, HEARD)  # 3.5 prefill replicas
+STREAMS = DemandReport(50, 0, 0, 0, 0, 0, HeardFigures(700, 256, 50, 0.02, 1000.0))  # 3.4 decode replicas
 
 
 class Controller:
@@ -107,7 +107,7 @@ def test_each_pool_grows_shrinks_and_starts_again_for_its_own_work(controller: C
     assert controller.targets == {"prefill": 0, "decode": 0, "ingress": 1}
     controller.run(60, IDLE)
     assert controller.targets == {"prefill": 0, "decode": 0, "ingress": 1}
-    controller.run(1, DemandReport(1, 0, 500, 30, 1))
+    controller.run(1, DemandReport(1, 0, 500, 500, 30, 1))
     assert controller.targets == {"prefill": 1, "decode": 1, "ingress": 1}
 
 

@@ -25,7 +25,7 @@ POOL = {
     },
 }
 RULES = scaling_rules(Config.model_validate({"pools": {"prefill": POOL, "decode": POOL}}))
-IDLE = DemandReport(0, 0, 0, 0, 0, HeardFigures(0, 256, 0, 0.0, 1000.0))
+IDLE = DemandReport(0, 0, 0, 0, 0, 0, HeardFigures(0, 256, 0, 0.0, 1000.0))
 BOUNDS = {"prefill": (0, 10), "decode": (0, 10), "ingress": (1, 1)}
 
 
@@ -63,7 +63,7 @@ def clock(prefill: int = 1, decode: int = 1, rules: ScalingRules = RULES) -> Clo
 
 
 def test_rules_and_reports_survive_the_way_through_serve_as_numbers() -> None:
-    demand = DemandReport(3, 1000, 200, 12, 1, HeardFigures(100, 256, 5, 0.02, 900.0))
+    demand = DemandReport(3, 1000, 300, 200, 12, 1, HeardFigures(100, 256, 5, 0.02, 900.0))
     stats = RULES.to_stats() | demand.to_stats()
     assert all(type(value) is float for value in stats.values())
     assert ScalingRules.from_stats(stats) == RULES
@@ -75,7 +75,7 @@ def test_rules_and_reports_survive_the_way_through_serve_as_numbers() -> None:
 def test_prefill_follows_the_tokens_that_arrive() -> None:
     """1000 tokens a second and replica, to be used to 80 %: 3500 a second take 4.4 replicas."""
     system = clock()
-    system.run(300, replace(IDLE, num_open=4, waiting_prompt_tokens=100), tokens_per_s=3500)
+    system.run(300, replace(IDLE, num_open=4, coming_prompt_tokens=100, waiting_prompt_tokens=100), tokens_per_s=3500)
     assert system.targets["prefill"] == 5
     # The whole way up; nothing within the delay, and no step down on it.
     assert system.changes[0][0] >= 1000 + UP_S
@@ -85,15 +85,22 @@ def test_prefill_follows_the_tokens_that_arrive() -> None:
 def test_prefill_follows_the_tokens_that_wait() -> None:
     """Half of the 2 s to the first token may pass waiting: 6500 tokens take 6.5 replicas at once."""
     system = clock()
-    system.run(UP_S + 2, replace(IDLE, num_open=9, waiting_prompt_tokens=6500))
+    system.run(UP_S + 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
     assert system.targets["prefill"] == 7
+
+
+def test_prompts_that_wait_for_memory_on_decode_do_not_grow_prefill() -> None:
+    system = clock()
+    system.run(60, replace(IDLE, num_open=90, coming_prompt_tokens=65_000, waiting_blocks=600))
+    assert system.targets["decode"] == 3
+    assert system.targets["prefill"] == 1
 
 
 def test_a_burst_shorter_than_the_delay_changes_nothing() -> None:
     system = clock()
     for _ in range(5):
-        system.run(UP_S - 2, replace(IDLE, num_open=9, waiting_prompt_tokens=6500))
-        system.run(4, replace(IDLE, num_open=1, waiting_prompt_tokens=10))
+        system.run(UP_S - 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
+        system.run(4, replace(IDLE, num_open=1, coming_prompt_tokens=10, waiting_prompt_tokens=10))
     assert system.changes == []
 
 
@@ -132,7 +139,7 @@ def test_the_pool_that_falls_short_of_the_ratio_grows() -> None:
     system.run(UP_S + 2, replace(IDLE, num_open=50, heard=replace(IDLE.heard, decode_blocks=1200)))
     assert system.targets == {"prefill": 3, "decode": 6, "ingress": 1}
     system = clock(rules=rules)
-    system.run(UP_S + 2, replace(IDLE, num_open=9, waiting_prompt_tokens=6500))
+    system.run(UP_S + 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
     assert system.targets == {"prefill": 7, "decode": 4, "ingress": 1}
 
 
@@ -152,12 +159,12 @@ def test_shrinks_to_the_most_that_was_needed_lately_and_not_to_the_edge() -> Non
 
 def test_the_last_replica_goes_without_work_and_comes_back_at_once() -> None:
     system = clock(prefill=2)
-    system.run(5, replace(IDLE, num_open=1, waiting_prompt_tokens=5))
+    system.run(5, replace(IDLE, num_open=1, coming_prompt_tokens=5, waiting_prompt_tokens=5))
     system.run(DOWN_S + ZERO_S + 2, IDLE)
     assert system.targets == {"prefill": 0, "decode": 0, "ingress": 1}
     came_s = system.now_s
     # Nobody is there to be heard of: what was known of the pools is remembered.
-    held = DemandReport(1, 0, 3000, 300, 1)
+    held = DemandReport(1, 0, 3000, 3000, 300, 1)
     system.run(1, held)
     assert system.targets == {"prefill": 3, "decode": 2, "ingress": 1}
     assert {change[0] for change in system.changes if change[2] == 0} == {came_s}
@@ -194,7 +201,7 @@ def test_ingresses_follow_open_requests() -> None:
 
 def test_an_ingress_that_comes_or_goes_is_no_burst() -> None:
     system = clock()
-    old = replace(IDLE, num_open=1, waiting_prompt_tokens=10, arrived_prompt_tokens=10_000_000)
+    old = replace(IDLE, num_open=1, coming_prompt_tokens=10, waiting_prompt_tokens=10, arrived_prompt_tokens=10_000_000)
     for second in range(300):
         reports = {"i": old} if 100 <= second < 200 else {"i": old, "j": old}
         system.tick(reports)
@@ -223,7 +230,7 @@ def test_a_steady_load_changes_nothing_for_ten_minutes(seed: int) -> None:
         waiting = max(0.0, waiting - 0.5 * 1000 * system.targets["prefill"])
         ends = [end_s for end_s in ends if end_s > system.now_s]
         heard = HeardFigures(len(ends) * 8, 256, len(ends), 0.02 + 0.0005 * len(ends), 1000.0)
-        system.tick({"i": DemandReport(len(ends), arrived, waiting, 0, 0, heard)})
+        system.tick({"i": DemandReport(len(ends), arrived, waiting, waiting, 0, 0, heard)})
         system.now_s += 0.5
     late = [change for change in system.changes if change[0] > settled_s]
     assert late == []
