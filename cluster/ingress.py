@@ -77,7 +77,7 @@ class Ingress:
             channel_host=config.ingress.channel_host,
             may_be_empty=self._may_be_empty,
         )
-        self._rules = scaling_rules(config)
+        self._scaling_rules = scaling_rules(config)
         self._targets = ScalingTargets(context.app_name, config, self.metrics)
         self.service = GenerationService(config, tokenizer, self._router, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
@@ -157,7 +157,7 @@ class Ingress:
         """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
         scales. Asked every second where anything scales.
         """
-        return self._router.demand.report().to_stats() | self._rules.to_stats()
+        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
 
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""

@@ -90,8 +90,8 @@ class IngressMetrics(MetricSet):
         )
         self.desired_replicas = self.gauge(
             "splitserve_autoscaler_desired_replicas",
-            "Replicas that each pool is to have, by the autoscaler or fixed",
-            {"pool": POOLS},
+            "Replicas that a pool is to have, by the autoscaler or fixed",
+            {"pool": ("prefill", "decode")},
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"

@@ -21,8 +21,8 @@ class ScalingTargets:
         self._app_name, self._metrics, self._interval_s = app_name, metrics, interval_s
         self._autoscales = config.autoscales
         self._task: asyncio.Task[None] | None = None
-        first = {name: pool.first_replicas for name, pool in config.pools.deployed().items()}
-        self._show(first | {"ingress": config.ingress.first_replicas})
+        self._pools = list(config.pools.deployed())
+        self._show({name: pool.first_replicas for name, pool in config.pools.deployed().items()})
 
     def start(self) -> None:
         if self._autoscales:
@@ -37,9 +37,9 @@ class ScalingTargets:
             await asyncio.sleep(self._interval_s)
 
     def _show(self, targets: Mapping[str, int]) -> None:
-        for name, num_replicas in targets.items():
-            self._metrics.desired_replicas.set(num_replicas, pool=name)
-        if "prefill" in targets and targets["decode"]:
+        for name in self._pools:
+            self._metrics.desired_replicas.set(targets[name], pool=name)
+        if "prefill" in self._pools and targets["decode"]:
             self._metrics.prefill_decode_ratio.set(targets["prefill"] / targets["decode"])
 
 
