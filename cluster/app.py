@@ -8,6 +8,7 @@ from cluster.admission_settings import admission_policy
 from cluster.config import Config
 from cluster.ingress import Ingress, model_source
 from cluster.pool_config import DecodePoolConfig, PoolConfig
+from cluster.scaling_options import ingress_options, pool_options
 from cluster.version import VERSION
 from replicas.decode_replica import DecodeReplica
 from replicas.prefill_replica import PrefillReplica
@@ -35,7 +36,7 @@ def _bind_pool(replica_class: type, name: str, pool: PoolConfig, config: Config)
 
     deployment = serve.deployment(
         name=name,
-        num_replicas=pool.replicas,
+        **pool_options(pool),
         ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
         max_ongoing_requests=_MAX_ONGOING,
         request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
@@ -51,7 +52,7 @@ def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
 
     deployment = serve.deployment(
         name="ingress",
-        num_replicas=config.ingress.replicas,
+        **ingress_options(config),
         ray_actor_options={"num_cpus": config.ingress.num_cpus},
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=2,

@@ -15,6 +15,8 @@ from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
+from cluster.scaling_rules import scaling_rules
+from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -55,6 +57,7 @@ class Ingress:
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
+        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -67,11 +70,15 @@ class Ingress:
                 max_queued=config.ingress.max_queued_requests,
                 max_retries=config.ingress.max_retries,
                 block_size=config.kv.block_size,
+                cold_start_s=config.ingress.cold_start_timeout_s,
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
             ),
             metrics=self.metrics,
             channel_host=config.ingress.channel_host,
+            may_be_empty=self._may_be_empty,
         )
+        self._scaling_rules = scaling_rules(config)
+        self._targets = ScalingTargets(context.app_name, config, self.metrics)
         self.service = GenerationService(config, tokenizer, self._router, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
         await self._start()
@@ -85,11 +92,14 @@ class Ingress:
         def changed(deployment: str, table: ReplicaTable) -> None:
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
+            elif deployment == "prefill":
+                loop.call_soon_threadsafe(self._router.prefill_changed)
 
         replica_registry.REGISTRY.listen(changed)
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
+        self._targets.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
@@ -111,8 +121,9 @@ class Ingress:
         return self.config.limits
 
     def missing_pools(self) -> list[str]:
-        """Pools that a request would need and that have no replica now."""
-        missing: list[str] = [name for name, pool in self._pools.items() if not pool.replicas()]
+        """Pools that a request would need and that have no replica now, nor start one for it."""
+        empty = [name for name, pool in self._pools.items() if not pool.replicas()]
+        missing: list[str] = [name for name in empty if name not in self._may_be_empty]
         if self.config.routing.fallback_to_decode and "prefill" in missing:
             missing.remove("prefill")
         return missing
@@ -141,6 +152,12 @@ class Ingress:
         """This replica's id and its metrics, for the ingress that was asked for /metrics."""
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
+        scales. Asked every second where anything scales.
+        """
+        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
 
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""

@@ -27,6 +27,7 @@ class IngressMetrics(MetricSet):
         self._add_decisions(policy)
         self._add_latencies()
         self._add_tokens()
+        self._add_scaling()
 
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
@@ -79,6 +80,21 @@ class IngressMetrics(MetricSet):
         )
         self.request_latency = self.histogram(
             "splitserve_e2e_request_latency_seconds", "From request to end of response", metric_buckets.REQUEST_S
+        )
+
+    def _add_scaling(self) -> None:
+        self.cold_start_wait = self.histogram(
+            "splitserve_cold_start_wait_seconds",
+            "Waits for the first replica of a pool that autoscaling had emptied",
+            metric_buckets.REQUEST_S,
+        )
+        self.desired_replicas = self.gauge(
+            "splitserve_autoscaler_desired_replicas",
+            "Replicas that a pool is to have, by the autoscaler or fixed",
+            {"pool": ("prefill", "decode")},
+        )
+        self.prefill_decode_ratio = self.gauge(
+            "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
         )
 
     def _add_tokens(self) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from cluster.autoscaling_config import PoolAutoscalingConfig
 from cluster.config_section import Cpus, Gpus, Section
 
 
@@ -13,6 +14,9 @@ class PoolConfig(Section):
     """One pool of equal replicas. Exactly one of the three kv_ sizes is given."""
 
     replicas: int = Field(default=1, ge=1, le=1_024, description="How many replicas the pool has")
+    autoscaling: PoolAutoscalingConfig | None = Field(
+        default=None, description="Let the pool grow and shrink with its work, instead of `replicas`; null: it does not"
+    )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the replicas compute on")
     num_threads: int = Field(
         default=1,
@@ -61,6 +65,21 @@ class PoolConfig(Section):
         description="Steps planned ahead of known tokens. 1 on GPUs: the next step is ready when one ends. 0 on CPUs, "
         "where a step runs to its end when it is launched and 1 would only delay each token by a step",
     )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas when the server starts."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.at_start
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas when it has grown as far as it may."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether it can have no replica while all is well: the next request starts one."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
 
 class AdmissionConfig(Section):
@@ -113,6 +132,24 @@ class PoolsConfig(Section):
     decode: DecodePoolConfig = Field(
         description="Replicas that generate; with layout colocated they compute prompts too"
     )
+
+    min_prefill_decode_ratio: float = Field(
+        default=0.125,
+        gt=0,
+        le=64,
+        description="Where both pools scale: fewest prefill replicas for each decode replica; prefill grows if need be",
+    )
+    max_prefill_decode_ratio: float = Field(
+        default=8.0,
+        gt=0,
+        le=64,
+        description="Where both pools scale: most prefill replicas for each decode replica; decode grows if need be",
+    )
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether any pool scales by itself."""
+        return any(pool.autoscaling is not None for pool in self.deployed().values())
 
     def deployed(self) -> dict[str, PoolConfig]:
         """Pools by name, in the order of a request's path."""
