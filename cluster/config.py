@@ -39,6 +39,8 @@ from cluster.service_config import (
     ServerConfig,
     TransferConfig,
 )
+from cluster.slo_config import SloConfig
+from cluster.tracing_config import TracingConfig
 
 CONFLICT_ERROR_TYPE = "conflict"
 
@@ -56,12 +58,14 @@ class Config(Section):
     cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")
+    slo: SloConfig = Field(default=SloConfig(), description="What users are promised")
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
     fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
+    tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")
     testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
 
