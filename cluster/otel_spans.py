@@ -138,12 +138,14 @@ class OtelAttemptTrace(AttemptTrace):
     def ended(self, call: asyncio.Task[GenerateReply]) -> None:
         with self._maker:
             now_s = time.monotonic()
-            failed = call.cancelled() or call.exception() is not None
-            reply = None if failed else call.result()
-            if reply is not None and reply.status is CallStatus.OK:
-                self._answered(reply, now_s)
+            if call.cancelled():
+                self._cut_short("cancelled", now_s)
+            elif (error := call.exception()) is not None:
+                self._cut_short(type(error).__name__, now_s)
+            elif (reply := call.result()).status is not CallStatus.OK:
+                self._cut_short(reply.status.value, now_s)
             else:
-                self._cut_short("cancelled" if reply is None else reply.status.value, now_s)
+                self._answered(reply, now_s)
 
     def _answered(self, reply: GenerateReply, now_s: float) -> None:
         began_s = now_s - reply.decode_s
