@@ -13,12 +13,12 @@ ENDPOINTS = (
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
-REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
+LOSSES = ("dead", "unreachable", "frozen", "leaving")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
-SCALED_POOLS = ("prefill", "decode")
 SPAN_ENDS = ("ended", "exported", "failed")
 
 
@@ -43,6 +43,10 @@ class IngressMetrics(MetricSet):
         """Something is tried again; stage: one of RETRY_STAGES."""
         self.retries.add(stage=stage)
 
+    def replica_lost(self, of_pool: str, reason: str) -> None:
+        """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
+        self.replica_losses.add(of_pool=of_pool, reason=reason)
+
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
@@ -53,13 +57,6 @@ class IngressMetrics(MetricSet):
             self.slo_requests.add(slo=objective)
             if not is_met:
                 self.slo_violations.add(slo=objective)
-
-    def scaled(self, num_desired: Mapping[str, int]) -> None:
-        """So many replicas each engine pool is to have now, by name; colocated: decode alone."""
-        for pool in SCALED_POOLS:
-            self.desired_replicas.set(num_desired.get(pool, 0), pool=pool)
-        num_decode = num_desired.get("decode", 0)
-        self.prefill_decode_ratio.set(num_desired.get("prefill", 0) / num_decode if num_decode else 0.0)
 
     def _add_outcomes(self) -> None:
         self.requests = self.counter(
@@ -80,6 +77,11 @@ class IngressMetrics(MetricSet):
             fixed={"policy": policy},
         )
         self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.replica_losses = self.counter(
+            "splitserve_replica_losses",
+            "Replicas that this ingress found dead, frozen or leaving before Serve told it",
+            {"of_pool": POOLS, "reason": LOSSES},
+        )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
         )
@@ -104,6 +106,21 @@ class IngressMetrics(MetricSet):
             metric_buckets.REQUEST_S,
         )
 
+    def _add_scaling(self) -> None:
+        self.cold_start_wait = self.histogram(
+            "splitserve_cold_start_wait_seconds",
+            "Waits for the first replica of a pool that autoscaling had emptied",
+            metric_buckets.REQUEST_S,
+        )
+        self.desired_replicas = self.gauge(
+            "splitserve_autoscaler_desired_replicas",
+            "Replicas that a pool is to have, by the autoscaler or fixed",
+            {"pool": ("prefill", "decode")},
+        )
+        self.prefill_decode_ratio = self.gauge(
+            "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
     def _add_tokens(self) -> None:
         self.prompt_tokens = self.counter("splitserve_prompt_tokens", "Prompt tokens of finished requests")
         self.generation_tokens = self.counter("splitserve_generation_tokens", "Tokens generated and billed")
@@ -122,14 +139,6 @@ class IngressMetrics(MetricSet):
         )
         self.slo_violations = self.counter(
             "splitserve_slo_violations", "Those that missed it; any: missed one, or failed", {"slo": OBJECTIVES}
-        )
-
-    def _add_scaling(self) -> None:
-        self.desired_replicas = self.gauge(
-            "splitserve_autoscaler_desired_replicas", "Replicas a pool is to have", {"pool": SCALED_POOLS}
-        )
-        self.prefill_decode_ratio = self.gauge(
-            "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas for each decode replica, as desired"
         )
         self.trace_spans = self.counter(
             "splitserve_trace_spans",

@@ -15,12 +15,12 @@ from cluster.ingress_metrics import (
     DECISIONS,
     ENDPOINTS,
     FINISH_REASONS,
+    LOSSES,
     OBJECTIVES,
     OUTCOMES,
     POOLS,
     REJECTIONS,
     RETRY_STAGES,
-    SCALED_POOLS,
     SPAN_ENDS,
 )
 from replicas import metric_buckets as buckets
@@ -79,7 +79,8 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "build_info", "gauge", ALL, {**pool, "version": None, "ray_version": None, "engine": None})
     yield MetricRow(PREFIX + "metrics_scrape_failures", "counter", INGRESS, {"of_pool": POOLS})
     yield MetricRow(PREFIX + "trace_spans", "counter", INGRESS, {"result": SPAN_ENDS})
-    yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": SCALED_POOLS})
+    yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
+    yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
 
 
@@ -101,6 +102,7 @@ _REQUEST_HISTOGRAMS = {
     "e2e_request_latency_seconds": buckets.REQUEST_S,
     "request_prompt_tokens": buckets.TOKENS,
     "request_generation_tokens": buckets.TOKENS,
+    "cold_start_wait_seconds": buckets.REQUEST_S,
 }
 _ENGINE_COUNTERS: dict[str, Labels] = {
     "prefilled_tokens": {"pool": None},

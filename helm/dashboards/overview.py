@@ -158,7 +158,15 @@ def _scaling() -> list[Panel]:
         lines(
             "Desired and actual replicas", "short", {"{{pool}} desired": desired, "{{pool}} actual": replicas}, width=12
         ),
-        lines("Prefill replicas for each decode replica", "short", {"desired": ratio}, width=12),
+        lines("Prefill replicas for each decode replica", "short", {"desired": ratio}, width=4),
+        lines("Cold starts waited for", "ops", {"requests": ALL.rate("cold_start_wait_seconds_count")}, width=4),
+        lines(
+            "Replicas lost",
+            "ops",
+            {"{{of_pool}}: {{reason}}": ALL.rate("replica_losses_total", "of_pool, reason")},
+            "As ingresses found them before Serve did.",
+            width=4,
+        ),
     ]
 
 

@@ -13,7 +13,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.dates import DateFormatter
+from matplotlib.dates import AutoDateLocator, DateFormatter
 
 from tests.monitoring.dashboard_file import Panel
 from tests.server.prometheus_server import Points
@@ -23,6 +23,7 @@ Drawn = Mapping[str, Points]
 
 _CELL_INCHES = (0.75, 0.36)
 _COLUMNS = 24
+_MOST_LEGENDS = 9  # of more only those above zero are named
 
 
 def legend_of(template: str, labels: Mapping[str, str]) -> str:
@@ -62,7 +63,8 @@ def _draw_panel(axes: Axes, panel: Panel, drawn: Drawn) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, _readable(last, panel.unit), ha="center", va="center", fontsize=22, color="tab:green")
         return
-    axes.xaxis.set_major_formatter(DateFormatter("%H:%M"))
+    axes.xaxis.set_major_locator(AutoDateLocator(maxticks=5))
+    axes.xaxis.set_major_formatter(DateFormatter("%H:%M:%S"))
     if panel.kind == "heatmap":
         _draw_heat(axes, drawn)
         return
@@ -73,10 +75,23 @@ def _draw_panel(axes: Axes, panel: Panel, drawn: Drawn) -> None:
     else:
         for legend, points in drawn.items():
             axes.plot([_moment(t) for t, _ in points], [value for _, value in points], linewidth=1, label=legend)
-        axes.set_ylim(bottom=0)
+        top = max([value for points in drawn.values() for _, value in points if value < np.inf], default=0.0) or 1.0
+        axes.set_ylim(-0.03 * top, 1.08 * top)  # a line of zeros is to be seen, too
     axes.yaxis.set_major_formatter(lambda value, _: _readable(value, panel.unit))
     axes.grid(alpha=0.2)
-    axes.legend(fontsize=6, ncols=3, loc="upper left", bbox_to_anchor=(-0.02, -0.14), frameon=False, handlelength=1)
+    handles = axes.get_legend_handles_labels()
+    shown = [pair for pair in zip(*handles, strict=True) if any(value > 0 for _, value in drawn[pair[1]])]
+    named = shown if len(drawn) > _MOST_LEGENDS else list(zip(*handles, strict=True))
+    if named:
+        axes.legend(
+            *zip(*named, strict=True),
+            fontsize=6,
+            ncols=3,
+            loc="upper left",
+            bbox_to_anchor=(-0.02, -0.14),
+            frameon=False,
+            handlelength=1,
+        )
 
 
 def _draw_heat(axes: Axes, drawn: Drawn) -> None:
