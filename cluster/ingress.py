@@ -11,6 +11,7 @@ from cluster.attempt import AttemptLimits
 from cluster.generation_service import GenerationService
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
+from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
@@ -52,6 +53,9 @@ class Ingress:
         self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
         self.started_at = int(time.time())
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
+        for name, pool in config.pools.deployed().items():
+            self.metrics.desired_replicas.set(pool.replicas, pool=name)
+        self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
         self._pools = {
