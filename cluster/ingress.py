@@ -15,6 +15,7 @@ from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
+from cluster.service_config import AUTO_HOST
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -70,7 +71,7 @@ class Ingress:
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
             ),
             metrics=self.metrics,
-            channel_host=config.ingress.channel_host,
+            channel_host=_channel_host(config),
         )
         self.service = GenerationService(config, tokenizer, self._router, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
@@ -158,6 +159,15 @@ class Ingress:
             return await asyncio.create_task(call(), context=contextvars.Context())
         except Exception as error:
             return [error]
+
+
+def _channel_host(config: Config) -> str:
+    """Where this replica receives tokens. Called inside a replica: each has a node of its own."""
+    if config.ingress.channel_host != AUTO_HOST:
+        return config.ingress.channel_host
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def model_source(config: Config) -> str:

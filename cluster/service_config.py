@@ -7,7 +7,10 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config_section import Cpus, Host, LocalPath, Port, Seconds, Section, base_dir_of
+from cluster.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
+
+# As ingress.channel_host: the address of the node.
+AUTO_HOST = "auto"
 
 
 class ServerConfig(Section):
@@ -40,9 +43,12 @@ class IngressConfig(Section):
     channel_host: Host = Field(
         default="127.0.0.1",
         description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
-        "is one they can reach",
+        "is one they can reach. auto: the address of the Ray node that the ingress is on",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+    node_labels: NodeLabels = Field(
+        default={}, description="Labels that the Ray node of an ingress must have, as those of a pool"
+    )
 
     @field_validator("channel_host")
     @classmethod
@@ -74,7 +80,8 @@ class TransferConfig(Section):
     net_devices: str | None = Field(
         default=None,
         min_length=1,
-        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: UCX chooses',
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
+        "chooses",
     )
     handoff_timeout_s: Seconds = Field(
         default=30.0,
