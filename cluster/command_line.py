@@ -45,9 +45,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(config: Config) -> int:
+    _check_node_labels(config)
     from cluster.serve_command import run_server  # here, not above: it imports Ray
 
     return run_server(config)
+
+
+def _check_node_labels(config: Config) -> None:
+    """Replicas that want labels would wait for ever on the Ray that `serve` starts."""
+    sections = {"ingress": config.ingress, **{f"pools.{name}": pool for name, pool in config.pools.deployed().items()}}
+    for key, section in sections.items():
+        if section.node_labels:
+            raise UserError(
+                f"{key}.node_labels: the Ray of `splitserve serve` has no labels, a cluster's may: remove it"
+            )
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:

@@ -59,11 +59,11 @@ def _check_host(text: str) -> str:
 def _check_label(text: str) -> str:
     if _NODE_LABEL.fullmatch(text) and len(text.rpartition("/")[2]) <= 63:
         return text
-    raise ValueError('is no label; expected letters, digits, "-", "_" and ".", after a prefix and "/" if it has one')
+    raise ValueError('is no label; expected letters, digits, "-", "_" and ".", after a prefix and "/" if any')
 
 
 Host = Annotated[str, AfterValidator(_check_host)]
-# Labels that the node of a replica must have. Ray would read operators in a value ("!x", "in(a,b)"): equality is enough.
+# Labels that the node of a replica must have. Ray would take "!x" and "in(a,b)" for operators: equality is enough.
 NodeLabels = dict[Annotated[str, AfterValidator(_check_label)], Annotated[str, AfterValidator(_check_label)]]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]

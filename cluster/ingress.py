@@ -15,7 +15,6 @@ from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
-from cluster.service_config import AUTO_HOST
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -71,7 +70,7 @@ class Ingress:
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
             ),
             metrics=self.metrics,
-            channel_host=_channel_host(config),
+            channel_host=channel_host(config),
         )
         self.service = GenerationService(config, tokenizer, self._router, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
@@ -161,9 +160,9 @@ class Ingress:
             return [error]
 
 
-def _channel_host(config: Config) -> str:
-    """Where this replica receives tokens. Called inside a replica: each has a node of its own."""
-    if config.ingress.channel_host != AUTO_HOST:
+def channel_host(config: Config) -> str:
+    """The address that decode replicas send tokens to: as configured, or this node's own as Ray knows it."""
+    if config.ingress.channel_host != "auto":
         return config.ingress.channel_host
     import ray
 

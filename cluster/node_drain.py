@@ -1,7 +1,7 @@
 """`python -m cluster.node_drain`: empties this machine's Ray node before it goes. The preStop hook of worker pods.
 
-Kubernetes kills a pod's processes once this returns, or at the end of the grace period, which is longer. Ray Serve starts
-replicas elsewhere for those on a draining node, and stops these when they have no request left.
+Kubernetes kills a pod's processes once this returns, or at the end of the grace period, which is longer. Ray Serve
+starts replicas elsewhere for those on a draining node, and stops these when they have no request left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def ask_to_drain(timeout_s: float, node_id: str | None = None) -> str | None:
 
 
 def replica_pids(proc: Path = Path("/proc")) -> list[int]:
-    """Processes of Serve replicas in this container. With the host's process ids, those of other pods are not counted."""
+    """Processes of Serve replicas in this container; not those of other pods, which hostPID lets one see."""
     here = _mount_namespace(proc / "self")
     found = []
     for folder in proc.glob("[0-9]*"):

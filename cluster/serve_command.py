@@ -21,7 +21,6 @@ _SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 def run_server(config: Config) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. Raises UserError when the application can't start."""
-    _check_labels(config)
     started_s = time.monotonic()
     try:
         _say("starting Ray")
@@ -40,15 +39,6 @@ def run_server(config: Config) -> int:
     finally:
         _stop_ray()
     return 0
-
-
-def _check_labels(config: Config) -> None:
-    """Replicas that want labels would wait for ever on the Ray that is started here."""
-    sections = {"ingress": config.ingress, **{f"pools.{name}": pool for name, pool in config.pools.deployed().items()}}
-    for key, section in sections.items():
-        if section.node_labels:
-            reason = f"{section.node_labels} is for clusters; the Ray that `splitserve serve` starts has no labels: "
-            raise UserError(f"{key}.node_labels: {reason}leave it out")
 
 
 def _start_ray(config: Config) -> None:

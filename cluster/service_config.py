@@ -9,9 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
 
-# As ingress.channel_host: the address of the node.
-AUTO_HOST = "auto"
-
 
 class ServerConfig(Section):
     """Where HTTP is served."""
@@ -43,7 +40,7 @@ class IngressConfig(Section):
     channel_host: Host = Field(
         default="127.0.0.1",
         description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
-        "is one they can reach. auto: the address of the Ray node that the ingress is on",
+        "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
     node_labels: NodeLabels = Field(

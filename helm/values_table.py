@@ -57,8 +57,10 @@ def _row(path: list[str], comment: list[str], values: Any) -> Row:
 def table(text: str) -> str:
     """Markdown."""
     lines = ["| value | default | what it is |", "|---|---|---|"]
-    for row in described_keys(text):
-        lines.append(f"| `{row.key}` | {row.default} | {row.description.replace('|', chr(92) + '|')} |")
+    lines += [
+        f"| `{row.key}` | {row.default} | {row.description.replace('|', chr(92) + '|')} |"
+        for row in described_keys(text)
+    ]
     return "\n".join(lines)
 
 
