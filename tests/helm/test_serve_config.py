@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,3 +59,8 @@ def test_its_form(name: str) -> None:
     assert policy == ({"policy_function": "cluster.autoscaling_policy:decide"} if scales else None)
     del application["args"]
     assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serve_app:build"}
+
+
+def test_the_schema_knows_every_section_of_the_config() -> None:
+    schema = json.loads((CHART_FOLDER / "values.schema.json").read_text())
+    assert set(Config.model_fields) <= set(schema["properties"]["config"]["properties"])
