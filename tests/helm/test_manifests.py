@@ -97,6 +97,7 @@ def test_the_operator_accepts_the_ray_service(name: str) -> None:
     assert violations(render(ALL_VALUES[name]).service) == []
 
 
+@cache
 def _broken() -> dict[str, dict[str, Any]]:
     """One RayService for each rule, which breaks it."""
     good = render(ALL_VALUES["full"]).service
