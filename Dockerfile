@@ -13,8 +13,9 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /build
 COPY pyproject.toml constraints/cpu.txt ./
 # Only what SplitServe needs. Its own packages are not installed: PyPI has others of their names.
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
+# With what traces need (config section tracing), which is not installed otherwise.
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*p['dependencies'], *p['optional-dependencies'].get('otel', []), sep='\n')" > requirements.txt \
     && case "$TARGET" in \
         cuda) index="" ;; \
         cpu) index="--extra-index-url=https://download.pytorch.org/whl/cpu" ;; \

@@ -53,9 +53,9 @@ def _serve(config: Config) -> int:
 
 def _check_node_labels(config: Config) -> None:
     """Replicas that want labels would wait for ever on the Ray that `serve` starts."""
-    sections = {"ingress": config.ingress, **{f"pools.{name}": pool for name, pool in config.pools.deployed().items()}}
-    for key, section in sections.items():
-        if section.node_labels:
+    labels = {f"pools.{name}": pool.node_labels for name, pool in config.pools.deployed().items()}
+    for key, wanted in {"ingress": config.ingress.node_labels, **labels}.items():
+        if wanted:
             raise UserError(
                 f"{key}.node_labels: the Ray of `splitserve serve` has no labels, a cluster's may: remove it"
             )

@@ -104,6 +104,9 @@
 
 {{- define "splitserve.checkObjects" -}}
 {{- $values := .Values -}}
+{{- if and $values.autoscaler.enabled (eq $values.autoscaler.version "v1") (gt (len (include "splitserve.groups" . | fromJsonArray)) 1) -}}
+{{- fail "autoscaler.version: v1 does not know Ray node labels, by which several worker groups are told apart: use v2" -}}
+{{- end -}}
 {{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: missing; give the address of a Redis, such as redis:6379" -}}
 {{- end -}}

@@ -148,6 +148,8 @@ def test_packages_with_schema_rules_and_dashboards(tmp_path: Path) -> None:
         packed = {entry["name"] for entry in chart.files}
         with pytest.raises(helm_python.HelmValuesError, match="imge"):
             chart.render({"imge": {}}, name="a")
-    wanted = {str(path.relative_to(CHART)) for folder in ("rules", "dashboards") for path in CHART.glob(f"{folder}/*")}
+    wanted = {
+        str(path.relative_to(CHART)) for kind in ("rules/*.yaml", "dashboards/*.json") for path in CHART.glob(kind)
+    }
     assert wanted <= packed
     assert not [name for name in packed if name.endswith(".py")]

@@ -56,6 +56,12 @@ def test_a_new_cluster(change: dict[str, Any]) -> None:
     assert _decides_the_cluster(render()) != _decides_the_cluster(render(change))
 
 
+@pytest.mark.parametrize(("given", "delay_s"), [("", 160), (0, 0), (900, 900)])
+def test_the_old_cluster_stays_until_it_has_drained(given: int | str, delay_s: int) -> None:
+    service = render({"upgrade": {"deletionDelaySeconds": given}}).service
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] == delay_s
+
+
 def test_the_image_is_that_of_this_version() -> None:
     from cluster.version import VERSION
 

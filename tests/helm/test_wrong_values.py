@@ -63,6 +63,7 @@ WRONG = {
         SEPARATE.replace("{node_labels", "{device: cpu, num_gpus: 0, node_labels"),
         "config.transfer.net_devices",
     ),
+    "labels for the old autoscaler": (SEPARATE + "autoscaler: {version: v1}", "autoscaler.version"),
     "no Redis": ("gcsFaultTolerance: {enabled: true}", "gcsFaultTolerance.redisAddress"),
     "no gateway": (
         "upgrade: {strategy: NewClusterWithIncrementalUpgrade}",
