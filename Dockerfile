@@ -28,13 +28,15 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 FROM python:${PYTHON_TAG}
 ARG TARGET=cuda
 # wget: KubeRay's probes. The verbs libraries: RDMA. A compiler: Triton builds the launchers of its kernels at start.
+# The home is of group 0 too, for a pod that runs as root without capabilities (rdma.runAsRoot) or as any user (OpenShift).
 RUN apt-get update \
     && apt-get install -y --no-install-recommends wget libibverbs1 ibverbs-providers librdmacm1 \
     && if [ "$TARGET" = cuda ]; then apt-get install -y --no-install-recommends gcc libc6-dev; fi \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 1000 --create-home splitserve \
     && mkdir -p /home/splitserve/.cache \
-    && chown -R 1000:1000 /home/splitserve
+    && chown -R 1000:0 /home/splitserve \
+    && chmod -R g=u /home/splitserve
 # Into the system's own place: a login shell forgets every other PATH.
 COPY --from=packages /packages /usr/local
 COPY configs /app/configs
@@ -44,7 +46,8 @@ COPY cluster /app/cluster
 RUN printf '#!/bin/sh\nexec python -m cluster.command_line "$@"\n' > /usr/local/bin/splitserve \
     && chmod 755 /usr/local/bin/splitserve
 
-ENV PYTHONPATH=/app \
+ENV HOME=/home/splitserve \
+    PYTHONPATH=/app \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     RAY_USAGE_STATS_ENABLED=0 \

@@ -46,6 +46,13 @@ def test_ray_accepts_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_VALUES)
+def test_equals_what_splitserve_deploy_makes(name: str) -> None:
+    serve_config = pytest.importorskip("cluster.serve_config").serve_config
+    rendered = render(ALL_VALUES[name])
+    assert rendered.serve_config == serve_config(rendered.config, Config.model_validate(rendered.config))
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
 def test_its_form(name: str) -> None:
     document = render(ALL_VALUES[name]).serve_config
     (application,) = document.pop("applications")
