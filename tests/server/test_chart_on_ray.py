@@ -75,7 +75,7 @@ class LocalRay:
     def _start(self, name: str, *options: str) -> None:
         log = self.stack.enter_context((self.folder / f"{name}.log").open("wb"))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
-        command += ["--object-store-memory=100000000", "--disable-usage-stats", *options]
+        command += ["--object-store-memory=100000000", f"--dashboard-agent-listen-port={_free_port()}", *options]
         environment = {k: v for k, v in {**os.environ, **self.environment}.items() if k != "RAY_ADDRESS"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
         self.stack.callback(self._stop, process)
