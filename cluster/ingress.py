@@ -78,7 +78,7 @@ class Ingress:
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
             ),
             metrics=self.metrics,
-            channel_host=config.ingress.channel_host,
+            channel_host=channel_host(config),
             may_be_empty=self._may_be_empty,
         )
         self._scaling_rules = scaling_rules(config)
@@ -179,6 +179,15 @@ class Ingress:
             return await asyncio.create_task(call(), context=contextvars.Context())
         except Exception as error:
             return [error]
+
+
+def channel_host(config: Config) -> str:
+    """The address that decode replicas send tokens to: as configured, or this node's own as Ray knows it."""
+    if config.ingress.channel_host != "auto":
+        return config.ingress.channel_host
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def model_source(config: Config) -> str:

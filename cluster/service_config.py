@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.autoscaling_config import IngressAutoscalingConfig
-from cluster.config_section import Cpus, Host, LocalPath, Port, Seconds, Section, base_dir_of
+from cluster.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
 
 
 class ServerConfig(Section):
@@ -48,9 +48,12 @@ class IngressConfig(Section):
     channel_host: Host = Field(
         default="127.0.0.1",
         description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
-        "is one they can reach",
+        "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+    node_labels: NodeLabels = Field(
+        default={}, description="Labels that the Ray node of an ingress must have, as those of a pool"
+    )
 
     @property
     def first_replicas(self) -> int:
@@ -92,7 +95,8 @@ class TransferConfig(Section):
     net_devices: str | None = Field(
         default=None,
         min_length=1,
-        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: UCX chooses',
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
+        "chooses",
     )
     handoff_timeout_s: Seconds = Field(
         default=30.0,
