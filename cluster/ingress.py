@@ -18,6 +18,7 @@ from cluster.routing_policy import RoutingRules
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
+from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -72,8 +73,9 @@ class Ingress:
             metrics=self.metrics,
             channel_host=config.ingress.channel_host,
         )
-        self.service = GenerationService(config, tokenizer, self._router, self.metrics)
-        self.tokenize_service = TokenizeService(config, tokenizer)
+        self.lanes = WorkLanes()
+        self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
         await self._start()
 
     async def _start(self) -> None:

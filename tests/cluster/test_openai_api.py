@@ -391,9 +391,9 @@ def test_what_goes_together() -> None:
     ("name", "value"),
     [
         ("suffix", "x"),
-        ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("functions", [{"name": "f"}]),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("structured_outputs", {"regex": "["}),
@@ -414,8 +414,18 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         for value in values:
             assert chat(**{name: value}).unknown_fields == []
             assert completion(**{name: value}).unknown_fields == []
-    assert chat(tools=[{"type": "function"}], tool_choice="none")
     assert 'may only be {"type":"text"}' in refused_field("response_format", response_format={"type": "json_object"})
+
+
+def test_tools_are_refused_only_when_a_call_is_asked_for() -> None:
+    offer = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for choice in ({}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert chat(tools=offer, **choice).unknown_fields == ["tools"]
+    assert chat(functions=[{"name": "f"}]).unknown_fields == ["functions"]
+    assert chat(tools=[], functions=None).unknown_fields == []
+    assert "not supported" in refused_field("tool_choice", tools=offer, tool_choice="required")
+    for wrong in (1, "f", {}, [1], [None], [{}] * 129):
+        assert refused_field("tools", tools=wrong).startswith("tools ")
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
