@@ -69,24 +69,25 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
         raise invalid("must be a string, an array of strings, an array of token ids, or an array of such arrays")
     if not value:
         raise invalid("must not be empty")
+    most, most_ids = limits_of(info).max_prompts, limits_of(info).max_text_chars
     if not isinstance(value[0], str | list):
-        return [token_ids(value)]
-    most = limits_of(info).max_prompts
+        return [token_ids(value, most_ids)]
     if len(value) > most:
         raise invalid(f"has {len(value)} prompts; at most {most} are allowed")
     if [] in value:
         raise invalid("must not be empty")
     if all(isinstance(item, str) for item in value):
         return value
-    return [token_ids(item) for item in value]
+    return [token_ids(item, most_ids) for item in value]
 
 
+_IDS_SCHEMA = token_ids_schema(minItems=1, maxItems=limit("max_text_chars"))
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": limit("max_prompts")},
-        token_ids_schema(minItems=1),
-        {"type": "array", "items": token_ids_schema(minItems=1), "minItems": 1, "maxItems": limit("max_prompts")},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": limit("max_prompts")},
     ],
 }
 

@@ -147,7 +147,7 @@ class LimitsConfig(Section):
         default=524_288,
         ge=1,
         description="Longest text, in characters, that is tokenized though it need not fit into the model's context: "
-        "for /tokenize and truncate_prompt_tokens. Also the most token ids for /detokenize",
+        "for /tokenize and truncate_prompt_tokens. Also the most token ids of a prompt, and for /detokenize",
     )
     max_reported_logprobs: int = Field(
         default=200_000,

@@ -14,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from cluster.prompt_echo import PromptEcho
+from cluster.tokenizer import Tokenizer
 from scheduler.beam_search import BeamParams
 from tests.cluster.api_client import CHAT, HELLO, TEXT, ApiClient, api_client
+from tests.cluster.fake_ingress import ByteTokenizer
 
 BOTH = (CHAT, TEXT)
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -473,6 +477,51 @@ async def test_truncate_prompt_tokens() -> None:
         assert answer["choices"][0]["text"].startswith("def")
         error = (await c.send(TEXT, {"truncate_prompt_tokens": 512})).json()["error"]
         assert (error["param"], "511" in error["message"]) == ("truncate_prompt_tokens", True)
+
+
+async def test_texts_that_need_not_fit_are_bounded_too() -> None:
+    """They would be tokenized whole, however long."""
+    async with api_client(max_text_chars=600) as c:
+        long, longer = "x" * 600, "x" * 601
+        messages = [{"role": "user", "content": longer}]
+        cut = {"truncate_prompt_tokens": 4}
+        assert (await c.send(TEXT, {"prompt": long, **cut})).status_code == 200
+        assert (await c.http.post("/tokenize", json={"prompt": long})).json()["count"] == 600
+        assert (await c.http.post("/detokenize", json={"tokens": [97] * 600})).json() == {"prompt": "a" * 600}
+        for path, body, param in [
+            (TEXT, {"prompt": longer, **cut}, "prompt"),
+            (TEXT, {"prompt": ["a", longer], **cut}, "prompt"),
+            (TEXT, {"prompt": [97] * 601, **cut}, "prompt"),
+            (TEXT, {"prompt": [[97], [97] * 601], **cut}, "prompt"),
+            (CHAT, {"messages": messages, **cut}, "messages"),
+            ("/tokenize", {"prompt": longer}, "prompt"),
+            ("/tokenize", {"messages": messages}, "messages"),
+            ("/detokenize", {"tokens": [97] * 601}, "tokens"),
+        ]:
+            response = await c.http.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), body
+            assert "600" in response.json()["error"]["message"]
+
+
+async def test_an_echo_shows_a_control_token_that_truncation_made_the_first() -> None:
+    def pieces(prompt: str | list[int], ids: list[int], keep: int | None) -> str:
+        return PromptEcho(cast("Tokenizer", tokenizer), prompt, ids, keep).text
+
+    class Starts(ByteTokenizer):
+        """Puts <eos> in front of every text, and knows it by its name."""
+
+        def encode_prompt(self, prompt: Any, *rest: Any, **more: Any) -> list[int]:
+            parts = [[256] if part == "<eos>" else list(part.encode()) for part in re.split("(<eos>)", prompt)]
+            return [256, *(token_id for part in parts for token_id in part)]
+
+    tokenizer = Starts()
+    ids = tokenizer.encode_prompt("ab<eos>cd")
+    assert pieces("ab<eos>cd", ids, None) == "ab<eos>cd"
+    assert pieces("ab<eos>cd", ids, 6) == "ab<eos>cd"  # as many as there are: nothing was cut
+    assert pieces("ab<eos>cd", ids, 99) == "ab<eos>cd"
+    assert pieces("ab<eos>cd", ids[-3:], 3) == "<eos>cd"
+    assert pieces("ab<eos>cd", ids[-2:], 2) == "cd"
+    assert pieces(ids, ids, None) == "<eos>ab<eos>cd"
 
 
 async def test_what_could_never_choose_a_token_is_refused() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.refusals.bodies import Kind
+from benchmarks.refusals.exchange import exchange
 from tests.server.conftest import API_KEY, CONTEXT
 from tests.server.generate import stream_events
 from tests.server.running_server import RunningServer
@@ -237,7 +239,7 @@ def test_beam_search(client: httpx.Client) -> None:
 # -- G ---------------------------------------------------------------------------------------------
 
 
-def test_g05_a_huge_body_delays_nobody(client: httpx.Client, api_server: RunningServer) -> None:
+def test_g05_huge_and_hostile_bodies_delay_nobody(client: httpx.Client, api_server: RunningServer) -> None:
     gaps: list[float] = []
     over = threading.Event()
 
@@ -249,22 +251,50 @@ def test_g05_a_huge_body_delays_nobody(client: httpx.Client, api_server: Running
                 gaps.append(time.monotonic() - started_s)
                 over.wait(0.1)
 
-    body = json.dumps({"messages": user("x" * 27_000_000)}).encode()
+    huge = json.dumps({"messages": user("x" * 27_000_000)}).encode()
+    hostile = [
+        (CHAT, json.dumps({"messages": user("word " * 300_000)}).encode()),
+        (TEXT, b'{"prompt":[' + b"1," * 900_000 + b"1]}"),
+        (TEXT, b'{"prompt":[' + b'"",' * 600_000 + b'""]}'),
+        (CHAT, b'{"messages":[' + b"{}," * 600_000 + b"{}]}"),
+        ("/tokenize", json.dumps({"prompt": "word " * 300_000}).encode()),
+    ]
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        time.sleep(1)
-        response = client.post(CHAT, content=body, headers={"content-type": "application/json"})
-        assert response.status_code == 413
-        long = client.post(CHAT, json={"messages": user("word " * 300_000)})
-        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-        time.sleep(1)
+        time.sleep(2)
+        num_before = len(gaps)
+        for is_chunked in (False, True):
+            kind = Kind("27 MB", CHAT, huge, is_chunked=is_chunked)
+            assert exchange(api_server.url, kind, {"Authorization": f"Bearer {API_KEY}"})[0] == 413
+        for path, body in hostile:
+            response = client.post(path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 400, response.text
+        time.sleep(0.3)
     finally:
         over.set()
         poller.join()
-    # The row says 0.2 s on a machine of its own; this one's two cores also send the body and run the engines.
-    assert len(gaps) > 3
-    assert max(gaps) < 1.5, gaps
+    # The row says 0.2 s on a machine of its own (benchmarks/refusals measures that); here others may be at work, and
+    # are so before, too.
+    assert num_before > 3
+    assert len(gaps) > num_before + 3
+    assert max(gaps[num_before:]) < 0.3 + 3 * max(gaps[:num_before]), gaps
+
+
+def test_headers_that_ray_serve_would_take_for_its_own(client: httpx.Client, api_server: RunningServer) -> None:
+    body = {"prompt": "The sun is", "max_tokens": 4, **GREEDY}
+    text = whole(client, TEXT, body)["text"]
+    for name, value in [
+        ("x-request-timeout-seconds", "0.001"),
+        ("x-request-disconnect-disabled", "?1"),
+        ("serve_multiplexed_model_id", "x"),
+        ("x-session-id", "\xff"),
+    ]:
+        response = client.post(TEXT, json=body, headers=[(name.encode(), value.encode("latin-1"))])
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, text), name
+    for value in (b"\xff", b"a b", "ä".encode()):
+        response = client.post(TEXT, json=body, headers=[(b"x-request-id", value)])
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
 
 
 def connection(server: RunningServer) -> socket.socket:
