@@ -85,6 +85,7 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], int, str | None]] = [
     ("A31", (TEXT,), {"prompt": "\udcf0"}, 400, None),
     ("A31", (TEXT,), {"prompt": "\U0001f600"}, 200, None),
     ("A32", (TEXT,), {"prompt": "a\0b\u202e"}, 200, None),
+    ("A32", (CHAT,), {"messages": [{"role": "user", "content": "a\0b\u202e"}]}, 200, None),
     ("A34", (CHAT,), {"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}]}, 200, None),
     ("A35", (CHAT,), {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *HELLO]}, 200, None),
     ("A37", (CHAT,), {"messages": [{"role": "alien", "content": "x"}]}, 400, "messages[0].role"),
@@ -169,6 +170,13 @@ async def test_a_report_of_too_many_prompt_logprobs_is_refused(fields: dict[str,
         assert all(number in error["message"] for number in ("8", "5", "400", "399"))
 
 
+async def test_a07_max_completion_tokens_counts() -> None:
+    async with api_client() as c:
+        for path in BOTH:
+            answer = (await c.send(path, {"max_completion_tokens": 3, "max_tokens": 9})).json()
+            assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
+
+
 async def test_a26_huge_n_is_refused_at_once() -> None:
     async with api_client() as c:
         await c.send(TEXT, {"n": 0})
@@ -184,10 +192,13 @@ async def test_a26_huge_n_is_refused_at_once() -> None:
 async def test_b10_b11_every_stream_has_one_finish_and_a_done(path: str) -> None:
     async with api_client() as c:
         asks = [
-            {"max_tokens": 1 + i % 30, "n": 1 + i % 3, "seed": i, "stop": "a" if i % 2 else "zz"} for i in range(60)
+            {"max_tokens": 1 + i % 30, "n": 1 + i % 3, "seed": i, "stop": "a" if i % 2 else "zz"} for i in range(250)
         ]
         streams = await asyncio.gather(*(c.events(path, ask) for ask in asks))
     for ask, events in zip(asks, streams, strict=True):
+        if path == CHAT:
+            first = [event["choices"][0] for event in events if "role" in event["choices"][0]["delta"]]
+            assert sorted(choice["index"] for choice in first) == list(range(ask["n"]))
         finishes = [choice for event in events for choice in event["choices"] if choice["finish_reason"] is not None]
         assert sorted(choice["index"] for choice in finishes) == list(range(ask["n"]))
         assert {choice["finish_reason"] for choice in finishes} <= {"stop", "length"}
@@ -358,6 +369,11 @@ async def test_c01_c02_choices_differ_repeat_and_keep_to_themselves(path: str) -
         assert len(set(texts(first.json()))) == 4
         assert texts(first.json()) == texts(second.json())
         assert all(len(texts(other.json())) == 4 for other in others)
+        own = [{"prompt": f"prompt {i}", "messages": [{"role": "user", "content": f"prompt {i}"}]} for i in range(10)]
+        asked = [fields | prompt | {"n": 3} for prompt in own]
+        together = await asyncio.gather(*(c.send(path, ask) for ask in asked))
+        assert [texts(one.json()) for one in together] == [texts((await c.send(path, ask)).json()) for ask in asked]
+        assert len({text for one in together for text in texts(one.json())}) == 30
         seen: dict[int, str] = {}
         for event in await c.events(path, fields):
             (choice,) = event["choices"]

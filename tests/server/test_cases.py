@@ -120,7 +120,7 @@ def test_a22_a_tiny_temperature_is_greedy(client: httpx.Client) -> None:
     body = {"prompt": "The capital of France is", "max_tokens": 8}
     greedy = whole(client, TEXT, {**body, **GREEDY})["text"]
     assert greedy
-    for temperature in (1e-9, 1e-45):
+    for temperature in (1e-4, 1e-9, 1e-45):
         assert whole(client, TEXT, {**body, "temperature": temperature})["text"] == greedy
 
 
@@ -133,6 +133,7 @@ def test_a34_a35_a37_histories(client: httpx.Client) -> None:
         (200, [*user("a"), {"role": "system", "content": "be brief"}]),
         (400, [*user("a"), {"role": "alien", "content": "b"}]),
         (400, [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]),
+        (400, [*user("a"), {"role": "tool", "tool_call_id": "c", "content": "x"}]),
     ]
     for status, messages in histories:
         response = client.post(CHAT, json={"messages": messages, "max_tokens": 2})
@@ -328,7 +329,7 @@ def test_g07_pipelining_and_keep_alive_after_an_error(api_server: RunningServer)
 
 
 def test_g04_slow_bodies_are_given_up_while_others_are_served(client: httpx.Client, api_server: RunningServer) -> None:
-    links = [connection(api_server) for _ in range(20)]
+    links = [connection(api_server) for _ in range(200)]
     try:
         for link in links:
             link.sendall(http_request(b"x" * 1000)[:-999])
@@ -341,6 +342,15 @@ def test_g04_slow_bodies_are_given_up_while_others_are_served(client: httpx.Clie
     finally:
         for link in links:
             link.close()
+
+
+def test_g04_a_body_that_ends_before_its_length_harms_nobody(api_server: RunningServer, client: httpx.Client) -> None:
+    for _ in range(5):
+        with connection(api_server) as link:
+            link.sendall(http_request(b'{"prompt":"a"}')[:-3])
+            link.shutdown(socket.SHUT_WR)
+            assert link.recv(1000)[:13] in (b"", b"HTTP/1.1 400 ", b"HTTP/1.1 408 ")
+    assert client.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_g11_control_tokens_in_a_message_are_text(client: httpx.Client) -> None:
