@@ -21,6 +21,7 @@ from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
+from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -83,8 +84,9 @@ class Ingress:
         )
         self._scaling_rules = scaling_rules(config)
         self._targets = ScalingTargets(context.app_name, config, self.metrics)
-        self.service = GenerationService(config, tokenizer, self._router, self.metrics)
-        self.tokenize_service = TokenizeService(config, tokenizer)
+        self.lanes = WorkLanes()
+        self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
         await self._start()
 
     async def _start(self) -> None:

@@ -165,6 +165,12 @@ class LimitsConfig(Section):
         ge=1,
         description="Most tokens one request may cause: prompts times choices (n, best_of or beams) times max_tokens",
     )
+    max_text_chars: int = Field(
+        default=524_288,
+        ge=1,
+        description="Longest text, in characters, that is tokenized though it need not fit into the model's context: "
+        "for /tokenize and truncate_prompt_tokens. Also the most token ids of a prompt, and for /detokenize",
+    )
     max_reported_logprobs: int = Field(
         default=200_000,
         ge=1,
