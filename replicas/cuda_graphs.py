@@ -49,6 +49,7 @@ class StepGraph:
     def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
         """Capture `run`, which reads static_input. Launches it once before. Blocks."""
         self._input = static_input
+        self._run = run  # what it holds (tensors made outside of the capture) must live as long as the graph
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
