@@ -176,7 +176,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         output = handle.result() if isinstance(handle, StepHandle) else handle
         self.recorder.committed(output.step_id)
         broken = {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt.positions)}
-        for token in output.tokens:
+        suspects = [token for token in output.tokens if token.token_id < 0 or token.logprobs is not None]
+        for token in suspects:
             kind = NOT_A_TOKEN if _has_nan((token.logprobs,)) else token.token_id
             # What comes behind a choice's end may be anything: it is dropped.
             if kind in _BROKEN and self.scheduler.counts(token):

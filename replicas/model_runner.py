@@ -50,10 +50,12 @@ class StepHandle:
         names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
         logprobs = self._choice.read_logprobs()
         tokens = tuple(
-            SampledToken(request_id, choice, token_id, logprobs.get(index))
-            for index, ((request_id, choice), token_id) in enumerate(
-                zip(names, self._choice.read_tokens(), strict=True)
-            )
+            [
+                SampledToken(request_id, choice, token_id, logprobs.get(index) if logprobs else None)
+                for index, ((request_id, choice), token_id) in enumerate(
+                    zip(names, self._choice.read_tokens(), strict=True)
+                )
+            ]
         )
         return StepOutput(self.plan.step_id, tokens, tuple(chunk.read() for chunk in self._prompts))
 

@@ -34,7 +34,7 @@ def kernels(with_tiles: bool) -> dict[str, Any]:
         tiles = ((64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3), (32, 4, 4), (64, 8, 3), (32, 2, 4))
         decode += [times.decode_attention(64, 1073, 32, None, tile) for tile in tiles]
         decode += [times.decode_attention(64, 1073, 16, None, tile) for tile in tiles]
-        decode += [times.decode_attention(16, 1073, 32, (n, 64), tile) for n in (2, 3, 4) for tile in tiles[:3]]
+        decode += [times.decode_attention(64, 1073, 32, n, tile) for n in (33, 66, 99) for tile in tiles[:3]]
     print(table(decode))
     products = times.single_row_products()
     print(table(products))

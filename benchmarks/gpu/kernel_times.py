@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
-from replicas.cuda_step import split_contexts
 from replicas.kernels.gemv import gemv
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import keys_at_once, num_groups_for, paged_decode, share_out
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.token_draw import draw_tokens
 from replicas.slot_columns import BLOCK_TABLE, sampling_columns
@@ -35,10 +34,10 @@ def decode_attention(
     batch: int,
     context: int,
     heads: int = HEADS,
-    splits: tuple[int, int] | None = None,
+    num_groups: int | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
-    """GB/s of one layer's decode attention over more layers than the L2 cache holds. splits: number, fewest tokens."""
+    """GB/s of one layer's decode attention over more layers than the L2 cache holds."""
     num_blocks = -(-context // BLOCK)
     layers = max(1, min(8, int(4e9 / (batch * num_blocks * BLOCK * KV_HEADS * DIM * 4))))
     pool = torch.randn(batch * num_blocks, layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
@@ -49,17 +48,18 @@ def decode_attention(
     q = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    num, fewest = splits or split_contexts(batch, KV_HEADS, context, 132)
+    num_groups = num_groups or num_groups_for(KV_HEADS, 132)
+    shares = share_out(positions, num_groups, tile[0] if tile else keys_at_once(pool.dtype, DIM))
     layer = iter(range(10**9))
 
     def once() -> None:
         view = pool[:, next(layer) % layers]
-        paged_decode(q, k, k, view, block_table, slots, positions, DIM**-0.5, num, fewest, out, tile)
+        paged_decode(q, k, k, view, block_table, slots, positions, shares, DIM**-0.5, out, tile)
 
     ms = graph_ms(once)
     gigabytes = batch * context * KV_HEADS * DIM * 4 / 1e9
     return {
-        "batch": batch, "context": context, "heads": heads, "splits": num, "tile": str(tile or "default"), "ms": ms,
+        "batch": batch, "context": context, "heads": heads, "groups": num_groups, "tile": str(tile or "default"), "ms": ms,
         "GB/s": 1000 * gigabytes / ms,
     }  # fmt: skip
 

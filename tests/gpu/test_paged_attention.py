@@ -9,7 +9,7 @@ from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, r
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.kv_write import write_kv
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import keys_at_once, paged_decode, share_out
 from replicas.kernels.paged_prefill import paged_prefill
 
 pytestmark = pytest.mark.interpreted
@@ -17,29 +17,46 @@ pytestmark = pytest.mark.interpreted
 # The interpreter multiplies bfloat16 as the integers it keeps them in.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 HEADS = [(1, 1), (9, 3), (32, 8), (24, 1)]
-# Around a block, around a tile, around a split; one of a single token; one padding row.
+# Around a block, around a tile, several of them; one of a single token; one padding row.
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 0, 127, 129, 300]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("num_splits", "min_split"), [(1, 64), (4, 64), (7, 128)])
+@pytest.mark.parametrize("num_groups", [1, 5, 40])
 def test_decode_equals_attention_by_definition(
-    device: torch.device, dtype: torch.dtype, head_dim: int, num_splits: int, min_split: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_groups: int
 ) -> None:
-    check_decode(device, dtype, head_dim, (8, 2), LENGTHS, num_splits, min_split)
+    check_decode(device, dtype, head_dim, (8, 2), LENGTHS, num_groups)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_with_any_grouping_of_heads(device: torch.device, heads: tuple[int, int]) -> None:
-    check_decode(device, torch.float32, 64, heads, LENGTHS, 3, 64)
+    check_decode(device, torch.float32, 64, heads, LENGTHS, 7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too long for the interpreter")
-@pytest.mark.parametrize("num_splits", [1, 8, 32])
+@pytest.mark.parametrize("num_groups", [1, 8, 49, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_of_long_contexts(device: torch.device, dtype: torch.dtype, num_splits: int) -> None:
-    check_decode(device, dtype, 128, (32, 8), [32768, 5, 4097, 8191, 0, 20000], num_splits, 512)
+def test_decode_of_long_contexts(device: torch.device, dtype: torch.dtype, num_groups: int) -> None:
+    check_decode(device, dtype, 128, (32, 8), [32768, 5, 4097, 8191, 0, 20000], num_groups)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3, 16, 128])
+@pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [640], [64] * 16, [0, 0, 5, 0, 1000, 0]])
+def test_every_tile_is_in_one_share_and_none_is_empty_before_the_last(
+    device: torch.device, lengths: list[int], num_groups: int
+) -> None:
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
+    borders = share_out(positions, num_groups, 64).tolist()
+    tiles = [(row, tile) for row, n in enumerate(lengths) for tile in range(-(-n // 64))]
+    firsts = [tiles.index((row, tile)) if row < len(lengths) else len(tiles) for row, tile in borders]
+    assert firsts[0] == 0
+    assert firsts[-1] == len(tiles)
+    sizes = [end - first for first, end in zip(firsts, firsts[1:], strict=False)]
+    used = [size for size in sizes if size]
+    assert sizes == used + [0] * (num_groups - len(used))
+    assert max(used, default=0) - min(used, default=0) <= 1
 
 
 def check_decode(
@@ -48,8 +65,7 @@ def check_decode(
     head_dim: int,
     heads: tuple[int, int],
     lengths: list[int],
-    num_splits: int,
-    min_split: int,
+    num_groups: int,
 ) -> None:
     num_heads, num_kv_heads = heads
     case = paged_case(lengths, num_kv_heads, head_dim, dtype, device, written=[max(n - 1, 0) for n in lengths])
@@ -64,13 +80,14 @@ def check_decode(
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
     before = case.kv.clone()
     scale = head_dim**-0.5
+    shares = share_out(positions, num_groups, keys_at_once(dtype, head_dim))
     paged_decode(
-        query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions, scale,
-        num_splits, min_split, out,
+        query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions, shares,
+        scale, out,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         if length == 0:
-            assert (out[row] == 0).all()
+            assert out[row].isnan().all()
             continue
         expected = attention(query[row : row + 1], case.keys[row], case.values[row], length - 1, scale)
         assert relative_error(out[row : row + 1], expected) < TOLERANCE[dtype], length
