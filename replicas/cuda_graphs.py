@@ -48,6 +48,7 @@ class StepGraph:
     def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
         """Capture `run`, which reads static_input. Launches it once before. Blocks."""
         self._input = static_input
+        self._run = run  # holds what else the graph reads: freed, that memory would be another tensor's
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
