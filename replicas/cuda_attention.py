@@ -100,6 +100,7 @@ def attend_over_pool(
             token_slots,
             positions[:rows],
             shares,
+            launches.num_pieces,
             scale,
             out,
         )

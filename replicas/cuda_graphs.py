@@ -17,6 +17,7 @@ import torch
 
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import CudaStep, Launches
+from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
 from scheduler.plan import PrefillChunk, StepPlan
 
@@ -48,7 +49,7 @@ class StepGraph:
     def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
         """Capture `run`, which reads static_input. Launches it once before. Blocks."""
         self._input = static_input
-        self._run = run  # holds what else the graph reads: freed, that memory would be another tensor's
+        self._run = run  # what it holds (tensors made outside of the capture) must live as long as the graph
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -68,15 +69,13 @@ class StepGraph:
 class StepGraphs:
     """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
 
-    def __init__(
-        self, model: Any, slots: CudaSlots, share_out: Callable[[torch.Tensor], torch.Tensor], max_prefill: int
-    ) -> None:
-        """share_out: as in `build_cuda_inputs`. max_prefill: longest prompt that gets a graph; 0 for none."""
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, max_prefill: int) -> None:
+        """max_prefill: longest prompt that gets a graph; 0 for none."""
         self._model = model
         self._slots = slots
-        self._share_out = share_out
+        self._sharing = sharing
         device = slots.state.device
-        self._no_shares = share_out(torch.full((1,), -1, dtype=torch.int32, device=device))
+        self._no_shares = sharing.share_out(torch.full((1,), -1, dtype=torch.int32, device=device))
         self._pool = torch.cuda.graph_pool_handle()
         self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
         self._batch_sizes = batch_sizes(len(slots.sampling))
@@ -128,13 +127,13 @@ class StepGraphs:
         return self._decode[size].replay(torch.tensor(values, dtype=torch.int32))
 
     def _capture_decode(self, size: int) -> StepGraph:
-        layout = Launches(size, 0, 0, ()).pack()
+        layout = Launches(size, self._sharing.most_pieces(size), 0, 0, ()).pack()
         rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
         rows[0], rows[1] = self._slots.padding_slot, -1
 
         def run() -> Pass:
             slots, positions, choices = rows
-            shares = self._share_out(positions)
+            shares = self._sharing.share_out(positions)
             step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, shares, layout)
             input_ids = self._slots.last_token.index_select(0, slots)
             logits = self._forward(input_ids, positions, 0, step)
@@ -158,7 +157,7 @@ class StepGraphs:
         device = self._slots.state.device
         packed = torch.zeros(length + 3, dtype=torch.int32, device=device)  # ids, then length, slot, choice
         packed[length + 1] = self._slots.padding_slot
-        layout = Launches(0, 0, 0, ((0, length, 1),)).pack()
+        layout = Launches(0, 0, 0, 0, ((0, length, 1),)).pack()
         places = torch.arange(length, dtype=torch.int32, device=device)
 
         def run() -> Pass:

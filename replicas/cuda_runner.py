@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 
 import torch
 
@@ -17,7 +16,7 @@ from replicas.cuda_attention import bind_attention
 from replicas.cuda_graphs import StepGraphs
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import build_cuda_inputs
-from replicas.kernels.paged_decode import keys_at_once, num_groups_for, share_out
+from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
@@ -49,11 +48,7 @@ class CudaRunner(ModelRunner):
             num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
         )
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._share_out = partial(
-            share_out,
-            num_groups=num_groups_for(pool.layout.num_kv_heads, num_processors),
-            tile_len=keys_at_once(pool.layout.dtype, pool.layout.head_dim),
-        )
+        self._sharing = WorkSharing.of(pool.layout, num_processors, num_slots)
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
@@ -96,7 +91,7 @@ class CudaRunner(ModelRunner):
         torch.cuda.synchronize()
         compiled_s = time.monotonic()
         max_prefill = min(_MAX_GRAPH_PROMPT, self._max_model_len) if self._has_fresh else 0
-        self._graphs = StepGraphs(self._model, self._slots, self._share_out, max_prefill)
+        self._graphs = StepGraphs(self._model, self._slots, self._sharing, max_prefill)
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -118,7 +113,7 @@ class CudaRunner(ModelRunner):
         super().launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        inputs = build_cuda_inputs(plan, self._slots, self._share_out, self._has_fresh)
+        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)
         output = self._model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.step.positions.long()[None],

@@ -5,14 +5,17 @@ No triton here. Tokens of a step lie as in `replicas.step_inputs`: decode rows, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from replicas.cuda_slots import CudaSlots, numbers_to_device
 from scheduler.plan import PrefillChunk, StepPlan
+
+if TYPE_CHECKING:
+    from replicas.kernels.paged_decode import WorkSharing
 
 # A library kernel computes this much of a fresh prompt, in whole multiples: cuDNN prepares each new length for
 # milliseconds, so there must be few. The rest of the prompt is a chunk over the pool.
@@ -24,8 +27,8 @@ class CudaStep(NamedTuple):
     """What every layer's attention is given; tensors only, so that a compiled layer takes it as it is.
 
     block_table: int64 [num_slots + 1, max_blocks]. token_slots, positions: int32 [num_tokens], position -1: padding.
-    chunks: int32 [n >= 2, 3], the chunks over the pool: first token, length, position. shares: int32 [groups + 1, 2],
-    which programs attend over which keys of the rows. layout: int64 on the host, as `Launches` packs it.
+    chunks: int32 [n >= 2, 3], the chunks over the pool: first token, length, position. shares: int32 [n, 4], which
+    programs attend over which keys of the rows. layout: int64 on the host, as `Launches` packs it.
     """
 
     block_table: torch.Tensor
@@ -41,19 +44,20 @@ class Launches:
     """What the host launches for a step. fresh: (first token, length, count) of prompts of one length side by side."""
 
     num_rows: int
+    num_pieces: int
     num_chunks: int
     longest_chunk: int
     fresh: tuple[tuple[int, int, int], ...]
 
     def pack(self) -> torch.Tensor:
-        head = [self.num_rows, self.num_chunks, self.longest_chunk]
+        head = [self.num_rows, self.num_pieces, self.num_chunks, self.longest_chunk]
         return torch.tensor(head + [number for run in self.fresh for number in run], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Launches:
-        num_rows, num_chunks, longest, *rest = packed.tolist()
+        num_rows, num_pieces, num_chunks, longest, *rest = packed.tolist()
         fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
-        return cls(num_rows, num_chunks, longest, fresh)
+        return cls(num_rows, num_pieces, num_chunks, longest, fresh)
 
 
 def split_chunks(
@@ -89,13 +93,8 @@ class CudaInputs:
     step: CudaStep
 
 
-def build_cuda_inputs(
-    plan: StepPlan, slots: CudaSlots, share_out: Callable[[torch.Tensor], torch.Tensor], has_fresh: bool
-) -> CudaInputs:
-    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device.
-
-    share_out: positions of rows, int32 on the device -> CudaStep.shares.
-    """
+def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, has_fresh: bool) -> CudaInputs:
+    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device."""
     device = slots.state.device
     num_rows = len(plan.rows)
     token_slots = [row.slot for row in plan.rows]
@@ -109,7 +108,8 @@ def build_cuda_inputs(
         logit_rows += [num_rows + len(ids) - 1] * len(chunk.targets)
     fresh, paged = split_chunks(plan.chunks, num_rows, has_fresh)
     runs = tuple((run[0], run[1], run[2]) for run in fresh)
-    launches = Launches(num_rows, len(paged), max((p[1] for p in paged), default=0), runs)
+    longest = max((p[1] for p in paged), default=0)
+    launches = Launches(num_rows, sharing.most_pieces(num_rows), len(paged), longest, runs)
     places = numbers_to_device([token_slots, positions], device)
     places32 = places.int()
     chunk_rows = paged + [[0, 0, 0]] * max(0, 2 - len(paged))
@@ -121,7 +121,7 @@ def build_cuda_inputs(
         places32[0],
         places32[1],
         numbers_to_device(chunk_rows, device).int(),
-        share_out(places32[1, :num_rows]),
+        sharing.share_out(places32[1, :num_rows]),
         launches.pack(),
     )
     return CudaInputs(input_ids, numbers_to_device(logit_rows, device), step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import uuid
 from collections.abc import Sequence
@@ -125,11 +126,14 @@ class BareEngine:
         self.engine = DecodeEngine(parts, self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
 
     def __enter__(self) -> BareEngine:
+        gc.collect()
+        gc.freeze()  # as a replica does
         self.engine.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.engine.stop()
+        gc.unfreeze()
 
     def run(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: SamplingParams

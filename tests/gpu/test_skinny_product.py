@@ -1,4 +1,4 @@
-"""Products of a few rows against the definition: sizes that no tile divides, splits, bias."""
+"""Products of a few rows against the definition: sizes that no tile divides, bias."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ DTYPES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(2, 200, 96), (17, 64, 576), (64, 100, 1000), (70, 70, 320)])
-@pytest.mark.parametrize("num_splits", [1, 3])
 def test_equals_the_product(
-    device: torch.device, dtype: torch.dtype, has_bias: bool, num_rows: int, num_out: int, num_in: int, num_splits: int
+    device: torch.device, dtype: torch.dtype, has_bias: bool, num_rows: int, num_out: int, num_in: int
 ) -> None:
     x, weight = torch.randn(num_rows, num_in).to(dtype), torch.randn(num_out, num_in).to(dtype)
     bias = torch.randn(num_out).to(dtype) if has_bias else None
@@ -28,6 +27,6 @@ def test_equals_the_product(
     given = [None if t is None else t.to(device) for t in (x, weight, bias)]
     assert given[0] is not None
     assert given[1] is not None
-    out = skinny_product(given[0], given[1], given[2], (64, 64, 4, 3), num_splits)
+    out = skinny_product(given[0], given[1], given[2], (64, 64, 4, 3))
     assert out.shape == (num_rows, num_out)
     assert relative_error(out, expected) < TOLERANCE[dtype]
