@@ -78,7 +78,9 @@ class OurEngine:
 
     def __init__(self, folder: str, device: str, step_tokens: int, dtype: str) -> None:
         from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+        from replicas.structured_log import configure_logging
 
+        configure_logging("INFO", "text")  # says what the start is made of
         capacity = None if device == "cuda" else 65_536
         size = EngineSize(256, MAX_MODEL_LEN, step_tokens, capacity_tokens=capacity, device=device)
         self._engine = BareEngine(folder, dtype, "dummy", size)
