@@ -9,11 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.offline_workload import OfflineEngine, OfflineRun, Prompts, measure
+from benchmarks.gpu.offline_workload import FEWEST_STEPS, OfflineEngine, OfflineRun, Prompts, measure, steady_window_ms
 
 # Both engines: prompts plus outputs, and most tokens of a step (vLLM's own default for offline use on an H100).
 MAX_MODEL_LEN, STEP_TOKENS = 16_384, 16_384
-_FEWEST_STEPS = 10
 
 
 class VllmEngine:
@@ -63,14 +62,9 @@ class VllmEngine:
         return outputs
 
     def _steady_ms(self, max_tokens: list[int]) -> float | None:
-        """The sequence that came last has a token in each of the last max_tokens steps."""
         if len(set(max_tokens)) > 1 or self._first_end is None:
             return None
-        last_first = len(self._times_s) - max_tokens[0]
-        num_steps = self._first_end - last_first
-        if last_first < 0 or num_steps < _FEWEST_STEPS:
-            return None
-        return 1000 * (self._times_s[self._first_end] - self._times_s[last_first]) / num_steps
+        return steady_window_ms(self._times_s, self._first_end, max_tokens[0])
 
 
 class OurEngine:
@@ -99,7 +93,7 @@ class OurEngine:
         num_tokens = sum(len(stream.tokens) for stream in streams)
         if num_tokens != sum(max_tokens):
             raise RuntimeError(f"{num_tokens} tokens instead of {sum(max_tokens)}")
-        is_steady = len(set(max_tokens)) == 1 and max_tokens[0] > 2 * _FEWEST_STEPS
+        is_steady = len(set(max_tokens)) == 1 and max_tokens[0] > 2 * FEWEST_STEPS
         return OfflineRun(duration_s, num_tokens, steady_step_ms(streams) if is_steady else None)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 Prompts = list[list[int]]
 
 PROMPT_LEN, NUM_TOKENS = 1009, 128  # a context of 1,073 tokens on the average
+FEWEST_STEPS = 10  # of which a mean is taken
 _BATCHES = (1, 16, 64, 256)
 _PREFILLS = ((1, 512), (1, 2048), (16, 2048), (4, 8192))
 
@@ -37,6 +38,19 @@ class OfflineEngine(Protocol):
     def close(self) -> None:
         """End the engine. Blocks."""
         ...
+
+
+def steady_window_ms(times_s: list[float], first_end: int, num_tokens: int) -> float | None:
+    """Mean step while all of several sequences of num_tokens tokens each decode.
+
+    times_s: the end of each step that gave a token; first_end: the step in which a sequence first ended. The sequence
+    that began last has a token in each of the last num_tokens steps. None when there are too few steps between.
+    """
+    last_start = len(times_s) - num_tokens
+    num_steps = first_end - last_start
+    if last_start < 0 or num_steps < FEWEST_STEPS:
+        return None
+    return 1000 * (times_s[first_end] - times_s[last_start]) / num_steps
 
 
 def decode_steps(engine: OfflineEngine, batches: tuple[int, ...] = _BATCHES) -> dict[str, float | None]:
