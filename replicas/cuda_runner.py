@@ -21,6 +21,7 @@ from replicas.kernels.token_draw import draw_tokens
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_runner import ModelRunner, StepHandle
+from replicas.prompt_scores import ChunkScores
 from replicas.sample_place import SamplePlace
 from replicas.skinny_linear import use_skinny_products
 from replicas.token_choice import TokenChoice, choose_tokens
@@ -71,10 +72,12 @@ class CudaRunner(ModelRunner):
         else:
             logits = launched.logits[:num_samples].float()
             choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
-        return StepHandle(plan, self._on_the_way(choice))
+        return StepHandle(plan, *self._on_the_way(choice, ()))
 
-    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
-        return TokensOnTheWay.of(choice)
+    def _on_the_way(
+        self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[TokenChoice, tuple[ChunkScores, ...]]:
+        return TokensOnTheWay.of(choice, prompts)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

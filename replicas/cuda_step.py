@@ -1,10 +1,12 @@
 """A plan as the CUDA attention reads it: what lies on the device, and what the host decides about launches.
 
-No triton here. Tokens of a step lie as in `replicas.step_inputs`: decode rows, then chunks.
+No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks, in
+the order of a ChunkLayout.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -60,28 +62,59 @@ class Launches:
         return cls(num_rows, num_pieces, num_chunks, longest, fresh)
 
 
-def split_chunks(
-    chunks: Sequence[PrefillChunk], first: int, has_fresh: bool
-) -> tuple[list[list[int]], list[list[int]]]:
-    """(runs of fresh prompts [first token, length, count], chunks over the pool [first token, length, position]).
+class ChunkPart(NamedTuple):
+    """Tokens [start, end) of chunk number `number` of a plan."""
 
-    first: the first chunk's token. has_fresh: whether a library kernel may compute the heads of fresh prompts.
+    number: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """In which order a step's prompt tokens lie, and what computes which of them.
+
+    fresh: runs of prompts' heads [first token, length, count]. paged: chunks over the pool [first token, length,
+    position].
     """
-    fresh: list[list[int]] = []
-    paged: list[list[int]] = []
-    for chunk in chunks:
-        length = len(chunk.token_ids)
-        head = length // _FRESH_MULTIPLE * _FRESH_MULTIPLE if has_fresh and chunk.start == 0 else 0
-        if head < _MIN_FRESH:
-            head = 0
-        if head and fresh and fresh[-1][1] == head and fresh[-1][0] + fresh[-1][1] * fresh[-1][2] == first:
-            fresh[-1][2] += 1
-        elif head:
-            fresh.append([first, head, 1])
-        if head < length:
-            paged.append([first + head, length - head, chunk.start + head])
-        first += length
-    return fresh, paged
+
+    parts: tuple[ChunkPart, ...]
+    fresh: tuple[tuple[int, int, int], ...]
+    paged: list[list[int]]
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], first: int, has_fresh: bool) -> ChunkLayout:
+        """first: the first prompt token's place. has_fresh: whether a library kernel may compute fresh prompts' heads.
+
+        Heads of one length lie side by side, so that one launch computes many: in powers of two, as the library
+        prepares each number of them anew. A step whose prompts are scored keeps its plan's order.
+        """
+        heads: defaultdict[int, list[ChunkPart]] = defaultdict(list)
+        tails: list[ChunkPart] = []
+        is_scored = any(chunk.scored_ids is not None for chunk in chunks)
+        for number, chunk in enumerate(chunks):
+            length = len(chunk.token_ids)
+            head = length // _FRESH_MULTIPLE * _FRESH_MULTIPLE
+            if head < _MIN_FRESH or chunk.start > 0 or not has_fresh or is_scored:
+                head = 0
+            if head:
+                heads[head].append(ChunkPart(number, 0, head))
+            if head < length:
+                tails.append(ChunkPart(number, head, length))
+        fresh: list[tuple[int, int, int]] = []
+        for length in sorted(heads):
+            left = len(heads[length])
+            while left:
+                count = 1 << (left.bit_length() - 1)
+                fresh.append((first, length, count))
+                first += length * count
+                left -= count
+        paged = []
+        for tail in tails:
+            paged.append([first, tail.end - tail.start, chunks[tail.number].start + tail.start])
+            first += tail.end - tail.start
+        parts = [part for length in sorted(heads) for part in heads[length]]
+        return cls((*parts, *tails), tuple(fresh), paged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +133,20 @@ def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, ha
     token_slots = [row.slot for row in plan.rows]
     positions = [row.position for row in plan.rows]
     ids: list[int] = []
+    ends = [0] * len(plan.chunks)  # behind each chunk's last token
+    layout = ChunkLayout.of(plan.chunks, num_rows, has_fresh)
+    for number, start, end in layout.parts:
+        chunk = plan.chunks[number]
+        ids += chunk.token_ids[start:end]
+        token_slots += [chunk.slot] * (end - start)
+        positions += range(chunk.start + start, chunk.start + end)
+        ends[number] = num_rows + len(ids)
     logit_rows = list(range(num_rows))
-    for chunk in plan.chunks:
-        ids += chunk.token_ids
-        token_slots += [chunk.slot] * len(chunk.token_ids)
-        positions += range(chunk.start, chunk.start + len(chunk.token_ids))
-        logit_rows += [num_rows + len(ids) - 1] * len(chunk.targets)
-    fresh, paged = split_chunks(plan.chunks, num_rows, has_fresh)
-    runs = tuple((run[0], run[1], run[2]) for run in fresh)
+    for chunk, behind in zip(plan.chunks, ends, strict=True):
+        logit_rows += [behind - 1] * len(chunk.targets)
+    paged = layout.paged
     longest = max((p[1] for p in paged), default=0)
-    launches = Launches(num_rows, sharing.most_pieces(num_rows), len(paged), longest, runs)
+    launches = Launches(num_rows, sharing.most_pieces(num_rows), len(paged), longest, layout.fresh)
     places = numbers_to_device([token_slots, positions], device)
     places32 = places.int()
     chunk_rows = paged + [[0, 0, 0]] * max(0, 2 - len(paged))
