@@ -142,7 +142,8 @@ def wrong_scores(reference: Reference, request: GenerationRequest, scored: Score
         entries = zip(scored.logprobs[choice], rows[len(prompt) - 1 :], tokens, strict=False)
         found += list(entries)
     if request.sampling.num_prompt_logprobs is not None:
-        assert scored.prompt[0] is None and len(scored.prompt) == len(prompt), "one for each token of the prompt"
+        assert len(scored.prompt) == len(prompt), "one for each token of the prompt"
+        assert scored.prompt[0] is None, "nothing precedes it"
         rows = reference.logits(prompt).log_softmax(-1)
         found += list(zip(scored.prompt[1:], rows, prompt[1:], strict=False))
     worst, count = 0.0, 0

@@ -1,8 +1,8 @@
 """python -m benchmarks.gpu.logits SHAPE.json ...: whether the card's bf16 logits are as good as transformers' own.
 
-Random weights (equal top-1 tokens say nothing then), three times the same: transformers in float32, transformers in bf16,
-and this engine in bf16 with its kernels, compiled layers and graphs. An error is |x - float32| / |float32| of one row of
-logits. Fails when this engine's are beyond transformers' own by more than --slack.
+Random weights (equal top-1 tokens say nothing then), three times the same: transformers in float32, transformers in
+bf16, and this engine in bf16 with its kernels, compiled layers and graphs. An error is |x - float32| / |float32| of one
+row of logits. Fails when this engine's are beyond transformers' own by more than --slack.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class SeenLogits:
             import replicas.cuda_runner as cuda
 
             modules.append(cuda)
-        original = base.choose_tokens
+        original: Any = getattr(base, "choose_tokens")  # noqa: B009  # imported there, not exported
 
         def seen(logits: torch.Tensor, *arguments: Any) -> Any:
             self._last.append(logits.float().cpu())

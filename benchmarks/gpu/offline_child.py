@@ -39,9 +39,7 @@ class VllmEngine:
         from vllm import SamplingParams
 
         self._times_s, self._first_end = [], None
-        params = [
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in max_tokens
-        ]
+        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in max_tokens]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         started_s = time.perf_counter()
         outputs = self._llm.generate(inputs, params, use_tqdm=False)

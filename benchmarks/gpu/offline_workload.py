@@ -19,8 +19,8 @@ _PREFILLS = ((1, 512), (1, 2048), (16, 2048), (4, 8192))
 class OfflineRun:
     """duration_s: from handing all prompts over until the last token is there.
 
-    steady_step_ms: mean time of a step while every sequence was decoding, after the last one's first token and until the
-    first one's last; None when there were too few such steps.
+    steady_step_ms: mean time of a step while every sequence was decoding, after the last one's first token and until
+    the first one's last; None when there were too few such steps.
     """
 
     duration_s: float
@@ -70,7 +70,7 @@ def decode_steps(engine: OfflineEngine, batches: tuple[int, ...] = _BATCHES) -> 
 
 
 def prefills(engine: OfflineEngine, cases: tuple[tuple[int, int], ...] = _PREFILLS) -> dict[str, float]:
-    """From the call until the first tokens are there, median of three: ms of a single prompt, tokens a second of more."""
+    """From the call until the first tokens are there, median of three: ms of one prompt, tokens a second of several."""
     rng = random.Random(2)
     figures = {}
     for count, length in cases:

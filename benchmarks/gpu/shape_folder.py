@@ -1,4 +1,4 @@
-"""A model folder without weights: a shape's config.json and a tokenizer that has text for every id of its vocabulary."""
+"""A model folder without weights: a shape's config.json and a tokenizer that has text for every id."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 def make_shape_folder(shape: Path, folder: Path, tokenizer: Path | None = None) -> Path:
     """shape: a config.json under any name. tokenizer: a folder with a byte-level tokenizer.json.
 
-    Random weights choose tokens from all over the vocabulary. Ids that the tokenizer lacks get a word each, so that every
-    token is text to a client, whichever server it comes from. Writes the folder; returns it.
+    Random weights choose tokens from all over the vocabulary. Ids that the tokenizer lacks get a word each, so that
+    every token is text to a client, whichever server it comes from. Writes the folder; returns it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(shape, folder / "config.json")

@@ -39,7 +39,7 @@ def test_every_figure_comes_from_the_engine() -> None:
 
 
 def test_steady_steps_are_those_in_which_all_have_tokens() -> None:
-    """Two sequences of 20 tokens; the second begins 5 steps later. Prompts delay the steps before, not those between."""
+    """Two sequences of 20 tokens; the second begins 5 steps later. Prompts delay the steps before, none between."""
     times_s = [10.0 + 3.0 * step for step in range(5)] + [100.0 + 0.5 * step for step in range(20)]
     assert steady_window_ms(times_s, first_end=19, num_tokens=20) == pytest.approx(500.0)
     assert steady_window_ms(times_s, first_end=10, num_tokens=20) is None, "too few steps"
