@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ class VllmEngine:
     """vLLM's offline class with its defaults, but no prefix cache. Its engine is a process below this one."""
 
     def __init__(self, folder: str) -> None:
-        from vllm import LLM
-
-        self._llm: Any = LLM(
+        self._vllm: Any = import_module("vllm")  # it is in no environment of ours
+        self._llm: Any = self._vllm.LLM(
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -36,10 +36,11 @@ class VllmEngine:
         self._first_end: int | None = None
 
     def generate(self, prompts: Prompts, max_tokens: list[int]) -> OfflineRun:
-        from vllm import SamplingParams
-
         self._times_s, self._first_end = [], None
-        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False) for n in max_tokens]
+        params = [
+            self._vllm.SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n, detokenize=False)
+            for n in max_tokens
+        ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         started_s = time.perf_counter()
         outputs = self._llm.generate(inputs, params, use_tqdm=False)

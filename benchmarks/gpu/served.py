@@ -1,8 +1,8 @@
 """python -m benchmarks.gpu.served --shape FILE.json --tokenizer FOLDER: this server and `vllm serve` on one card.
 
 One after the other, with the same load from the same client (benchmarks.load): Poisson arrivals, prompts of random
-token ids, ignore_eos, streamed. Ours is started from a config file (default: configs/h100-colocated.yaml) with the model
-and its load format replaced; vLLM with its defaults, but no prefix cache. --starts 2 starts ours twice: the second time
+token ids, ignore_eos, streamed. Ours is started from a config file (default: configs/h100-colocated.yaml) with another
+model and load format; vLLM with its defaults, but no prefix cache. --starts 2 starts ours twice: the second time
 the compile cache is warm. Prints a table, last; --out gets everything as JSON.
 """
 

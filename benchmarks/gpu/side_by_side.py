@@ -1,7 +1,7 @@
 """python -m benchmarks.gpu.side_by_side --shapes FOLDER --vllm-site FOLDER: this engine and vLLM on one card.
 
 For each shape (a NAME.json of --shapes; random weights, bf16) vLLM and then this engine, each in a process of its own,
-do the same work, timed the same way (benchmarks.gpu.offline_workload): start, decode steps, prefill, offline throughput.
+do the same work, timed the same way (benchmarks.gpu.offline_workload): start, decode steps, prefill, offline rate.
 --vllm-site: where vLLM is installed; it comes first on its process's path, and nowhere else. Without it only this
 engine is measured. Prints one table, last; --out gets everything as JSON after each half, so that a run cut short
 leaves what it has. The children's output goes to a .log beside it.
