@@ -40,13 +40,13 @@ def product_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """
     rows = x.flatten(0, -2)
     num_outputs, num_inputs = weight.shape
-    if len(rows) <= _FEW and num_outputs >= _MANY_OUTPUTS and num_inputs <= _FEW_INPUTS:
+    if 0 < len(rows) <= _FEW and num_outputs >= _MANY_OUTPUTS and num_inputs <= _FEW_INPUTS:
         out = skinny_product(rows.contiguous(), weight, bias, _TILE_OF_FEW)
-    elif len(rows) <= _SOME and num_outputs >= _VERY_MANY_OUTPUTS:
+    elif 0 < len(rows) <= _SOME and num_outputs >= _VERY_MANY_OUTPUTS:
         out = skinny_product(rows.contiguous(), weight, bias, _TILE_OF_SOME)
     else:
         return F.linear(x, weight, bias)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], num_outputs)
 
 
 product_of_rows.register_fake(_shape_of_product)
