@@ -54,8 +54,6 @@ class Ingress:
         self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
         self.started_at = int(time.time())
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
-        for name, pool in config.pools.deployed().items():
-            self.metrics.desired_replicas.set(pool.replicas, pool=name)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
