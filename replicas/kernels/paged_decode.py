@@ -44,7 +44,9 @@ def _share_out(
     # Few rows: about as many pieces as run at once. Many of about one length: left whole. Else small enough pieces.
     is_few = num_used * 4 < num_resident * 3
     is_even = longest * num_used * 4 <= total * 5
-    most = tl.where(is_few, tl.cdiv(total, num_resident), tl.where(is_even, longest, tl.cdiv(2 * total, 5 * num_resident)))
+    most = tl.where(
+        is_few, tl.cdiv(total, num_resident), tl.where(is_even, longest, tl.cdiv(2 * total, 5 * num_resident))
+    )
     counts = tl.cdiv(tiles, tl.maximum(most, 1))
     ends = tl.cumsum(counts, 0)
     is_before = ends <= piece
@@ -304,5 +306,14 @@ def paged_decode(
         **constants,
     )
     _weigh_pieces[(min(num_rows, _WEIGHING_ROWS), num_heads)](
-        out, partial, lse, shares, num_rows, NUM_HEADS=num_heads, ROWS=_WEIGHING_ROWS, PIECES=16, num_warps=2, **constants
+        out,
+        partial,
+        lse,
+        shares,
+        num_rows,
+        NUM_HEADS=num_heads,
+        ROWS=_WEIGHING_ROWS,
+        PIECES=16,
+        num_warps=2,
+        **constants,
     )
