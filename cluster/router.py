@@ -19,27 +19,37 @@ from cluster.attempt_failed import AttemptFailed, Stage
 from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.batch_queue import BatchQueue
+from cluster.dead_replicas import DeadReplicas
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
-from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
+from cluster.pulse_table import PulseRules
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame
 
 logger = logging.getLogger(__name__)
 
+_RECOVERY_POLL_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    """From the config. retry_delay_s doubles with each retry."""
+    """From the config. retry_delay_s doubles with each retry.
+
+    frozen_after_s: silence of a replica after which it is given up; recovery_s: how long a stream that has begun waits
+    for another replica when none is left.
+    """
 
     max_queued: int
     max_retries: int
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
+    frozen_after_s: float = 5.0
+    recovery_s: float = 30.0
 
 
 class Router:
@@ -55,16 +65,17 @@ class Router:
         metrics: IngressMetrics,
         channel_host: str,
     ) -> None:
-        self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
-        self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
-        self._load_reports = LoadReports(prefill, self._view) if prefill else None
+        self._decode = self._watched("decode", decode)
+        self._prefill = self._watched("prefill", prefill) if prefill else None
+        self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
+        self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._mailboxes = Mailboxes()
-        self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
             channel_host,
-            decode,
+            self._decode,
             self._mailboxes,
             on_frame=self._on_frame,
             on_gap=lambda: metrics.retried("frames"),
@@ -74,13 +85,13 @@ class Router:
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
         await self._intake.receiver.start()
-        if self._load_reports is not None:
-            self._load_reports.start()
+        for pool in self.pools:
+            pool.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
-        if self._load_reports is not None:
-            await self._load_reports.stop()
+        for pool in self.pools:
+            await pool.stop()
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
@@ -128,7 +139,7 @@ class Router:
 
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
+            attempt = attempt or self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -215,16 +226,21 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
+    async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
+        """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
+        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
+        while leg.has_emitted and isinstance(self._decide(leg, past.excluded), Unavailable):
+            if time.monotonic() >= until_s:
+                break
+            await asyncio.sleep(_RECOVERY_POLL_S)
+        return self._route(leg, past.excluded)
+
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
-        request = leg.request("", 0.0)
-        prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
-        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size, leg.spec.beam is not None)
-        decided = choose_route(
-            need, self._view.decode_candidates(), self._view.prefill_candidates(), self._rules, excluded
-        )
-        match decided:
-            case Route():
-                return decided
+        request, block_size = leg.request("", 0.0), self._limits.block_size
+        prompt_len = len(request.prompt_ids)
+        match self._decide(leg, excluded):
+            case Route() as route:
+                return route
             case NeverFits(pool, needed, largest):
                 self._metrics.rejected("too_long")
                 raise ApiError(
@@ -244,14 +260,26 @@ class Router:
                     retry_after_s=1.0,
                 )
 
+    def _decide(self, leg: Leg, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
+        request = leg.request("", 0.0)
+        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
+        need = Need(num_tokens, request.max_tokens, num_choices, self._limits.block_size, leg.spec.beam is not None)
+        decodes, prefills = self._view.decode_candidates(), self._view.prefill_candidates()
+        return choose_route(need, decodes, prefills, self._rules, excluded)
+
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
         return float(max(1, self.num_waiting // max(1, len(self._decode.replicas()))))
+
+    def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
+        rules = PulseRules.of(self._limits.frozen_after_s)
+        return WatchedPool(name, pool, rules, self._metrics.replica_lost, lambda *load: self._view.heard_load(*load))
 
     # -- what the replicas say ---------------------------------------------------------------------
 
     def _on_frame(self, frame: Frame) -> None:
         self._view.heard(frame)
+        self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
@@ -268,23 +296,4 @@ class Router:
         logger.warning("attempt failed", extra=extra)
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:
-            task = asyncio.create_task(self._forget_dead(cause.replica_id), context=contextvars.Context())
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
-
-    async def _forget_dead(self, replica_id: str) -> None:
-        """A replica died: whoever holds a lease for it, or waits for it, lets go now instead of at expiry."""
-        agent_name = self._view.forget(replica_id)
-        if agent_name is None:
-            return
-        pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
-        survivors = [(pool, name) for pool in pools for name in pool.replicas() if name != replica_id]
-        await asyncio.gather(*(self._tell_to_forget(pool, name, agent_name) for pool, name in survivors))
-
-    async def _tell_to_forget(self, pool: PoolClient, replica_id: str, agent_name: str) -> None:
-        try:
-            async with asyncio.timeout(self._limits.attempt.tail_s):
-                await pool.call(replica_id, "forget_peer", agent_name)
-        except Exception as error:  # its leases and waits expire by themselves, only later
-            extra = {"event": "forget_failed", "replica": replica_id, "reason": repr(error)}
-            logger.warning("forget_peer failed", extra=extra)
+            self._dead.found(cause.replica_id)

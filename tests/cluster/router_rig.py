@@ -91,6 +91,8 @@ async def running_router(
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
     retry_delay_s: float = 0.001,
+    frozen_after_s: float = PATIENCE_S,
+    recovery_s: float = 0.0,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -99,7 +101,13 @@ async def running_router(
         prefill=cluster.prefill,
         rules=RoutingRules(cluster.prefill is not None, local_prefill_max_tokens, fallback),
         limits=RouterLimits(
-            max_queued, max_retries, BLOCK_SIZE, AttemptLimits(queue_s, handoff_s, tail_s), retry_delay_s=retry_delay_s
+            max_queued,
+            max_retries,
+            BLOCK_SIZE,
+            AttemptLimits(queue_s, handoff_s, tail_s),
+            retry_delay_s=retry_delay_s,
+            frozen_after_s=frozen_after_s,
+            recovery_s=recovery_s,
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

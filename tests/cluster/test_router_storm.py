@@ -40,7 +40,7 @@ class Storm:
             phase = rng.choice([Phase.QUEUE, Phase.PREFILL, Phase.TRANSFER, Phase.DECODE, Phase.REPLY])
             hang = ["hang"] if phase in (Phase.PREFILL, Phase.TRANSFER, Phase.REPLY) else []
             what = rng.choice(
-                ["gone", "raise", "cancelled", *hang, *sorted(set(CallStatus) - {"ok", "timeout", "nothing_allowed"})]
+                ["gone", "raise", "cancelled", *hang, *sorted(set(CallStatus) - {"ok", "timeout", "nothing_allowed", "leaving"})]
             )
             fault = Fault(phase, what, steps=rng.randrange(4))
         return Script(fault, *times)
