@@ -188,7 +188,7 @@ def channel_host(config: Config) -> str:
         return config.ingress.channel_host
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def model_source(config: Config) -> str:

@@ -63,7 +63,9 @@ class PulseTable:
         elapsed_s = min(now_s - last_s, 2 * self._rules.interval_s)
         self._last_tick_s = now_s
         self._silences = {name: self._silences.get(name) or _Silence(-elapsed_s) for name in present}
-        ask, froze, recovered = [], [], []
+        ask: list[str] = []
+        froze: list[str] = []
+        recovered: list[str] = []
         for name, silence in self._silences.items():
             silence.seconds += elapsed_s
             if silence.seconds >= self._rules.ask_after_s:

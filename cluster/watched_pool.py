@@ -93,9 +93,9 @@ class WatchedPool(PoolClient):
             self._note(loss)
             raise
         if getattr(result, "status", None) is CallStatus.LEAVING:
-            loss = ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
-            self._note(loss)
-            raise loss
+            refusal = ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
+            self._note(refusal)
+            raise refusal
         self._pulses.heard(replica_id)
         return result
 

@@ -102,7 +102,7 @@ class EngineWatch:
                 if progress is None or meter.look(time.monotonic(), progress) < self._restart_after_s:
                     continue
                 stack = "".join(_stack_of(watched.thread))
-                extra = {"event": "engine_frozen", "thread": name, "stalled_s": round(meter.stalled_s, 1)}
+                extra = {"event": "engine_frozen", "which": name, "stalled_s": round(meter.stalled_s, 1)}
                 logger.critical(
                     "the %s thread stands still; this process ends. It was at\n%s", name, stack, extra=extra
                 )

@@ -1,9 +1,11 @@
-"""Replicas leave, refuse, freeze and come back while requests run: nothing is lost, cut or counted against a request."""
+"""Replicas leave, refuse, freeze and come back while requests run: nothing is lost, cut or counted against them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.fake_replica import FakeReplica
 from tests.cluster.router_rig import Rig, running_router, until
 
-SLOW = Script(token_s=0.02)
+SLOW = Script(token_s=0.02, prefill_s=0.05)
 FROZEN_S = 0.4
 
 
@@ -66,6 +68,7 @@ async def test_one_that_left_the_table_ends_what_it_had_begun(name: str) -> None
         rig.router.pools_changed(rig.cluster.decode.replicas())
         await check_all(running)
         assert rig.count("splitserve_retries") == 0 or name.startswith("prefill")
+        await rig.settle()
         assert not replica.used_blocks
 
 
@@ -97,6 +100,7 @@ async def test_replicas_come_and_go_under_load() -> None:
                 running += [(s := spec_of(len(running), seed=len(running)), rig.start(s)) for _ in range(5)]
         await check_all(running)
         assert len(gone) == 4
+        await rig.settle()
         assert not any(replica.used_blocks for replica in gone)
 
 
@@ -106,7 +110,7 @@ async def test_replicas_come_and_go_under_load() -> None:
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 async def test_what_a_frozen_replica_had_goes_on_elsewhere_within_the_bound(name: str) -> None:
     async with running_router(pair(), max_retries=1, frozen_after_s=FROZEN_S) as rig, signs_of_life(rig):
-        rig.cluster.script = lambda _: Script(token_s=0.03, prefill_s=0.03)
+        rig.cluster.script = lambda _: Script(token_s=0.03, prefill_s=0.1)
         running = start_all(rig, 6)
         await until(lambda: any(c.replica_id == name and c.method in CALLS and not c.end for c in rig.cluster.calls))
         replica = member(rig, name)
@@ -203,15 +207,12 @@ def member(rig: Rig, name: str) -> FakeReplica:
     return replica
 
 
-class signs_of_life:  # noqa: N801
+@asynccontextmanager
+async def signs_of_life(rig: Rig) -> AsyncIterator[None]:
     """Idle engines send frames meanwhile."""
-
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._rig.signs_of_life())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+    task = asyncio.create_task(rig.signs_of_life())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
