@@ -7,25 +7,22 @@ in time. `make test` starts two workers of pytest-xdist; without it (`pytest FIL
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 _SERVER_TESTS = "tests/server/"
-_SECOND_WORKER = "gw1"
 
 
-def pytest_configure() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     # Server tests hold deadlines of seconds; they go first wherever both lanes want a core.
-    if os.environ.get("PYTEST_XDIST_WORKER") == _SECOND_WORKER:
+    if "PYTEST_XDIST_WORKER" in os.environ and not _starts_a_server(item) and os.nice(0) == 0:
         os.nice(10)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Servers come first: the first worker takes them, and they are the longer lane."""
-    folder = Path(config.rootpath, _SERVER_TESTS)
-    items.sort(key=lambda item: not item.path.is_relative_to(folder))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers come first: they are the longer lane."""
+    items.sort(key=lambda item: not _starts_a_server(item))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,3 +35,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _SERVER_TESTS if nodeid.startswith(_SERVER_TESTS) else nodeid.partition("::")[0]
 
     return Lanes(config, log)
+
+
+def _starts_a_server(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(_SERVER_TESTS)
