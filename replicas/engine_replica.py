@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from replicas.engine_watch import EngineWatch
 from replicas.messages import Pulse
 from replicas.settings import EngineSettings
 
@@ -44,7 +45,7 @@ class EngineReplica(ABC, Generic[EngineT]):
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
         self._built.start()
-        self._watch = self._built.watch()
+        self._watch = EngineWatch(self._built.watched(), settings.restart_after_s)
         self._watch.start()
         self._termination = Termination(settings.drain_timeout_s)
         self._termination.watch()

@@ -45,9 +45,7 @@ class Termination:
         """Likewise; ray_worker: the module whose handler calls the exit function by its name."""
         exit_now: Callable[..., object] | None = getattr(ray_worker, _EXIT_NAME, None)
         if exit_now is None:
-            logger.warning(
-                "Ray has changed: SIGTERM ends this replica without a drain", extra={"event": "no_drain"}
-            )
+            logger.warning("Ray has changed: SIGTERM ends this replica without a drain", extra={"event": "no_drain"})
             return
 
         def begin_drain(*arguments: Any, **options: Any) -> None:

@@ -62,7 +62,9 @@ def test_a_thread_that_stands_still_ends_the_process_and_one_that_computes_does_
     ends: list[int] = []
     with thread(stand_still) as still, thread(compute) as busy:
         working = EngineWatch({"busy": Watched(busy, lambda: 0.0)}, 0.5, ends.append, interval_s=0.1)
-        frozen = EngineWatch({"busy": Watched(busy, lambda: 0.0), "still": Watched(still, lambda: 0.0)}, 0.5, ends.append)
+        frozen = EngineWatch(
+            {"busy": Watched(busy, lambda: 0.0), "still": Watched(still, lambda: 0.0)}, 0.5, ends.append
+        )
         working.start()
         time.sleep(1.5)
         assert working.stalled_s < 0.5
