@@ -62,7 +62,7 @@ def test_prefill_is_drained_only_when_its_readers_are_done(system: LocalSystem, 
 
 
 def test_an_engine_that_stands_still_is_told_from_one_that_works(system: LocalSystem, faults: Path) -> None:
-    """Saturated first: no alarm. Then its thread is stopped in the middle: an alarm, and everything goes on after it."""
+    """Saturated first: no alarm. Then its thread is stopped in the middle: an alarm, and everything goes on after."""
     ends: list[int] = []
     watch = EngineWatch(system.decode.watched(), 1.5, ends.append, interval_s=0.1)
     watch.start()

@@ -1,4 +1,4 @@
-"""Change a running server, as `serve deploy` would: python -m tests.server.redeploy CONFIG [--scale POOL=N] [--roll POOL]
+"""Change a running server, as `serve deploy` would: python -m tests.server.redeploy CONFIG --scale POOL=N --roll POOL
 
 A process of its own, so that no Ray is left in the test's. Deployments that are not named keep their version: Serve
 leaves them alone.
