@@ -43,8 +43,8 @@ class LifecycleConfig(Section):
         default=0,
         ge=0,
         le=100,
-        description="Replicas, in percent of a pool, that an update may start before it stops old ones; needs free CPUs "
-        "or GPUs for them. 0: old ones stop first, and a pool of one replica is empty for a while",
+        description="Replicas, in percent of a pool, that an update may start before it stops old ones; needs free "
+        "CPUs or GPUs for them. 0: old ones stop first, and a pool of one replica is empty for a while",
     )
 
 
