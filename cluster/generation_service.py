@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
@@ -21,11 +22,14 @@ from cluster.sampling_choice import beam_params, sampling_params
 from cluster.served_model import check_model
 from cluster.text_choice import TextChoice
 from cluster.text_generation import TextGeneration, TokenSource
+from cluster.text_length import size_up_to
+from cluster.work_lanes import LONG
 
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.ingress_metrics import IngressMetrics
     from cluster.tokenizer import Tokenizer
+    from cluster.work_lanes import WorkLanes
     from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -34,7 +38,15 @@ logger = logging.getLogger(__name__)
 class GenerationService:
     """One per ingress replica. Stateless but for its collaborators."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source: TokenSource, metrics: IngressMetrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        source: TokenSource,
+        metrics: IngressMetrics,
+        lanes: WorkLanes,
+    ) -> None:
+        self._lanes = lanes
         self._config = config
         self._tokenizer = tokenizer
         self._source = source
@@ -46,12 +58,15 @@ class GenerationService:
         options = TemplateOptions(
             body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
         )
-        ids = await asyncio.to_thread(
+        messages = body.template_messages()
+        ids = await self._lanes.run(
+            size_up_to(messages, LONG),
             self._tokenizer.apply_chat_template,
-            body.template_messages(),
+            messages,
             self._most_prompt_tokens,
             options,
             self._num_kept(body),
+            self._config.limits.max_text_chars,
         )
         default = self._config.limits.max_tokens_default_chat
         generation = await self._generation(body, [ids], [None], default, timer)
@@ -61,14 +76,15 @@ class GenerationService:
         """Raises ApiError 4xx."""
         self._check_model(body)
         keep = self._num_kept(body)
+        most, most_chars = self._most_prompt_tokens, self._config.limits.max_text_chars
         prompts = [
-            await asyncio.to_thread(self._tokenizer.encode_prompt, prompt, self._most_prompt_tokens, keep)
+            await self._lanes.run(len(prompt), self._tokenizer.encode_prompt, prompt, most, keep, most_chars)
             for prompt in body.prompt
         ]
         echoes: list[PromptEcho | None] = [None] * len(prompts)
         if body.echo:
             given = zip(body.prompt, prompts, strict=True)
-            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids) for prompt, ids in given]
+            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
         generation = await self._generation(body, prompts, echoes, default, timer)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
@@ -120,12 +136,13 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
+        found = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
+        specs = [replace(spec, trace=timer.trace) for spec in found]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
         choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
-        timer.prompt(sum(map(len, prompts)))
+        timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         return TextGeneration(self._source, specs, choices, timer)
 
     def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:

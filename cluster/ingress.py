@@ -12,14 +12,18 @@ from cluster.generation_service import GenerationService
 from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
+from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
 from cluster.readiness import PoolHealth, Readiness, readiness
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
+from cluster.scaling_rules import scaling_rules
+from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
+from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -56,6 +60,9 @@ class Ingress:
         self._termination.watch()
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
         self.drain = IngressDrain(self.metrics)
+        for name, pool in config.pools.deployed().items():
+            self.metrics.desired_replicas.set(pool.replicas, pool=name)
+        self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
         self._pools = {
@@ -66,6 +73,7 @@ class Ingress:
             local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
             fallback_to_decode=config.routing.fallback_to_decode,
         )
+        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -74,15 +82,20 @@ class Ingress:
                 max_queued=config.ingress.max_queued_requests,
                 max_retries=config.ingress.max_retries,
                 block_size=config.kv.block_size,
+                cold_start_s=config.ingress.cold_start_timeout_s,
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
                 frozen_after_s=config.lifecycle.frozen_after_s,
                 recovery_s=config.lifecycle.recovery_timeout_s,
             ),
             metrics=self.metrics,
             channel_host=channel_host(config),
+            may_be_empty=self._may_be_empty,
         )
-        self.service = GenerationService(config, tokenizer, self._router, self.metrics)
-        self.tokenize_service = TokenizeService(config, tokenizer)
+        self._scaling_rules = scaling_rules(config)
+        self._targets = ScalingTargets(context.app_name, config, self.metrics)
+        self.lanes = WorkLanes()
+        self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
         await self._start()
 
     async def _start(self) -> None:
@@ -94,11 +107,14 @@ class Ingress:
         def changed(deployment: str, table: ReplicaTable) -> None:
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
+            elif deployment == "prefill":
+                loop.call_soon_threadsafe(self._router.prefill_changed)
 
         replica_registry.REGISTRY.listen(changed)
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
+        self._targets.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
@@ -125,6 +141,7 @@ class Ingress:
             pool.name: PoolHealth(
                 fingerprints=tuple(metadata["peer"]["fingerprint"] for metadata in pool.usable().values()),
                 num_lost=len(pool.lost),
+                can_cold_start=pool.name in self._may_be_empty and not pool.replicas(),
             )
             for pool in self._router.pools
         }
@@ -163,6 +180,12 @@ class Ingress:
     async def num_open(self) -> int:
         """Requests that are not over."""
         return self.drain.num_open
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
+        scales. Asked every second where anything scales.
+        """
+        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
 
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""

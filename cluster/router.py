@@ -10,7 +10,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 
 from cluster.api_error import ApiError
@@ -19,13 +19,16 @@ from cluster.attempt_failed import AttemptFailed, Stage
 from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.batch_queue import BatchQueue
+from cluster.cold_start import ColdStart
 from cluster.dead_replicas import DeadReplicas
+from cluster.demand_meter import DemandMeter
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.pulse_table import PulseRules
 from cluster.replica_registry import ReplicaTable
+from cluster.route_refusal import refuse
 from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from cluster.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame
@@ -50,6 +53,7 @@ class RouterLimits:
     retry_delay_s: float = 0.05
     frozen_after_s: float = 5.0
     recovery_s: float = 30.0
+    cold_start_s: float = 300.0
 
 
 class Router:
@@ -64,13 +68,18 @@ class Router:
         limits: RouterLimits,
         metrics: IngressMetrics,
         channel_host: str,
+        may_be_empty: Collection[str] = (),
     ) -> None:
+        """may_be_empty: pools whose first replica a request waits for, if they have none."""
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
         self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        empty = {pool.name: pool for pool in self.pools if pool.name in may_be_empty}
+        self._cold_start = ColdStart(empty, rules, limits.cold_start_s, metrics)
+        self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
@@ -97,6 +106,11 @@ class Router:
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
         self._intake.admit(decodes)
+        self._cold_start.wake()
+
+    def prefill_changed(self) -> None:
+        """The prefill pool is another now. On the router's event loop."""
+        self._cold_start.wake()
 
     @property
     def is_healthy(self) -> bool:
@@ -116,30 +130,39 @@ class Router:
         deadline_s = time.monotonic() + spec.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
-        # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
-        # together each sees those before it.
-        route = self._route(leg)
-        self._check_room(route)
-        first = self._open_attempt(leg, route, deadline_s)
-        run = asyncio.create_task(
-            self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
-        )
-        run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
-        run.add_done_callback(lambda _: output.close())
-        run.add_done_callback(retrieve)
+        need = self._need(leg)
+        demand = self.demand.opened(need, self._rules)
         try:
-            while items := await output.take():
-                yield items
-            await run  # its error, if it has one
+            await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
+            # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
+            # come together each sees those before it.
+            route = self._route(leg)
+            self._check_room(route)
+            first = self._open_attempt(leg, route, deadline_s)
+            run = asyncio.create_task(
+                self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
+            )
+            run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
+            run.add_done_callback(lambda _: output.close())
+            run.add_done_callback(retrieve)
+            try:
+                while items := await output.take():
+                    demand.prompt_done()
+                    yield items
+                await run  # its error, if it has one
+            finally:
+                run.cancel()
+                await asyncio.wait({run})
         finally:
-            run.cancel()
-            await asyncio.wait({run})
+            demand.close()
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
+            if attempt is None:
+                await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
+                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -229,43 +252,25 @@ class Router:
     async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
-        while leg.has_emitted and isinstance(self._decide(leg, past.excluded), Unavailable):
-            if time.monotonic() >= until_s:
+        while leg.has_emitted and time.monotonic() < until_s:
+            if not isinstance(self._decide(self._need(leg), past.excluded), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
         return self._route(leg, past.excluded)
 
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
-        request, block_size = leg.request("", 0.0), self._limits.block_size
-        prompt_len = len(request.prompt_ids)
-        match self._decide(leg, excluded):
-            case Route() as route:
-                return route
-            case NeverFits(pool, needed, largest):
-                self._metrics.rejected("too_long")
-                raise ApiError(
-                    400,
-                    f"this request needs {needed * block_size} tokens of KV memory ({prompt_len} prompt tokens, "
-                    f"max_tokens {request.max_tokens}, {len(request.choices)} choices), the largest {pool} replica "
-                    f"has {largest * block_size}; send a shorter prompt or a smaller max_tokens",
-                    param="max_tokens",
-                    code="context_length_exceeded",
-                )
-            case Unavailable(pool):
-                self._metrics.rejected("no_capacity")
-                raise ApiError(
-                    503,
-                    f"no {pool} replica is available now; try again later",
-                    code="unavailable",
-                    retry_after_s=1.0,
-                )
+        need = self._need(leg)
+        decided = self._decide(need, excluded)
+        return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
 
-    def _decide(self, leg: Leg, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
-        request = leg.request("", 0.0)
+    def _need(self, leg: Leg) -> Need:
+        request, size = leg.request("", 0.0), self._limits.block_size
         num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
-        need = Need(num_tokens, request.max_tokens, num_choices, self._limits.block_size, leg.spec.beam is not None)
-        decodes, prefills = self._view.decode_candidates(), self._view.prefill_candidates()
-        return choose_route(need, decodes, prefills, self._rules, excluded)
+        return Need(num_tokens, request.max_tokens, num_choices, size, is_search=leg.spec.beam is not None)
+
+    def _decide(self, need: Need, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
+        view = self._view
+        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
@@ -283,16 +288,9 @@ class Router:
         self._mailboxes.deliver(frame)
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        extra = {
-            "event": "attempt_failed",
-            "generation": leg.spec.generation_id,
-            "stage": failure.stage,
-            "status": failure.status,
-            "detail": failure.detail,
-            "decode": route.decode_id,
-            "prefill": route.prefill_id,
-            "attempt": attempt,
-        }
+        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
+        where = {"decode": route.decode_id, "prefill": route.prefill_id}
+        extra = {"event": "attempt_failed", "generation": leg.spec.generation_id, **how, **where}
         logger.warning("attempt failed", extra=extra)
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:
