@@ -1,7 +1,7 @@
 """A plan as the CUDA attention reads it: what lies on the device, and what the host decides about launches.
 
-No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks, in
-the order of a ChunkLayout.
+No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks,
+in the order of a ChunkLayout.
 """
 
 from __future__ import annotations
