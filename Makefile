@@ -8,6 +8,8 @@ STAMP  := $(VENV)/.setup-done
 CONFIG ?= configs/local.yaml
 PORT   ?=
 ARGS   ?=
+# How `make test` spreads over two cores (tests/conftest.py); LANES= runs all in one process.
+LANES  ?= -n 2 --no-loadscope-reorder
 
 # The three packages are found by this folder, here and in Ray's workers.
 export PYTHONPATH := $(CURDIR)
@@ -34,12 +36,14 @@ serve: $(STAMP) ## start the server: make serve CONFIG=configs/local.yaml PORT=8
 	$(BIN)/python -m cluster.command_line serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # Fixed, so that a run does not depend on what lies in ~/.ray or on how full the machine's memory is; and with no
-# network but loopback, since Ray binds some of its ports to every interface.
+# network but loopback, since Ray binds some of its ports to every interface. Replicas at the priority of any process:
+# the other lane of tests has a lower one.
 test: export HF_HUB_OFFLINE := 1
+test: export RAY_worker_niceness := 0
 test: export RAY_AUTH_MODE := disabled
 test: export RAY_memory_monitor_refresh_ms := 0
 test: $(STAMP) ## run the tests: make test ARGS='-m "not slow"'
-	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python tests/loopback_only.py $(BIN)/python -m pytest $(LANES) $(ARGS)
 
 lint: $(STAMP) ## check style, types and the import law
 	$(BIN)/ruff check

@@ -11,10 +11,11 @@ ENDPOINTS = (
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
-REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
+LOSSES = ("dead", "unreachable", "frozen", "leaving")
 
 
 class IngressMetrics(MetricSet):
@@ -36,6 +37,10 @@ class IngressMetrics(MetricSet):
     def retried(self, stage: str) -> None:
         """Something is tried again; stage: one of RETRY_STAGES."""
         self.retries.add(stage=stage)
+
+    def replica_lost(self, of_pool: str, reason: str) -> None:
+        """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
+        self.replica_losses.add(of_pool=of_pool, reason=reason)
 
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
@@ -60,6 +65,11 @@ class IngressMetrics(MetricSet):
             fixed={"policy": policy},
         )
         self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.replica_losses = self.counter(
+            "splitserve_replica_losses",
+            "Replicas that this ingress found dead, frozen or leaving before Serve told it",
+            {"of_pool": POOLS, "reason": LOSSES},
+        )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
         )

@@ -48,7 +48,7 @@ class IngressConfig(Section):
     channel_host: Host = Field(
         default="127.0.0.1",
         description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
-        "is one they can reach",
+        "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
 

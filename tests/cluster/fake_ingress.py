@@ -15,7 +15,9 @@ from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec
 from cluster.generation_service import GenerationService
 from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
+from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
+from cluster.readiness import Readiness
 from cluster.service_config import LimitsConfig
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
@@ -132,6 +134,7 @@ class FakeIngress:
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
+        self.drain = IngressDrain(self.metrics)
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.service = GenerationService(config, tokenizer, source, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
@@ -139,8 +142,8 @@ class FakeIngress:
     def app(self) -> ASGIApp:
         return build_http_app(cast("Ingress", self))
 
-    def missing_pools(self) -> list[str]:
-        return self.missing
+    def readiness(self) -> Readiness:
+        return Readiness(tuple(self.missing), tuple(f"no {name}" for name in self.missing))
 
     async def render_metrics(self) -> bytes:
         return b"# EOF\n"

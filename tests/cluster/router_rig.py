@@ -94,6 +94,8 @@ async def running_router(
     retry_delay_s: float = 0.001,
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
+    frozen_after_s: float = PATIENCE_S,
+    recovery_s: float = 0.0,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -108,6 +110,8 @@ async def running_router(
             AttemptLimits(queue_s, handoff_s, tail_s),
             retry_delay_s=retry_delay_s,
             cold_start_s=cold_start_s,
+            frozen_after_s=frozen_after_s,
+            recovery_s=recovery_s,
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

@@ -46,7 +46,7 @@ def _check(goldens: list[Golden], answers: list[list[Completed]]) -> None:
 @pytest.mark.timeout(900)
 def test_sixteen_at_a_time_equal_transformers(server: RunningServer, request: pytest.FixtureRequest) -> None:
     # A part of them, the larger in one layout: `make test` is to stay under 15 minutes. All: see the exhaustive one.
-    goldens = GOLDENS[:: 2 if request.node.callspec.params["server"] == "1p1d" else 8]
+    goldens = GOLDENS[:: 4 if request.node.callspec.params["server"] == "1p1d" else 8]
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=16))
     server.wait_for_baseline()
 
