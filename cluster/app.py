@@ -61,12 +61,13 @@ def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
 
 
 def _leaving(config: Config) -> dict[str, Any]:
-    """Health and drain, the same for every deployment. Serve kills what has not ended by the drain's end."""
+    """Health, drain and update, the same for every deployment. Serve kills what has not ended by the drain's end."""
     return {
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
         "graceful_shutdown_timeout_s": config.lifecycle.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "max_surge_percent": config.lifecycle.update_surge_percent,
     }
 
 

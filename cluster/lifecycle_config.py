@@ -39,6 +39,13 @@ class LifecycleConfig(Section):
         description="How long a stream that has begun waits for another replica when those it needs have died. "
         "Beyond: it ends with an error. Make it longer than a replica takes to start",
     )
+    update_surge_percent: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="Replicas, in percent of a pool, that an update may start before it stops old ones; needs free "
+        "CPUs or GPUs for them. 0: old ones stop first, and a pool of one replica is empty for a while",
+    )
 
 
 def lifecycle_conflicts(lifecycle: LifecycleConfig) -> Iterator[Conflict]:
