@@ -42,6 +42,7 @@ from cluster.service_config import (
     TransferConfig,
 )
 from cluster.slo_config import SloConfig
+from cluster.tracing_config import TracingConfig
 
 CONFLICT_ERROR_TYPE = "conflict"
 
@@ -67,6 +68,7 @@ class Config(Section):
     lifecycle: LifecycleConfig = Field(default=LifecycleConfig(), description="How replicas leave, and their health")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
+    tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")
     testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
 

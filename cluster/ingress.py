@@ -12,6 +12,7 @@ from cluster.generation_service import GenerationService
 from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
+from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
 from cluster.readiness import PoolHealth, Readiness, readiness
 from cluster.replica_registry import ReplicaTable
@@ -58,6 +59,7 @@ class Ingress:
         self._termination.watch()
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
         self.drain = IngressDrain(self.metrics)
+        self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
         self._pools = {

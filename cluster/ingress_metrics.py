@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from replicas import metric_buckets
 from replicas.metric_set import MetricSet
 
@@ -16,6 +18,8 @@ DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
+OBJECTIVES = ("ttft", "tpot", "e2e", "any")
+SPAN_ENDS = ("ended", "exported", "failed")
 
 
 class IngressMetrics(MetricSet):
@@ -28,6 +32,7 @@ class IngressMetrics(MetricSet):
         self._add_decisions(policy)
         self._add_latencies()
         self._add_tokens()
+        self._add_objectives()
         self._add_scaling()
 
     def routed(self, result: str) -> None:
@@ -45,6 +50,13 @@ class IngressMetrics(MetricSet):
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
+
+    def judged(self, met: Mapping[str, bool]) -> None:
+        """A request has ended; met: by objective, what cluster.slo_verdict says of it."""
+        for objective, is_met in met.items():
+            self.slo_requests.add(slo=objective)
+            if not is_met:
+                self.slo_violations.add(slo=objective)
 
     def _add_outcomes(self) -> None:
         self.requests = self.counter(
@@ -89,7 +101,9 @@ class IngressMetrics(MetricSet):
             metric_buckets.PER_TOKEN_S,
         )
         self.request_latency = self.histogram(
-            "splitserve_e2e_request_latency_seconds", "From request to end of response", metric_buckets.REQUEST_S
+            "splitserve_e2e_request_latency_seconds",
+            "From request to end of response, of those answered in full",
+            metric_buckets.REQUEST_S,
         )
 
     def _add_scaling(self) -> None:
@@ -115,4 +129,19 @@ class IngressMetrics(MetricSet):
         )
         self.request_generation_tokens = self.histogram(
             "splitserve_request_generation_tokens", "Tokens generated for a request", metric_buckets.TOKENS
+        )
+
+    def _add_objectives(self) -> None:
+        self.slo_requests = self.counter(
+            "splitserve_slo_requests",
+            "Requests that an objective of the config's slo could be judged by; any: by all together",
+            {"slo": OBJECTIVES},
+        )
+        self.slo_violations = self.counter(
+            "splitserve_slo_violations", "Those that missed it; any: missed one, or failed", {"slo": OBJECTIVES}
+        )
+        self.trace_spans = self.counter(
+            "splitserve_trace_spans",
+            "Spans of traces; ended and neither exported nor failed: lost",
+            {"result": SPAN_ENDS},
         )

@@ -17,6 +17,7 @@ from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
 from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
+from cluster.otel_tracing import Tracing
 from cluster.readiness import Readiness
 from cluster.service_config import LimitsConfig
 from cluster.tokenize_service import TokenizeService
@@ -135,6 +136,7 @@ class FakeIngress:
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
         self.drain = IngressDrain(self.metrics)
+        self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.service = GenerationService(config, tokenizer, source, self.metrics)
         self.tokenize_service = TokenizeService(config, tokenizer)
