@@ -40,7 +40,7 @@ class TracingConfig(Section):
             raise ValueError("is no base URL of a collector; expected one such as http://otel-collector:4318")
         # A file is checked for the machine that it is on; a config for other machines is made without a folder.
         if base_dir_of(info) is not None and not _has_exporter():
-            raise ValueError("needs packages that are not installed; run: pip install 'splitserve[otel]'")
+            raise ValueError("needs packages that are not installed; run: pip install '.[otel]' in SplitServe's folder")
         return endpoint
 
     @property

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -212,6 +213,16 @@ def test_it_is_off_by_default() -> None:
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="base URL"):
         Config.model_validate({"pools": json.loads("{}"), "tracing": {"endpoint": endpoint}})
+
+
+def test_without_its_packages_a_file_that_asks_for_traces_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"endpoint": "http://collector:4318"}
+    assert TracingConfig.model_validate(values, context={"base_dir": tmp_path}).endpoint
+    monkeypatch.setattr("cluster.tracing_config.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install '\.\[otel\]'"):
+        TracingConfig.model_validate(values, context={"base_dir": tmp_path})
 
 
 async def test_spans_reach_a_collector_over_http() -> None:

@@ -1,6 +1,6 @@
 """A real Prometheus scrapes 2 prefill and 2 decode replicas under load. Draws the dashboards into docs/.
 
-make test LANES= ARGS='-m exhaustive tests/server/test_live_prometheus.py -s'        about 6 minutes
+make test LANES= ARGS='-m exhaustive tests/server/test_live_prometheus.py -s'        about 4 minutes
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.server.running_server import RunningServer, run_server
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1500), needs_prometheus]
 
-NUM_REQUESTS = 120
+NUM_REQUESTS = 80
 RATE_PER_S = 0.8
 # Four scrapes, as Grafana chooses it.
 RATE_INTERVAL = f"{4 * SCRAPE_INTERVAL_S}s"
