@@ -1,10 +1,10 @@
 """How many replicas each deployment should have: pure, from what ingresses report, the rules and the time.
 
 Both pools are decided together. Prefill is as large as the prompt tokens that arrive take, and those that wait to be
-caught up with: within the objective for the first token, or the delay with which the pool grows, if that is longer. Decode is as large as the memory of its requests, by projection until
-each ends, their number, and the objective for a token's time take; a request that waits for memory counts. Where both
-scale, their ratio stays within bounds: the one that falls short grows. A pool without replicas starts with the first
-request that waits for it.
+caught up with: within the objective for the first token, or the delay with which the pool grows, if that is longer.
+Decode is as large as the memory of its requests, by projection until each ends, their number, and the objective for a
+token's time take; a request that waits for memory counts. Where both scale, their ratio stays within bounds: the one
+that falls short grows. A pool without replicas starts with the first request that waits for it.
 """
 
 from __future__ import annotations
