@@ -31,6 +31,13 @@ def _engine(short: bool) -> tuple[dict[str, Any], str]:
     return result, engine_tables(result)
 
 
+def _refusals(short: bool) -> tuple[dict[str, Any], str]:
+    from benchmarks.refusals.run import refusals_tables, run_refusals_benchmark
+
+    result = run_refusals_benchmark(short)
+    return result, refusals_tables(result)
+
+
 def _scheduler(short: bool) -> tuple[dict[str, Any], str]:
     from benchmarks.scheduler.decision_costs import run_scheduler_benchmark, scheduler_tables
 
@@ -41,6 +48,7 @@ def _scheduler(short: bool) -> tuple[dict[str, Any], str]:
 _BENCHMARKS: dict[str, Callable[[bool], tuple[dict[str, Any], str]]] = {
     "control_path": _control_path,
     "engine": _engine,
+    "refusals": _refusals,
     "scheduler": _scheduler,
 }
 

@@ -37,7 +37,7 @@ def _bind_pool(replica_class: type, name: str, pool: PoolConfig, config: Config)
     deployment = serve.deployment(
         name=name,
         **pool_options(pool),
-        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        ray_actor_options=_actor_options(pool.node_labels, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus),
         max_ongoing_requests=_MAX_ONGOING,
         request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
         max_constructor_retry_count=1,
@@ -52,7 +52,7 @@ def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
     deployment = serve.deployment(
         name="ingress",
         **ingress_options(config),
-        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        ray_actor_options=_actor_options(config.ingress.node_labels, num_cpus=config.ingress.num_cpus),
         max_ongoing_requests=_MAX_ONGOING,
         max_constructor_retry_count=1,
         **_leaving(config),
@@ -69,6 +69,10 @@ def _leaving(config: Config) -> dict[str, Any]:
         "graceful_shutdown_wait_loop_s": 0.5,
         "max_surge_percent": config.lifecycle.update_surge_percent,
     }
+
+
+def _actor_options(node_labels: dict[str, str], **resources: float) -> dict[str, Any]:
+    return {**resources, "label_selector": dict(node_labels)} if node_labels else dict(resources)
 
 
 def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettings:

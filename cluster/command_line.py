@@ -62,9 +62,20 @@ def _deploy(path: str, output: Path | None) -> int:
 
 
 def _serve(config: Config) -> int:
+    _check_node_labels(config)
     from cluster.serve_command import run_server  # here, not above: it imports Ray
 
     return run_server(config)
+
+
+def _check_node_labels(config: Config) -> None:
+    """Replicas that want labels would wait for ever on the Ray that `serve` starts."""
+    labels = {f"pools.{name}": pool.node_labels for name, pool in config.pools.deployed().items()}
+    for key, wanted in {"ingress": config.ingress.node_labels, **labels}.items():
+        if wanted:
+            raise UserError(
+                f"{key}.node_labels: the Ray of `splitserve serve` has no labels, a cluster's may: remove it"
+            )
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:

@@ -117,6 +117,10 @@ def limit_conflicts(model: ModelConfig, limits: LimitsConfig) -> Iterator[Confli
     if most < model.max_model_len:
         reason = f"{most} is less than model.max_model_len {model.max_model_len}, so one long answer would be refused; "
         yield Conflict(key, reason + "expected at least that", (key, "model.max_model_len"))
+    key, most = "limits.max_text_chars", limits.max_text_chars
+    if most < model.max_model_len:
+        reason = f"{most} is less than model.max_model_len {model.max_model_len}: prompts that fit would be refused; "
+        yield Conflict(key, reason + "expected at least that", (key, "model.max_model_len"))
 
 
 def resource_conflicts(ray: RayConfig, needed_cpus: float) -> Iterator[Conflict]:

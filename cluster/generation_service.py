@@ -22,11 +22,14 @@ from cluster.sampling_choice import beam_params, sampling_params
 from cluster.served_model import check_model
 from cluster.text_choice import TextChoice
 from cluster.text_generation import TextGeneration, TokenSource
+from cluster.text_length import size_up_to
+from cluster.work_lanes import LONG
 
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.ingress_metrics import IngressMetrics
     from cluster.tokenizer import Tokenizer
+    from cluster.work_lanes import WorkLanes
     from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,15 @@ logger = logging.getLogger(__name__)
 class GenerationService:
     """One per ingress replica. Stateless but for its collaborators."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, source: TokenSource, metrics: IngressMetrics) -> None:
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        source: TokenSource,
+        metrics: IngressMetrics,
+        lanes: WorkLanes,
+    ) -> None:
+        self._lanes = lanes
         self._config = config
         self._tokenizer = tokenizer
         self._source = source
@@ -47,12 +58,15 @@ class GenerationService:
         options = TemplateOptions(
             body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
         )
-        ids = await asyncio.to_thread(
+        messages = body.template_messages()
+        ids = await self._lanes.run(
+            size_up_to(messages, LONG),
             self._tokenizer.apply_chat_template,
-            body.template_messages(),
+            messages,
             self._most_prompt_tokens,
             options,
             self._num_kept(body),
+            self._config.limits.max_text_chars,
         )
         default = self._config.limits.max_tokens_default_chat
         generation = await self._generation(body, [ids], [None], default, timer)
@@ -62,14 +76,15 @@ class GenerationService:
         """Raises ApiError 4xx."""
         self._check_model(body)
         keep = self._num_kept(body)
+        most, most_chars = self._most_prompt_tokens, self._config.limits.max_text_chars
         prompts = [
-            await asyncio.to_thread(self._tokenizer.encode_prompt, prompt, self._most_prompt_tokens, keep)
+            await self._lanes.run(len(prompt), self._tokenizer.encode_prompt, prompt, most, keep, most_chars)
             for prompt in body.prompt
         ]
         echoes: list[PromptEcho | None] = [None] * len(prompts)
         if body.echo:
             given = zip(body.prompt, prompts, strict=True)
-            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids) for prompt, ids in given]
+            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
         generation = await self._generation(body, prompts, echoes, default, timer)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)

@@ -17,11 +17,10 @@ from cluster.client_gone import ClientGone
 from cluster.client_label import client_label
 from cluster.event_stream import EventStream
 from cluster.http_answers import error_response, json_response
-from cluster.http_body import read_body
+from cluster.http_body import receive_body
 from cluster.http_middleware import add_middleware
 from cluster.http_request_id import request_id_of
 from cluster.metrics_merge import CONTENT_TYPE
-from cluster.openai_body import parse_body
 from cluster.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
 from cluster.openapi_document import openapi_document
 from cluster.request_timer import RequestTimer, outcome_of
@@ -74,14 +73,12 @@ def _add_generation_routes(app: FastAPI, ingress: Ingress) -> None:
 def _add_tokenize_routes(app: FastAPI, ingress: Ingress) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        raw = await read_body(request, ingress.limits)
-        body = parse_body(raw, request.headers.get("content-type"), TokenizeBody, ingress.limits)
+        body = await receive_body(request, TokenizeBody, ingress.limits, ingress.lanes)
         return json_response(await ingress.tokenize_service.tokenize(body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        raw = await read_body(request, ingress.limits)
-        body = parse_body(raw, request.headers.get("content-type"), DetokenizeBody, ingress.limits)
+        body = await receive_body(request, DetokenizeBody, ingress.limits, ingress.lanes)
         return json_response(await ingress.tokenize_service.detokenize(body))
 
 
@@ -145,8 +142,7 @@ async def _serve_generation(
     timer = RequestTimer(ingress.metrics, endpoint, ingress.config.slo, trace)
     try:
         ingress.drain.check_accepting()
-        raw = await read_body(request, ingress.limits)
-        body = parse_body(raw, request.headers.get("content-type"), body_class, ingress.limits)
+        body = await receive_body(request, body_class, ingress.limits, ingress.lanes)
         if isinstance(body, ChatCompletionBody):
             generation, answer = await ingress.service.chat(body, timer)
         else:

@@ -1,16 +1,42 @@
-"""Reading the body of an HTTP request, within bounds of size and time."""
+"""Reading the body of an HTTP request, within bounds of size and time, and checking it."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import TYPE_CHECKING
 
 from fastapi import Request
 
 from cluster.api_error import ApiError
+from cluster.openai_body import Body, parse_body
+from cluster.work_lanes import LONG
 
 if TYPE_CHECKING:
     from cluster.service_config import LimitsConfig
+    from cluster.work_lanes import WorkLanes
+
+
+async def receive_body(request: Request, model: type[Body], limits: LimitsConfig, lanes: WorkLanes) -> Body:
+    """The body, valid. Raises ApiError, see read_body and parse_body."""
+    raw = await read_body(request, limits)
+    content_type = request.headers.get("content-type")
+    if len(raw) <= LONG:  # milliseconds at worst
+        return parse_body(raw, content_type, model, limits)
+    return await lanes.run(len(raw), _parse_long_body, raw, content_type, model, limits)
+
+
+def _parse_long_body(raw: bytes, content_type: str | None, model: type[Body], limits: LimitsConfig) -> Body:
+    """Without garbage collection: it would look at all of a million new objects several times, and stop every thread
+    while it does. None of them is part of a cycle.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return parse_body(raw, content_type, model, limits)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:

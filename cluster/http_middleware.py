@@ -1,4 +1,5 @@
-"""What every HTTP request passes before it reaches its route, outermost first: request id, CORS, API keys."""
+"""What every HTTP request passes before it reaches its route, outermost first: its id is found, CORS, a wrong id is
+refused, API keys."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from cluster.http_auth import AuthMiddleware, load_api_keys
-from cluster.http_request_id import RequestIdMiddleware
+from cluster.http_request_id import RequestIdCheck, RequestIdMiddleware
 
 if TYPE_CHECKING:
     from cluster.config import Config
@@ -25,8 +26,10 @@ def add_middleware(app: ASGIApp, config: Config, on_refusal: Callable[[], None],
     keys = load_api_keys(config.auth)
     if keys is not None:
         app = AuthMiddleware(app, keys, config.auth.public_paths, on_refusal)
+    app = RequestIdCheck(app)
     if config.cors.allow_origins:
-        # Outside of the keys: a browser asks without one whether it may ask, and shows no error without these headers.
+        # Outside of all that refuses: a browser asks without a key whether it may ask, and shows no error without
+        # these headers.
         app = _cors(app, config.cors)
     return RequestIdMiddleware(app, is_sent=sends_request_id)
 

@@ -17,7 +17,7 @@ _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class RequestIdMiddleware:
-    """ASGI: takes the id from the header or makes one. A header that is no valid id is answered with 400.
+    """ASGI: takes the id from the header, or makes one where there is none or no valid one (see RequestIdCheck).
 
     is_sent: whether the server around it puts the id on responses, and makes one where the client gave none. Ray Serve
     does both, and would put a second one beside ours.
@@ -40,11 +40,22 @@ class RequestIdMiddleware:
                 message = {**message, "headers": [*message.get("headers", ()), (_HEADER, request_id)]}
             await send(message)
 
-        if not is_valid:
-            await error_response(_refusal())(scope, receive, send_with_id)
-            return
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        scope["state"]["has_wrong_request_id"] = not is_valid
         await self._app(scope, receive, send_with_id)
+
+
+class RequestIdCheck:
+    """ASGI: answers with 400 where the client gave something that is no valid id. Inside of RequestIdMiddleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["state"]["has_wrong_request_id"]:
+            await error_response(_refusal())(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def request_id_of(scope: Scope) -> str:

@@ -23,6 +23,7 @@ from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
+from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -65,12 +66,12 @@ class Ingress:
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
-        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._rules = RoutingRules(
             has_prefill_pool=prefill is not None,
             local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
             fallback_to_decode=config.routing.fallback_to_decode,
         )
+        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -90,8 +91,9 @@ class Ingress:
         )
         self._scaling_rules = scaling_rules(config)
         self._targets = ScalingTargets(context.app_name, config, self.metrics)
-        self.service = GenerationService(config, tokenizer, self._router, self.metrics)
-        self.tokenize_service = TokenizeService(config, tokenizer)
+        self.lanes = WorkLanes()
+        self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
         await self._start()
 
     async def _start(self) -> None:
@@ -169,12 +171,6 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
-        scales. Asked every second where anything scales.
-        """
-        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
-
     async def begin_drain(self) -> None:
         """The whole server is being stopped: take nothing new."""
         self.drain.begin()
@@ -182,6 +178,12 @@ class Ingress:
     async def num_open(self) -> int:
         """Requests that are not over."""
         return self.drain.num_open
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
+        scales. Asked every second where anything scales.
+        """
+        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
 
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""

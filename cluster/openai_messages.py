@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WithJsonSchema
 
 from cluster.openai_object import OpenAIObject, invalid
+
+_MAX_TOOL_CALLS = 128
+_MAX_VARIABLES_BYTES = 65_536
 
 _TEXT_PART = {
     "type": "object",
@@ -55,6 +58,21 @@ def _arguments(value: Any) -> Any:
         raise invalid("must be a JSON object, written as a string") from None
 
 
+def _check_variables(value: dict[str, Any]) -> dict[str, Any]:
+    """They go through the template engine, and text among them is searched for control tokens."""
+    try:
+        num_bytes = len(orjson.dumps(value))
+    except TypeError:  # deeper than orjson writes
+        raise invalid("is nested too deeply") from None
+    if num_bytes > _MAX_VARIABLES_BYTES:
+        raise invalid(f"has {num_bytes} bytes as JSON; at most {_MAX_VARIABLES_BYTES} are allowed")
+    return value
+
+
+# Further variables for a chat template.
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_check_variables)]
+
+
 class FunctionCall(OpenAIObject):
     """The function that a past tool call called."""
 
@@ -88,6 +106,7 @@ class ChatMessage(OpenAIObject):
     )
     tool_calls: Annotated[list[ToolCall], FailFast()] = Field(
         default_factory=list,
+        max_length=_MAX_TOOL_CALLS,
         description="For role assistant: calls that it made. Refused if the model's template has none.",
         examples=[[{"id": "call_1", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]],
     )

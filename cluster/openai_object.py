@@ -51,12 +51,35 @@ def token_ids(value: Any, most: int | None = None) -> list[int]:
     """A list of integers, of so many at most; whether the vocabulary has them is the tokenizer's business."""
     if not isinstance(value, list):
         raise invalid("must be an array of token ids")
-    ids = [integral(item) for item in value]
-    if not all(type(item) is int for item in ids):
+    if most is not None and len(value) > most:
+        raise invalid(f"has {len(value)} ids; at most {most} are allowed")
+    # A body may hold millions: what is looked at one by one in Python is only what has floats among it.
+    types = set(map(type, value))
+    if not types <= {int, float}:
         raise invalid("must be an array of integers")
-    if most is not None and len(ids) > most:
-        raise invalid(f"has {len(ids)} ids; at most {most} are allowed")
+    if float not in types:
+        return value
+    ids = [integral(item) for item in value]
+    if set(map(type, ids)) != {int}:
+        raise invalid("must be an array of integers")
     return ids
+
+
+def texts(value: Any, most: int, most_chars: int, blanks: str | None = None) -> list[str]:
+    """A list of strings, of so many at most, none longer than most_chars, none empty. blanks: characters that do not
+    count for that.
+    """
+    if not isinstance(value, list):
+        raise invalid("must be an array of strings")
+    if len(value) > most:
+        raise invalid(f"has {len(value)} strings; at most {most} are allowed")
+    if not all(isinstance(text, str) for text in value):
+        raise invalid("must be an array of strings")
+    if not all(text.strip(blanks) if blanks else text for text in value):
+        raise invalid("must not contain an empty string")
+    if max(map(len, value), default=0) > most_chars:
+        raise invalid(f"has a string of more than {most_chars} characters")
+    return value
 
 
 def token_ids_schema(**bounds: Any) -> dict[str, Any]:
@@ -71,10 +94,10 @@ def limit(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Annotates a number, a list or an object: its value or its length is bounded by a key of the config's limits."""
+    """Annotates a number, a text, a list or an object: a key of the config's limits bounds its value or its length."""
 
     name: str
-    keyword: Literal["maximum", "maxItems", "maxProperties"] = "maximum"
+    keyword: Literal["maximum", "maxItems", "maxProperties", "maxLength"] = "maximum"
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_after_validator_function(self._check, handler(source))
@@ -87,7 +110,8 @@ class AtMost:
         if self.keyword == "maximum" and value > most:
             raise invalid(f"must be at most {most}")
         if self.keyword != "maximum" and len(value) > most:
-            raise invalid(f"has {len(value)} entries; at most {most} are allowed")
+            unit = "characters" if self.keyword == "maxLength" else "entries"
+            raise invalid(f"has {len(value)} {unit}; at most {most} are allowed")
         return value
 
 

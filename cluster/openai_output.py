@@ -13,23 +13,17 @@ from cluster.openai_object import (
     invalid,
     limit,
     limits_of,
+    texts,
     token_ids,
     token_ids_schema,
 )
 
 
 def _stops(value: Any, info: ValidationInfo) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+    if not isinstance(value, str | list):
         raise invalid("must be a string or an array of strings")
     limits = limits_of(info)
-    if len(stops) > limits.max_stop_strings:
-        raise invalid(f"has {len(stops)} strings; at most {limits.max_stop_strings} are allowed")
-    if not all(stops):
-        raise invalid("must not contain an empty string")
-    if max(map(len, stops), default=0) > limits.max_stop_string_chars:
-        raise invalid(f"has a string of more than {limits.max_stop_string_chars} characters")
-    return stops
+    return texts([value] if isinstance(value, str) else value, limits.max_stop_strings, limits.max_stop_string_chars)
 
 
 def _stop_token_ids(value: Any, info: ValidationInfo) -> list[int]:

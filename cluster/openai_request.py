@@ -10,6 +10,7 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -24,7 +25,7 @@ from pydantic import (
 )
 
 from cluster.openai_combinations import check_beam_search, check_choices, check_output
-from cluster.openai_messages import ChatMessage
+from cluster.openai_messages import ChatMessage, TemplateVariables
 from cluster.openai_object import (
     AtMost,
     Integer,
@@ -37,7 +38,7 @@ from cluster.openai_object import (
 )
 from cluster.openai_output import OutputFields
 from cluster.openai_sampling import SamplingFields
-from cluster.openai_unsupported import NEUTRAL_VALUES
+from cluster.openai_unsupported import NEUTRAL_VALUES, OFFERS
 
 # Known, without effect here, and no reason for a log line.
 _TOLERATED = frozenset(
@@ -66,25 +67,27 @@ def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
         return [value]
     if not isinstance(value, list):
         raise invalid("must be a string, an array of strings, an array of token ids, or an array of such arrays")
-    if not value or [] in value:
+    if not value:
+        raise invalid("must not be empty")
+    most, most_ids = limits_of(info).max_prompts, limits_of(info).max_text_chars
+    if not isinstance(value[0], str | list):
+        return [token_ids(value, most_ids)]
+    if len(value) > most:
+        raise invalid(f"has {len(value)} prompts; at most {most} are allowed")
+    if [] in value:
         raise invalid("must not be empty")
     if all(isinstance(item, str) for item in value):
-        prompts = value
-    elif all(isinstance(item, list) for item in value):
-        prompts = [token_ids(item) for item in value]
-    else:
-        prompts = [token_ids(value)]
-    if len(prompts) > limits_of(info).max_prompts:
-        raise invalid(f"has {len(prompts)} prompts; at most {limits_of(info).max_prompts} are allowed")
-    return prompts
+        return value
+    return [token_ids(item, most_ids) for item in value]
 
 
+_IDS_SCHEMA = token_ids_schema(minItems=1, maxItems=limit("max_text_chars"))
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": limit("max_prompts")},
-        token_ids_schema(minItems=1),
-        {"type": "array", "items": token_ids_schema(minItems=1), "minItems": 1, "maxItems": limit("max_prompts")},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": limit("max_prompts")},
     ],
 }
 
@@ -103,7 +106,7 @@ _Priority = Annotated[
 ]
 
 
-class GenerationBody(SamplingFields, OutputFields):
+class GenerationBody(SamplingFields, OutputFields, ABC):
     """What both endpoints have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -143,9 +146,9 @@ class GenerationBody(SamplingFields, OutputFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many most likely tokens to report beside each token of the answer; None: no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -155,7 +158,9 @@ class GenerationBody(SamplingFields, OutputFields):
     @property
     def unknown_fields(self) -> list[str]:
         """Names of ignored fields, for the log: sorted, shortened, the first few."""
-        names = set(self.model_extra or ()) - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
+        extra = self.model_extra or {}
+        names = extra.keys() - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
+        names -= {name for name in OFFERS if not extra.get(name)}
         return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
 
     @model_validator(mode="after")
@@ -197,7 +202,7 @@ class ChatCompletionBody(GenerationBody):
         "OpenAI's API.",
         examples=[False],
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: TemplateVariables = Field(
         default_factory=dict,
         description="Further variables for the model's chat template. Not in OpenAI's API.",
         examples=[{"enable_thinking": False}],

@@ -14,6 +14,7 @@ from cluster.openai_object import (
     invalid,
     limit,
     limits_of,
+    texts,
     token_ids,
     token_ids_schema,
 )
@@ -41,16 +42,8 @@ def _logit_bias(value: Any, info: ValidationInfo) -> dict[int, float]:
 
 
 def _bad_words(value: Any, info: ValidationInfo) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        raise invalid("must be an array of strings")
     limits = limits_of(info)
-    if len(value) > limits.max_bad_words:
-        raise invalid(f"has {len(value)} strings; at most {limits.max_bad_words} are allowed")
-    if not all(word.strip(" ") for word in value):
-        raise invalid("must not contain an empty string")
-    if max(map(len, value), default=0) > limits.max_stop_string_chars:
-        raise invalid(f"has a string of more than {limits.max_stop_string_chars} characters")
-    return value
+    return texts(value, limits.max_bad_words, limits.max_stop_string_chars, blanks=" ")
 
 
 def _allowed_token_ids(value: Any, info: ValidationInfo) -> list[int]:

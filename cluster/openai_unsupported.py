@@ -27,10 +27,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
-    # tools
-    "tools": ([],),  # or any with tool_choice "none": see refuse_unsupported
+    # tools: a list of them is an offer, which the model may leave alone; these ask for a call
     "tool_choice": ("none", "auto"),
-    "functions": ([],),
     "function_call": ("none", "auto"),
     "web_search_options": (),
     # how the prompt is made
@@ -43,8 +41,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Lists of what the model may call, if it likes: never called here, as nothing may ask for it.
+OFFERS = ("tools", "functions")
+MAX_OFFERS = 128
+
+
 def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral.
+    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral,
+    and 400 `invalid_value` for OFFERS that are no lists of objects.
 
     others: further fields with their neutral values, those that only another endpoint has.
     """
@@ -52,10 +56,20 @@ def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, 
         value = body.get(name)
         if value is None or any(_same(value, candidate) for candidate in neutral):
             continue
-        if name == "tools" and body.get("tool_choice") == "none":
-            continue
         hint = f": it may only be {orjson.dumps(neutral[0]).decode()}, or left out" if neutral else ""
         raise ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported")
+    for name in OFFERS:
+        _check_offer(name, body.get(name))
+
+
+def _check_offer(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value[:MAX_OFFERS]):
+        raise ApiError(400, f"{name} must be an array of objects", param=name, code="invalid_value")
+    if len(value) > MAX_OFFERS:
+        message = f"{name} has {len(value)} entries; at most {MAX_OFFERS} are allowed"
+        raise ApiError(400, message, param=name, code="invalid_value")
 
 
 def _same(value: Any, neutral: Any) -> bool:

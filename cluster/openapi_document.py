@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from cluster import api_schemas as answers
 from cluster.openai_object import LIMIT
 from cluster.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
-from cluster.openai_unsupported import NEUTRAL_VALUES
+from cluster.openai_unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
 from cluster.tokenize_request import DetokenizeBody, TokenizeBody
 from cluster.version import VERSION
 
@@ -185,6 +185,7 @@ def _schemas(limits: LimitsConfig, model_name: str) -> dict[str, Any]:
         schema["properties"]["model"] |= {"examples": [model_name]}
         if issubclass(model, GenerationBody):
             schema["properties"] |= {name: _refused(name) for name in NEUTRAL_VALUES}
+            schema["properties"] |= {name: _offer() for name in OFFERS}
     return {**requests, **answer_part["$defs"]}
 
 
@@ -206,14 +207,18 @@ def _accept_nulls(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **outside}
 
 
+def _offer() -> dict[str, Any]:
+    """What the model may call, and never does here."""
+    return {
+        "anyOf": [{"type": "array", "items": {"type": "object"}, "maxItems": MAX_OFFERS}, {"type": "null"}],
+        "description": "Accepted and ignored: the model may call them and here never does. What asks for a call "
+        "(tool_choice, function_call) is refused.",
+        "examples": [[]],
+    }
+
+
 def _refused(name: str) -> dict[str, Any]:
     """A field that is known, and refused unless it asks for nothing."""
-    if name == "tools":
-        return {
-            "type": ["array", "null"],
-            "description": 'Not supported yet: must be empty, or tool_choice "none".',
-            "examples": [None],
-        }
     allowed = [*NEUTRAL_VALUES[name], None]
     return {
         "enum": allowed,

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from cluster.autoscaling_config import PoolAutoscalingConfig
-from cluster.config_section import Cpus, Gpus, Section
+from cluster.config_section import Cpus, Gpus, NodeLabels, Section
 
 
 class PoolConfig(Section):
@@ -57,6 +57,11 @@ class PoolConfig(Section):
     num_gpus: Gpus = Field(
         default=0.0,
         description="GPUs Ray reserves for each replica; device cuda needs more than 0, usually 1",
+    )
+    node_labels: NodeLabels = Field(
+        default={},
+        description="Labels that the Ray node of a replica must have, as {splitserve.io/pool: prefill}. For clusters: "
+        "the Ray that `splitserve serve` starts has none",
     )
     lag: int = Field(
         default=0,

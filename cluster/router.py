@@ -51,9 +51,9 @@ class RouterLimits:
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
-    cold_start_s: float = 300.0
     frozen_after_s: float = 5.0
     recovery_s: float = 30.0
+    cold_start_s: float = 300.0
 
 
 class Router:
@@ -157,7 +157,9 @@ class Router:
 
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
+            if attempt is None:
+                await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
+                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -246,27 +248,26 @@ class Router:
 
     async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
-        need = self._need(leg)
-        await self._cold_start.wait(need, self._limits.max_queued, deadline_s)
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
-        while leg.has_emitted and isinstance(self._decide(need, past.excluded), Unavailable):
-            if time.monotonic() >= until_s:
+        while leg.has_emitted and time.monotonic() < until_s:
+            if not isinstance(self._decide(self._need(leg), past.excluded), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
         return self._route(leg, past.excluded)
 
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
-        decided = self._decide(self._need(leg), excluded)
-        return decided if isinstance(decided, Route) else refuse(decided, self._need(leg), self._metrics)
+        need = self._need(leg)
+        decided = self._decide(need, excluded)
+        return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
 
     def _need(self, leg: Leg) -> Need:
-        request, is_search = leg.request("", 0.0), leg.spec.beam is not None
+        request, size = leg.request("", 0.0), self._limits.block_size
         num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
-        return Need(num_tokens, request.max_tokens, num_choices, self._limits.block_size, is_search)
+        return Need(num_tokens, request.max_tokens, num_choices, size, is_search=leg.spec.beam is not None)
 
     def _decide(self, need: Need, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
-        decodes, prefills = self._view.decode_candidates(), self._view.prefill_candidates()
-        return choose_route(need, decodes, prefills, self._rules, excluded)
+        view = self._view
+        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
@@ -284,16 +285,9 @@ class Router:
         self._mailboxes.deliver(frame)
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        extra = {
-            "event": "attempt_failed",
-            "generation": leg.spec.generation_id,
-            "stage": failure.stage,
-            "status": failure.status,
-            "detail": failure.detail,
-            "decode": route.decode_id,
-            "prefill": route.prefill_id,
-            "attempt": attempt,
-        }
+        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
+        where = {"decode": route.decode_id, "prefill": route.prefill_id}
+        extra = {"event": "attempt_failed", "generation": leg.spec.generation_id, **how, **where}
         logger.warning("attempt failed", extra=extra)
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:

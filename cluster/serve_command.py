@@ -69,6 +69,7 @@ def _start_ray(config: Config) -> None:
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",
         "NIXL_LOG_LEVEL": "WARN",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.proxy_headers:middlewares",
     }.items():
         os.environ.setdefault(name, value)
     import ray

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.autoscaling_config import IngressAutoscalingConfig
-from cluster.config_section import Cpus, Host, LocalPath, Port, Seconds, Section, base_dir_of
+from cluster.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
 
 
 class ServerConfig(Section):
@@ -51,6 +51,9 @@ class IngressConfig(Section):
         "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+    node_labels: NodeLabels = Field(
+        default={}, description="Labels that the Ray node of an ingress must have, as those of a pool"
+    )
 
     @property
     def first_replicas(self) -> int:
@@ -92,7 +95,8 @@ class TransferConfig(Section):
     net_devices: str | None = Field(
         default=None,
         min_length=1,
-        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: UCX chooses',
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
+        "chooses",
     )
     handoff_timeout_s: Seconds = Field(
         default=30.0,
@@ -160,6 +164,12 @@ class LimitsConfig(Section):
         default=262_144,
         ge=1,
         description="Most tokens one request may cause: prompts times choices (n, best_of or beams) times max_tokens",
+    )
+    max_text_chars: int = Field(
+        default=524_288,
+        ge=1,
+        description="Longest text, in characters, that is tokenized though it need not fit into the model's context: "
+        "for /tokenize and truncate_prompt_tokens. Also the most token ids of a prompt, and for /detokenize",
     )
     max_reported_logprobs: int = Field(
         default=200_000,

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, FailFast, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
-from cluster.openai_messages import ChatMessage
-from cluster.openai_object import OpenAIObject, not_together, token_ids, token_ids_schema
+from cluster.openai_messages import ChatMessage, TemplateVariables
+from cluster.openai_object import (
+    AtMost,
+    OpenAIObject,
+    limit,
+    limits_of,
+    not_together,
+    token_ids,
+    token_ids_schema,
+)
+
+
+def _tokens(value: Any, info: ValidationInfo) -> list[int]:
+    return token_ids(value, limits_of(info).max_text_chars)
 
 
 class TokenizeBody(OpenAIObject):
@@ -23,7 +35,9 @@ class TokenizeBody(OpenAIObject):
     )
 
     model: str | None = Field(default=None, description="Name of the model; left out: the one that is served.")
-    prompt: str | None = Field(default=None, description="The text; or give messages.", examples=["Once upon a time"])
+    prompt: Annotated[str, AtMost("max_text_chars", "maxLength")] | None = Field(
+        default=None, description="The text; or give messages.", examples=["Once upon a time"]
+    )
     messages: Annotated[list[ChatMessage], FailFast()] = Field(
         default_factory=list,
         max_length=2048,
@@ -45,7 +59,7 @@ class TokenizeBody(OpenAIObject):
     continue_final_message: bool = Field(
         default=False, description="As in /v1/chat/completions; only for messages.", examples=[False]
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: TemplateVariables = Field(
         default_factory=dict,
         description="As in /v1/chat/completions; only for messages.",
         examples=[{"enable_thinking": False}],
@@ -62,10 +76,13 @@ class TokenizeBody(OpenAIObject):
         return self
 
 
+_TOKENS_SCHEMA = token_ids_schema(maxItems=limit("max_text_chars"))
+
+
 class DetokenizeBody(OpenAIObject):
     """Token ids to be written as text."""
 
     model: str | None = Field(default=None, description="Name of the model; left out: the one that is served.")
-    tokens: Annotated[list[int], PlainValidator(token_ids), WithJsonSchema(token_ids_schema())] = Field(
+    tokens: Annotated[list[int], PlainValidator(_tokens), WithJsonSchema(_TOKENS_SCHEMA)] = Field(
         description="The token ids. Special tokens among them are written by their names.", examples=[[504, 282]]
     )

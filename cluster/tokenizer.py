@@ -12,10 +12,15 @@ from cluster.api_error import ApiError
 from cluster.chat_template import ChatTemplate, TemplateOptions
 from cluster.control_tokens import ControlTokens
 from cluster.detokenizer import token_bytes
+from cluster.text_length import check_length
 
 # Normalizers that keep every byte or replace it one for one; others (NFC, NFKC) shorten text, up to this factor.
 _EXACT_NORMALIZERS = {"Prepend", "Replace"}
 _NORMALIZER_SHRINK = 4
+
+# A text with more characters than so many for each token it may have is tried out in pieces first.
+_CHARS_PER_TOKEN = 6
+_PIECE_CHARS = 16_384
 
 
 class Tokenizer:
@@ -80,19 +85,22 @@ class Tokenizer:
         return ids
 
     def encode_prompt(
-        self, prompt: str | Sequence[int], max_tokens: int | None = None, keep_last: int | None = None
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
+        max_chars: int | None = None,
     ) -> list[int]:
         """Ids of one prompt of /v1/completions: text, or ids that are only checked.
 
         Control tokens in the text count as such, as raw prompts are how a client uses a template of its own.
         keep_last: cut all but so many last ids off. Raises ApiError 400 if it is empty, has unknown ids or has more
-        than max_tokens tokens.
+        than max_tokens tokens; and for more than max_chars characters where they need not fit into max_tokens.
         """
         if not isinstance(prompt, str):
             ids = list(prompt)
-        elif max_tokens is not None and keep_last is None and self.too_long(prompt, max_tokens):
-            raise _too_many_tokens(None, max_tokens, "prompt")
         else:
+            self._check_length(self._plain, prompt, None if keep_last else max_tokens, max_chars, "prompt")
             ids = self.encode(prompt, add_special_tokens=True, parse_special_tokens=True)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt", code="empty_prompt")
@@ -104,15 +112,16 @@ class Tokenizer:
         max_tokens: int | None = None,
         options: TemplateOptions | None = None,
         keep_last: int | None = None,
+        max_chars: int | None = None,
     ) -> list[int]:
         """Ids of a chat prompt, up to where the assistant's answer begins. See ChatTemplate.render for messages.
 
         The same ids as transformers' apply_chat_template, except that text of a message never becomes a control token.
-        Raises ApiError 400 if the template refuses the messages or they have more than max_tokens tokens.
+        Raises ApiError 400 if the template refuses the messages or they have more than max_tokens tokens; and for more
+        than max_chars characters where they need not fit into max_tokens.
         """
         rendered = self._chat_template.render(messages, options)
-        if max_tokens is not None and keep_last is None and self.too_long(rendered, max_tokens):
-            raise _too_many_tokens(None, max_tokens, "messages")
+        self._check_length(self._guarded, rendered, None if keep_last else max_tokens, max_chars, "messages")
         # The template has put in all the special tokens that it wants, BOS included.
         ids = _last(self.encode(rendered, add_special_tokens=False), keep_last)
         return self._accept(ids, max_tokens, "messages")
@@ -151,6 +160,27 @@ class Tokenizer:
         """
         max_bytes = max_tokens * self._max_bytes_per_token
         return len(text) > max_bytes or len(text.encode()) > max_bytes
+
+    def _check_length(self, backend: Any, text: str, max_tokens: int | None, max_chars: int | None, param: str) -> None:
+        """Raises ApiError 400 for most texts of more than twice max_tokens, without encoding all of them; without
+        max_tokens, for those of more than max_chars.
+
+        What is cut into pieces has more tokens than the whole, but by a few for each cut: pieces have hundreds.
+        """
+        if max_tokens is None:
+            if max_chars is not None:
+                check_length(len(text), max_chars, param)
+            return
+        if self.too_long(text, max_tokens):
+            raise _too_many_tokens(None, max_tokens, param)
+        if len(text) <= _CHARS_PER_TOKEN * max_tokens:
+            return
+        num_tokens = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            num_tokens += len(backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
+            if num_tokens > 2 * max_tokens:
+                raise _too_many_tokens(None, max_tokens, param)
 
     def _accept(self, ids: list[int], max_tokens: int | None, param: str) -> list[int]:
         if max_tokens is not None and len(ids) > max_tokens:

@@ -7,6 +7,7 @@ that waits for the readers of what it computed. All of it within `drain_timeout_
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -44,6 +45,10 @@ class EngineReplica(ABC, Generic[EngineT]):
         configure_logging(settings.log_level, settings.log_format)
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
+        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
+        # by 600 ms.
+        gc.collect()
+        gc.freeze()
         self._built.start()
         self._watch = EngineWatch(self._built.watched(), settings.restart_after_s)
         self._watch.start()

@@ -16,8 +16,9 @@ from replicas.token_scores import TokenScores
 from scheduler.plan import PrefillChunk, StepPlan
 from scheduler.token_logprobs import PromptLogprobs
 
-# Logits that are there at once, 64 MiB in float32: a prompt's logits as a whole are gigabytes.
-LOGITS_AT_ONCE = 1 << 24
+# Logits that are there at once, 32 MiB in float32 and some times that to find the largest: a prompt's logits as a
+# whole are gigabytes.
+LOGITS_AT_ONCE = 1 << 23
 
 
 class KeptHiddenStates:

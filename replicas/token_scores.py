@@ -15,7 +15,8 @@ from scheduler.token_logprobs import LOWEST_LOGPROB, TokenLogprobs
 class TokenScores:
     """Of n tokens, on the logits' device.
 
-    logprob: float32 [n]. top_ids: int64 [n, k], top_logprobs: float32 [n, k], the most likely first.
+    logprob: float32 [n]. top_ids: int64 [n, k], top_logprobs: float32 [n, k], the most likely first, of equally likely
+    ones the smallest id.
     """
 
     logprob: Tensor
@@ -28,8 +29,8 @@ class TokenScores:
         logprobs = logits.log_softmax(dim=-1)
         # A failed row has no token: any id will do, nobody reads its score.
         logprob = logprobs.gather(1, token_ids.clamp(min=0)[:, None])[:, 0]
-        top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-        return TokenScores(logprob, top.indices, top.values)
+        top_ids = _most_likely(logprobs, min(num_top, logits.shape[1]))
+        return TokenScores(logprob, top_ids, logprobs.gather(1, top_ids))
 
     @staticmethod
     def join(parts: Sequence[TokenScores]) -> TokenScores:
@@ -51,6 +52,22 @@ class TokenScores:
                 self.logprob.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist(), num_top, strict=True
             )
         ]
+
+
+def _most_likely(logprobs: Tensor, k: int) -> Tensor:
+    """int64 [n, k], ids of the k largest of each row, float32 [n, V]; of equal ones the smallest ids, in their order.
+
+    topk alone takes any of equal ones, others for another k: then what one request is told would depend on the largest
+    k in its batch. So each number and its id are made one integer, and no two are equal.
+    """
+    vocab_size = logprobs.shape[1]
+    if k == 0:
+        return torch.empty(logprobs.shape[0], 0, dtype=torch.int64, device=logprobs.device)
+    keys = (logprobs + 0.0).view(torch.int32).long()  # + 0.0: there is a -0.0, which equals 0.0
+    keys ^= (keys >> 63) & 0x7FFFFFFF  # of negative floats the larger integer is the smaller number
+    keys <<= 32
+    keys += torch.arange(vocab_size - 1, -1, -1, device=logprobs.device)
+    return vocab_size - 1 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def _finite(logprob: float) -> float:

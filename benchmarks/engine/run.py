@@ -55,7 +55,8 @@ def engine_tables(result: dict[str, Any]) -> str:
             f"engine, {result['threads']} thread(s)",
             table(["decode batch", "context", "step ms", "slowest", "tok/s"], decode),
             table(["prompt tokens", "tok/s", "transformers", "ratio"], prefill),
-            table(["ms, choosing tokens: batch", *WAYS], sampling),
+            "what choosing tokens adds to a step, ms",
+            table(["batch", *WAYS], sampling),
             f"single stream: {single['tokens_per_s']:.1f} tok/s, transformers.generate "
             f"{single['transformers_tokens_per_s']:.1f}; ratio {single['ratio']:.2f} "
             f"(rounds {single['ratios']}, same tokens: {single['same_tokens']})",

@@ -20,8 +20,10 @@ from cluster.ingress_metrics import IngressMetrics
 from cluster.otel_tracing import Tracing
 from cluster.readiness import Readiness
 from cluster.service_config import LimitsConfig
+from cluster.text_length import check_length
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
+from cluster.work_lanes import WorkLanes
 from replicas.messages import FinishReason
 
 MODEL = "the-model"
@@ -62,8 +64,15 @@ class ByteTokenizer:
         return tuple(tuple((space + word.lstrip(" ")).encode()) for word in words for space in ("", " "))
 
     def encode_prompt(
-        self, prompt: str | Sequence[int], max_tokens: int | None = None, keep_last: int | None = None
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = None,
+        keep_last: int | None = None,
+        max_chars: int | None = None,
+        param: str = "prompt",
     ) -> list[int]:
+        if isinstance(prompt, str) and max_chars is not None and (max_tokens is None or keep_last):
+            check_length(len(prompt), max_chars, param)
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty", param="prompt", code="empty_prompt")
@@ -79,8 +88,10 @@ class ByteTokenizer:
         max_tokens: int | None = None,
         options: TemplateOptions | None = None,
         keep_last: int | None = None,
+        max_chars: int | None = None,
     ) -> list[int]:
-        return self.encode_prompt("".join(message["content"] for message in messages), max_tokens, keep_last)
+        prompt = "".join(message["content"] for message in messages)
+        return self.encode_prompt(prompt, max_tokens, keep_last, max_chars, "messages")
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
@@ -138,8 +149,9 @@ class FakeIngress:
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
-        self.service = GenerationService(config, tokenizer, source, self.metrics)
-        self.tokenize_service = TokenizeService(config, tokenizer)
+        self.lanes = WorkLanes()
+        self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
 
     def app(self) -> ASGIApp:
         return build_http_app(cast("Ingress", self))

@@ -14,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from cluster.prompt_echo import PromptEcho
+from cluster.tokenizer import Tokenizer
 from scheduler.beam_search import BeamParams
 from tests.cluster.api_client import CHAT, HELLO, TEXT, ApiClient, api_client
+from tests.cluster.fake_ingress import ByteTokenizer
 
 BOTH = (CHAT, TEXT)
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -81,6 +85,7 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], int, str | None]] = [
     ("A31", (TEXT,), {"prompt": "\udcf0"}, 400, None),
     ("A31", (TEXT,), {"prompt": "\U0001f600"}, 200, None),
     ("A32", (TEXT,), {"prompt": "a\0b\u202e"}, 200, None),
+    ("A32", (CHAT,), {"messages": [{"role": "user", "content": "a\0b\u202e"}]}, 200, None),
     ("A34", (CHAT,), {"messages": [*HELLO, {"role": "assistant", "tool_calls": [CALL]}]}, 200, None),
     ("A35", (CHAT,), {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *HELLO]}, 200, None),
     ("A37", (CHAT,), {"messages": [{"role": "alien", "content": "x"}]}, 400, "messages[0].role"),
@@ -165,6 +170,13 @@ async def test_a_report_of_too_many_prompt_logprobs_is_refused(fields: dict[str,
         assert all(number in error["message"] for number in ("8", "5", "400", "399"))
 
 
+async def test_a07_max_completion_tokens_counts() -> None:
+    async with api_client() as c:
+        for path in BOTH:
+            answer = (await c.send(path, {"max_completion_tokens": 3, "max_tokens": 9})).json()
+            assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (3, "length")
+
+
 async def test_a26_huge_n_is_refused_at_once() -> None:
     async with api_client() as c:
         await c.send(TEXT, {"n": 0})
@@ -180,10 +192,13 @@ async def test_a26_huge_n_is_refused_at_once() -> None:
 async def test_b10_b11_every_stream_has_one_finish_and_a_done(path: str) -> None:
     async with api_client() as c:
         asks = [
-            {"max_tokens": 1 + i % 30, "n": 1 + i % 3, "seed": i, "stop": "a" if i % 2 else "zz"} for i in range(60)
+            {"max_tokens": 1 + i % 30, "n": 1 + i % 3, "seed": i, "stop": "a" if i % 2 else "zz"} for i in range(250)
         ]
         streams = await asyncio.gather(*(c.events(path, ask) for ask in asks))
     for ask, events in zip(asks, streams, strict=True):
+        if path == CHAT:
+            first = [event["choices"][0] for event in events if "role" in event["choices"][0]["delta"]]
+            assert sorted(choice["index"] for choice in first) == list(range(ask["n"]))
         finishes = [choice for event in events for choice in event["choices"] if choice["finish_reason"] is not None]
         assert sorted(choice["index"] for choice in finishes) == list(range(ask["n"]))
         assert {choice["finish_reason"] for choice in finishes} <= {"stop", "length"}
@@ -354,6 +369,11 @@ async def test_c01_c02_choices_differ_repeat_and_keep_to_themselves(path: str) -
         assert len(set(texts(first.json()))) == 4
         assert texts(first.json()) == texts(second.json())
         assert all(len(texts(other.json())) == 4 for other in others)
+        own = [{"prompt": f"prompt {i}", "messages": [{"role": "user", "content": f"prompt {i}"}]} for i in range(10)]
+        asked = [fields | prompt | {"n": 3} for prompt in own]
+        together = await asyncio.gather(*(c.send(path, ask) for ask in asked))
+        assert [texts(one.json()) for one in together] == [texts((await c.send(path, ask)).json()) for ask in asked]
+        assert len({text for one in together for text in texts(one.json())}) == 30
         seen: dict[int, str] = {}
         for event in await c.events(path, fields):
             (choice,) = event["choices"]
@@ -473,6 +493,51 @@ async def test_truncate_prompt_tokens() -> None:
         assert answer["choices"][0]["text"].startswith("def")
         error = (await c.send(TEXT, {"truncate_prompt_tokens": 512})).json()["error"]
         assert (error["param"], "511" in error["message"]) == ("truncate_prompt_tokens", True)
+
+
+async def test_texts_that_need_not_fit_are_bounded_too() -> None:
+    """They would be tokenized whole, however long."""
+    async with api_client(max_text_chars=600) as c:
+        long, longer = "x" * 600, "x" * 601
+        messages = [{"role": "user", "content": longer}]
+        cut = {"truncate_prompt_tokens": 4}
+        assert (await c.send(TEXT, {"prompt": long, **cut})).status_code == 200
+        assert (await c.http.post("/tokenize", json={"prompt": long})).json()["count"] == 600
+        assert (await c.http.post("/detokenize", json={"tokens": [97] * 600})).json() == {"prompt": "a" * 600}
+        for path, body, param in [
+            (TEXT, {"prompt": longer, **cut}, "prompt"),
+            (TEXT, {"prompt": ["a", longer], **cut}, "prompt"),
+            (TEXT, {"prompt": [97] * 601, **cut}, "prompt"),
+            (TEXT, {"prompt": [[97], [97] * 601], **cut}, "prompt"),
+            (CHAT, {"messages": messages, **cut}, "messages"),
+            ("/tokenize", {"prompt": longer}, "prompt"),
+            ("/tokenize", {"messages": messages}, "messages"),
+            ("/detokenize", {"tokens": [97] * 601}, "tokens"),
+        ]:
+            response = await c.http.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param), body
+            assert "600" in response.json()["error"]["message"]
+
+
+async def test_an_echo_shows_a_control_token_that_truncation_made_the_first() -> None:
+    def pieces(prompt: str | list[int], ids: list[int], keep: int | None) -> str:
+        return PromptEcho(cast("Tokenizer", tokenizer), prompt, ids, keep).text
+
+    class Starts(ByteTokenizer):
+        """Puts <eos> in front of every text, and knows it by its name."""
+
+        def encode_prompt(self, prompt: Any, *rest: Any, **more: Any) -> list[int]:
+            parts = [[256] if part == "<eos>" else list(part.encode()) for part in re.split("(<eos>)", prompt)]
+            return [256, *(token_id for part in parts for token_id in part)]
+
+    tokenizer = Starts()
+    ids = tokenizer.encode_prompt("ab<eos>cd")
+    assert pieces("ab<eos>cd", ids, None) == "ab<eos>cd"
+    assert pieces("ab<eos>cd", ids, 6) == "ab<eos>cd"  # as many as there are: nothing was cut
+    assert pieces("ab<eos>cd", ids, 99) == "ab<eos>cd"
+    assert pieces("ab<eos>cd", ids[-3:], 3) == "<eos>cd"
+    assert pieces("ab<eos>cd", ids[-2:], 2) == "cd"
+    assert pieces(ids, ids, None) == "<eos>ab<eos>cd"
 
 
 async def test_what_could_never_choose_a_token_is_refused() -> None:

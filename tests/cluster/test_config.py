@@ -222,6 +222,7 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         "limits.max_tokens_default_chat: 2048 leaves no room for a prompt in model.max_model_len 2048",
         [],
     ),
+    "long prompts refused": ({"limits.max_text_chars": 100}, "limits.max_text_chars: 100 is less than", []),
     "long answers refused": ({"limits.max_generated_tokens": 100}, "limits.max_generated_tokens: 100 is less than", []),
     "too few CPUs": ({"ray.num_cpus": 2}, "ray.num_cpus: 2 is less than all replicas reserve, 3", []),
     "no fault folder": ({"testing.fault_dir": "./nope"}, 'testing.fault_dir: "./nope" is no existing folder', []),

@@ -147,6 +147,9 @@ async def test_cors_lets_in_the_pages_it_names(keys: dict[str, Any]) -> None:
         assert "access-control-allow-origin" not in refused.headers
         error = await c.http.get("/v1/models", headers={"Origin": PAGE})
         assert (error.status_code, error.headers["access-control-allow-origin"]) == (401, PAGE)
+        error = await c.http.get("/health", headers={"Origin": PAGE, "X-Request-Id": "a b"})
+        assert (error.status_code, error.headers["access-control-allow-origin"]) == (400, PAGE)
+        assert error.headers["access-control-expose-headers"]
 
 
 # -- request ids -----------------------------------------------------------------------------------

@@ -391,9 +391,9 @@ def test_what_goes_together() -> None:
     ("name", "value"),
     [
         ("suffix", "x"),
-        ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("functions", [{"name": "f"}]),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("structured_outputs", {"regex": "["}),
@@ -414,8 +414,18 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         for value in values:
             assert chat(**{name: value}).unknown_fields == []
             assert completion(**{name: value}).unknown_fields == []
-    assert chat(tools=[{"type": "function"}], tool_choice="none")
     assert 'may only be {"type":"text"}' in refused_field("response_format", response_format={"type": "json_object"})
+
+
+def test_tools_are_refused_only_when_a_call_is_asked_for() -> None:
+    offer = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for choice in ({}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+        assert chat(tools=offer, **choice).unknown_fields == ["tools"]
+    assert chat(functions=[{"name": "f"}]).unknown_fields == ["functions"]
+    assert chat(tools=[], functions=None).unknown_fields == []
+    assert "not supported" in refused_field("tool_choice", tools=offer, tool_choice="required")
+    for wrong in (1, "f", {}, [1], [None], [{}] * 129):
+        assert refused_field("tools", tools=wrong).startswith("tools ")
 
 
 # --- messages ------------------------------------------------------------------------------------------------------
@@ -543,7 +553,9 @@ def test_a16_refused_prompts(prompt: Any) -> None:
 
 
 def test_long_prompts_of_ids_are_validated_quickly() -> None:
-    raw = json.dumps({"prompt": [7] * 1_000_000}).encode()
-    started = time.monotonic()
-    assert len(parse_body(raw, None, CompletionBody, LIMITS).prompt[0]) == 1_000_000
-    assert time.monotonic() - started < 1.5
+    raw = json.dumps({"prompt": [7] * LIMITS.max_text_chars}).encode()
+    started = time.process_time()
+    assert len(parse_body(raw, None, CompletionBody, LIMITS).prompt[0]) == LIMITS.max_text_chars
+    assert time.process_time() - started < 0.5
+    floats = json.dumps({"prompt": [7, 8.0, 9]}).encode()
+    assert parse_body(floats, None, CompletionBody, LIMITS).prompt == [[7, 8, 9]]

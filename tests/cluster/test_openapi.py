@@ -22,7 +22,7 @@ from schemathesis.specs.openapi.checks import (
 
 from cluster.api_schemas import ChatCompletionChunk, CompletionChunk
 from cluster.openai_request import ChatCompletionBody, CompletionBody
-from cluster.openai_unsupported import NEUTRAL_VALUES
+from cluster.openai_unsupported import NEUTRAL_VALUES, OFFERS
 from cluster.service_config import LimitsConfig
 from tests.cluster.api_client import CHAT, TEXT, api_client, events_in
 from tests.cluster.fake_ingress import FakeIngress
@@ -105,7 +105,7 @@ async def test_every_field_of_a_request_is_described_with_an_example() -> None:
     schemas = (await document())["components"]["schemas"]
     for model in (ChatCompletionBody, CompletionBody):
         properties = schemas[model.__name__]["properties"]
-        assert properties.keys() == model.model_fields.keys() | NEUTRAL_VALUES.keys()
+        assert properties.keys() == model.model_fields.keys() | NEUTRAL_VALUES.keys() | set(OFFERS)
     requests = ("Body", "StreamOptions", "ChatMessage", "Call")
     bodies = {name: schema for name, schema in schemas.items() if name.endswith(requests)}
     assert len(bodies) >= 8

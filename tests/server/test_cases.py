@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.refusals.bodies import Kind
+from benchmarks.refusals.exchange import exchange
 from tests.server.conftest import API_KEY, CONTEXT
 from tests.server.generate import stream_events
 from tests.server.running_server import RunningServer
@@ -118,7 +120,7 @@ def test_a22_a_tiny_temperature_is_greedy(client: httpx.Client) -> None:
     body = {"prompt": "The capital of France is", "max_tokens": 8}
     greedy = whole(client, TEXT, {**body, **GREEDY})["text"]
     assert greedy
-    for temperature in (1e-9, 1e-45):
+    for temperature in (1e-4, 1e-9, 1e-45):
         assert whole(client, TEXT, {**body, "temperature": temperature})["text"] == greedy
 
 
@@ -131,6 +133,7 @@ def test_a34_a35_a37_histories(client: httpx.Client) -> None:
         (200, [*user("a"), {"role": "system", "content": "be brief"}]),
         (400, [*user("a"), {"role": "alien", "content": "b"}]),
         (400, [*user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]),
+        (400, [*user("a"), {"role": "tool", "tool_call_id": "c", "content": "x"}]),
     ]
     for status, messages in histories:
         response = client.post(CHAT, json={"messages": messages, "max_tokens": 2})
@@ -237,7 +240,7 @@ def test_beam_search(client: httpx.Client) -> None:
 # -- G ---------------------------------------------------------------------------------------------
 
 
-def test_g05_a_huge_body_delays_nobody(client: httpx.Client, api_server: RunningServer) -> None:
+def test_g05_huge_and_hostile_bodies_delay_nobody(client: httpx.Client, api_server: RunningServer) -> None:
     gaps: list[float] = []
     over = threading.Event()
 
@@ -249,22 +252,50 @@ def test_g05_a_huge_body_delays_nobody(client: httpx.Client, api_server: Running
                 gaps.append(time.monotonic() - started_s)
                 over.wait(0.1)
 
-    body = json.dumps({"messages": user("x" * 27_000_000)}).encode()
+    huge = json.dumps({"messages": user("x" * 27_000_000)}).encode()
+    hostile = [
+        (CHAT, json.dumps({"messages": user("word " * 300_000)}).encode()),
+        (TEXT, b'{"prompt":[' + b"1," * 900_000 + b"1]}"),
+        (TEXT, b'{"prompt":[' + b'"",' * 600_000 + b'""]}'),
+        (CHAT, b'{"messages":[' + b"{}," * 600_000 + b"{}]}"),
+        ("/tokenize", json.dumps({"prompt": "word " * 300_000}).encode()),
+    ]
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        time.sleep(1)
-        response = client.post(CHAT, content=body, headers={"content-type": "application/json"})
-        assert response.status_code == 413
-        long = client.post(CHAT, json={"messages": user("word " * 300_000)})
-        assert (long.status_code, long.json()["error"]["code"]) == (400, "context_length_exceeded")
-        time.sleep(1)
+        time.sleep(2)
+        num_before = len(gaps)
+        for is_chunked in (False, True):
+            kind = Kind("27 MB", CHAT, huge, is_chunked=is_chunked)
+            assert exchange(api_server.url, kind, {"Authorization": f"Bearer {API_KEY}"})[0] == 413
+        for path, body in hostile:
+            response = client.post(path, content=body, headers={"content-type": "application/json"})
+            assert response.status_code == 400, response.text
+        time.sleep(0.3)
     finally:
         over.set()
         poller.join()
-    # The row says 0.2 s on a machine of its own; this one's two cores also send the body and run the engines.
-    assert len(gaps) > 3
-    assert max(gaps) < 1.5, gaps
+    # The row says 0.2 s on a machine of its own (benchmarks/refusals measures that); here others may be at work, and
+    # are so before, too.
+    assert num_before > 3
+    assert len(gaps) > num_before + 3
+    assert max(gaps[num_before:]) < 0.3 + 3 * max(gaps[:num_before]), gaps
+
+
+def test_headers_that_ray_serve_would_take_for_its_own(client: httpx.Client, api_server: RunningServer) -> None:
+    body = {"prompt": "The sun is", "max_tokens": 4, **GREEDY}
+    text = whole(client, TEXT, body)["text"]
+    for name, value in [
+        ("x-request-timeout-seconds", "0.001"),
+        ("x-request-disconnect-disabled", "?1"),
+        ("serve_multiplexed_model_id", "x"),
+        ("x-session-id", "\xff"),
+    ]:
+        response = client.post(TEXT, json=body, headers=[(name.encode(), value.encode("latin-1"))])
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, text), name
+    for value in (b"\xff", b"a b", "ä".encode()):
+        response = client.post(TEXT, json=body, headers=[(b"x-request-id", value)])
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
 
 
 def connection(server: RunningServer) -> socket.socket:
@@ -298,7 +329,7 @@ def test_g07_pipelining_and_keep_alive_after_an_error(api_server: RunningServer)
 
 
 def test_g04_slow_bodies_are_given_up_while_others_are_served(client: httpx.Client, api_server: RunningServer) -> None:
-    links = [connection(api_server) for _ in range(20)]
+    links = [connection(api_server) for _ in range(200)]
     try:
         for link in links:
             link.sendall(http_request(b"x" * 1000)[:-999])
@@ -311,6 +342,15 @@ def test_g04_slow_bodies_are_given_up_while_others_are_served(client: httpx.Clie
     finally:
         for link in links:
             link.close()
+
+
+def test_g04_a_body_that_ends_before_its_length_harms_nobody(api_server: RunningServer, client: httpx.Client) -> None:
+    for _ in range(5):
+        with connection(api_server) as link:
+            link.sendall(http_request(b'{"prompt":"a"}')[:-3])
+            link.shutdown(socket.SHUT_WR)
+            assert link.recv(1000)[:13] in (b"", b"HTTP/1.1 400 ", b"HTTP/1.1 408 ")
+    assert client.post(TEXT, json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
 def test_g11_control_tokens_in_a_message_are_text(client: httpx.Client) -> None:

@@ -1,0 +1,47 @@
+"""Long work and short work do not wait for each other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from cluster.text_length import size_up_to
+from cluster.work_lanes import LONG, WorkLanes
+
+
+async def test_short_work_passes_long_work() -> None:
+    lanes, release, running = WorkLanes(), threading.Event(), threading.Semaphore(0)
+
+    def hold() -> int:
+        running.release()
+        assert release.wait(30)
+        return 1
+
+    long = [asyncio.ensure_future(lanes.run(LONG + 1, hold)) for _ in range(40)]
+    try:
+        for _ in range(2):
+            assert await asyncio.to_thread(running.acquire, timeout=30)
+        assert [await lanes.run(LONG, len, "abc") for _ in range(20)] == [3] * 20
+        assert not running.acquire(blocking=False), "more than two at a time"
+    finally:
+        release.set()
+    assert await asyncio.gather(*long) == [1] * 40
+
+
+@pytest.mark.parametrize("size", [0, LONG + 1])
+async def test_what_work_raises_comes_through(size: int) -> None:
+    with pytest.raises(ValueError, match="no"):
+        await WorkLanes().run(size, int, "no")
+
+
+def test_sizes_are_counted_to_the_bound_and_not_further() -> None:
+    messages = [{"role": "user", "content": "x" * 100}, {"tool_calls": [{"arguments": {"a": ["y" * 50]}}]}]
+    assert 150 < size_up_to(messages, 1000) < 200
+    assert size_up_to(messages, 99) > 99
+    assert size_up_to([[]] * 10**6, 1000) > 1000
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert 1000 < size_up_to(deep, 1000) < 1010
