@@ -139,7 +139,7 @@ class Ingress:
             pool.name: PoolHealth(
                 fingerprints=tuple(metadata["peer"]["fingerprint"] for metadata in pool.usable().values()),
                 num_lost=len(pool.lost),
-                can_cold_start=pool.name in self._may_be_empty and not pool.replicas(),
+                can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
             )
             for pool in self._router.pools
         }
