@@ -39,7 +39,8 @@ def real_server(config: dict[str, Any], folder: Path) -> Iterator[str]:
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(_ROOT)},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])},
             cwd=_ROOT,
         )
     try:

@@ -8,6 +8,7 @@ from cluster.admission_settings import admission_policy
 from cluster.config import Config
 from cluster.ingress import Ingress, model_source
 from cluster.pool_config import DecodePoolConfig, PoolConfig
+from cluster.scaling_options import ingress_options, pool_options
 from cluster.version import VERSION
 from replicas.decode_replica import DecodeReplica
 from replicas.prefill_replica import PrefillReplica
@@ -35,8 +36,8 @@ def _bind_pool(replica_class: type, name: str, pool: PoolConfig, config: Config)
 
     deployment = serve.deployment(
         name=name,
-        num_replicas=pool.replicas,
-        ray_actor_options={"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus},
+        **pool_options(pool),
+        ray_actor_options=_actor_options(pool.node_labels, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus),
         max_ongoing_requests=_MAX_ONGOING,
         request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
         health_check_period_s=2,
@@ -51,13 +52,17 @@ def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
 
     deployment = serve.deployment(
         name="ingress",
-        num_replicas=config.ingress.replicas,
-        ray_actor_options={"num_cpus": config.ingress.num_cpus},
+        **ingress_options(config),
+        ray_actor_options=_actor_options(config.ingress.node_labels, num_cpus=config.ingress.num_cpus),
         max_ongoing_requests=_MAX_ONGOING,
         health_check_period_s=2,
         max_constructor_retry_count=1,
     )(serve.ingress()(Ingress))
     return deployment.bind(config, pools["decode"], pools.get("prefill"))
+
+
+def _actor_options(node_labels: dict[str, str], **resources: float) -> dict[str, Any]:
+    return {**resources, "label_selector": dict(node_labels)} if node_labels else dict(resources)
 
 
 def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettings:

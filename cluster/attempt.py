@@ -82,10 +82,12 @@ class Attempt:
         """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
         self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+        self._trace = self._leg.spec.trace.attempt(self.route)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
         self._generate = _start(self._call_generate())
+        self._generate.add_done_callback(self._trace.ended)
         try:
             await self._wait_admitted()
             handoff_by_s = time.monotonic() + self._limits.handoff_s
@@ -112,6 +114,7 @@ class Attempt:
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
+        self._trace.admitted()
         self.stage = Stage.PREFILL
 
     async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
@@ -143,6 +146,7 @@ class Attempt:
         if reply.prompt_logprobs:
             self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
         self._leg.take_first(reply.first_tokens)
+        self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
@@ -150,6 +154,8 @@ class Attempt:
         while not is_over and self.stage is not Stage.DECODE:
             is_handing_over = self.stage is Stage.TRANSFER
             is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
+        if self.stage is Stage.DECODE:
+            self._trace.handed_over()
         if not is_over:
             over = self._box.pass_on(self._take)
             over.add_done_callback(retrieve)

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config_file import load_config, load_for_elsewhere
 from cluster.config_summary import summarize
+from cluster.serve_config import as_yaml, serve_config
 from cluster.simulation.command import add_fit_options, add_simulate_options, run_fit, run_simulate
 from cluster.user_error import UserError
 from cluster.version import VERSION
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "fit-steps":
         return run_fit(arguments, print)
+    if arguments.command == "deploy":
+        return _deploy(arguments.config, arguments.output)
     if arguments.command == "simulate":
         return run_simulate(load_config(arguments.config, {}), arguments, print)
     config = load_config(arguments.config, _overrides(arguments))
@@ -44,10 +47,35 @@ def _run(arguments: argparse.Namespace) -> int:
     return _serve(config)
 
 
+def _deploy(path: str, output: Path | None) -> int:
+    values, config = load_for_elsewhere(path)
+    text = as_yaml(serve_config(values, config), path)
+    if output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from error
+    print(f"written: {output}; on the cluster: serve deploy {output}")
+    return 0
+
+
 def _serve(config: Config) -> int:
+    _check_node_labels(config)
     from cluster.serve_command import run_server  # here, not above: it imports Ray
 
     return run_server(config)
+
+
+def _check_node_labels(config: Config) -> None:
+    """Replicas that want labels would wait for ever on the Ray that `serve` starts."""
+    labels = {f"pools.{name}": pool.node_labels for name, pool in config.pools.deployed().items()}
+    for key, wanted in {"ingress": config.ingress.node_labels, **labels}.items():
+        if wanted:
+            raise UserError(
+                f"{key}.node_labels: the Ray of `splitserve serve` has no labels, a cluster's may: remove it"
+            )
 
 
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
@@ -76,6 +104,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
         command.add_argument("--host", help="address to listen on, instead of the file's server.host")
         command.add_argument("--port", type=int, help="TCP port, instead of the file's server.port")
+    deploy = commands.add_parser("deploy", help="print the Ray Serve config file that runs a config on a Ray cluster")
+    deploy.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
+    deploy.add_argument("--output", type=Path, metavar="FILE", help="write it to this file, for `serve deploy FILE`")
     simulate = commands.add_parser("simulate", help="replay a recorded load on the schedulers alone, without engines")
     simulate.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
     add_simulate_options(simulate)

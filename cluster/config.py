@@ -13,6 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from cluster.autoscaling_conflicts import autoscaling_conflicts, memory_conflicts, pair_conflicts
 from cluster.config_conflicts import (
     Conflict,
     batch_conflicts,
@@ -39,6 +40,8 @@ from cluster.service_config import (
     ServerConfig,
     TransferConfig,
 )
+from cluster.slo_config import SloConfig
+from cluster.tracing_config import TracingConfig
 
 CONFLICT_ERROR_TYPE = "conflict"
 
@@ -56,12 +59,14 @@ class Config(Section):
     cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")
+    slo: SloConfig = Field(default=SloConfig(), description="What users are promised")
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
     fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
+    tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")
     testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
 
@@ -81,13 +86,22 @@ class Config(Section):
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
             resource_conflicts(self.ray, self.reserved_cpus),
+            autoscaling_conflicts(self.ingress, self.pools),
+            pair_conflicts(self.model, self.transfer, self.pools),
+            memory_conflicts(self.model, self.kv, self.pools),
         )
 
     @property
     def reserved_cpus(self) -> float:
-        """Logical CPUs that all replicas reserve together."""
+        """Logical CPUs that all replicas reserve together, when each pool is as large as it may be."""
         pools = self.pools.deployed().values()
-        return self.ingress.replicas * self.ingress.num_cpus + sum(pool.replicas * pool.num_cpus for pool in pools)
+        num_cpus = sum(pool.most_replicas * pool.num_cpus for pool in pools)
+        return self.ingress.most_replicas * self.ingress.num_cpus + num_cpus
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether anything grows or shrinks by itself."""
+        return self.pools.autoscales or self.ingress.autoscaling is not None
 
     @property
     def ray_num_cpus(self) -> int:

@@ -24,15 +24,33 @@ def load_config(path: str | Path, overrides: Mapping[str, object] | None = None)
     Reads the file, and looks whether files and packages that it names are on this machine. Raises ConfigError
     with one line for each thing that is wrong.
     """
-    file = Path(path)
-    overrides = overrides or {}
+    return _load(Path(path), overrides or {}, is_elsewhere=False)[1]
+
+
+def load_for_elsewhere(path: str | Path) -> tuple[dict[str, Any], Config]:
+    """A YAML file's values as they are written, and the config. What it names is on other machines: not looked for.
+
+    Raises ConfigError with one line for each thing that is wrong.
+    """
+    return _load(Path(path), {}, is_elsewhere=True)
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """The config of a mapping; files are not looked for. Raises ConfigError with one line for each wrong thing."""
+    config, problems = _validate(dict(values), None)
+    if config is None:
+        raise ConfigError(*(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems))
+    return config
+
+
+def _load(file: Path, overrides: Mapping[str, object], is_elsewhere: bool) -> tuple[dict[str, Any], Config]:
     document = _read(file)
     values = _with_overrides(document.values, overrides)
-    config, problems = _validate(values, file.resolve().parent)
+    config, problems = _validate(values, None if is_elsewhere else file.resolve().parent)
     lines = _report(file, document, problems, overrides)
     if config is None or lines:
         raise ConfigError(*lines)
-    return config
+    return values, config
 
 
 def _read(file: Path) -> YamlDocument:
@@ -70,8 +88,11 @@ def _with_overrides(values: object, overrides: Mapping[str, object]) -> dict[Any
     return changed
 
 
-def _validate(values: dict[Any, Any], base_dir: Path) -> tuple[Config | None, list[Problem]]:
-    """The config, or everything that is wrong. Conflicts between the values that are right are found too."""
+def _validate(values: dict[Any, Any], base_dir: Path | None) -> tuple[Config | None, list[Problem]]:
+    """The config, or everything that is wrong. Conflicts between the values that are right are found too.
+
+    base_dir: folder from which relative paths count; None: files are not looked for.
+    """
     context = {"base_dir": base_dir}
     try:
         return Config.model_validate(values, context=context), []

@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 
+_NODE_LABEL = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
 
 class Section(BaseModel):
     """One part of the config: frozen, and strict. An unknown key is an error; "1" and true are not numbers."""
@@ -54,7 +56,15 @@ def _check_host(text: str) -> str:
     raise ValueError('is no host name or IP address; expected one of those, without "http://" and without a port')
 
 
+def _check_label(text: str) -> str:
+    if _NODE_LABEL.fullmatch(text) and len(text.rpartition("/")[2]) <= 63:
+        return text
+    raise ValueError('is no label; expected letters, digits, "-", "_" and ".", after a prefix and "/" if any')
+
+
 Host = Annotated[str, AfterValidator(_check_host)]
+# Labels that the node of a replica must have. Ray would take "!x" and "in(a,b)" for operators: equality is enough.
+NodeLabels = dict[Annotated[str, AfterValidator(_check_label)], Annotated[str, AfterValidator(_check_label)]]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 # Ray resources: logical numbers that only decide how many replicas a node takes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.config import Config
 from cluster.model_config import SourceKind
 from cluster.pool_config import PoolConfig
+from cluster.service_config import IngressConfig
 
 
 def summarize(config: Config) -> str:
@@ -16,8 +17,7 @@ def summarize(config: Config) -> str:
         "model": f"{model.name} ({source}){weights}, {model.dtype}, {model.max_model_len} tokens a request",
         "layout": config.layout,
         "server": f"http://{_bracketed(config.server.host)}:{config.server.port}",
-        "ingress": f"{_count(config.ingress.replicas, 'replica')}, {config.ingress.max_queued_requests} queued "
-        f"requests each",
+        "ingress": f"{_describe_count(config.ingress)}, {config.ingress.max_queued_requests} queued requests each",
     }
     for name, pool in config.pools.deployed().items():
         parts[name] = _describe_pool(pool, config)
@@ -30,7 +30,13 @@ def summarize(config: Config) -> str:
 
 def _describe_pool(pool: PoolConfig, config: Config) -> str:
     threads = f", {_count(pool.num_threads, 'thread')} each" if pool.device == "cpu" else ""
-    return f"{_count(pool.replicas, 'replica')} on {pool.device}{threads}, KV cache each {_describe_size(pool, config)}"
+    return f"{_describe_count(pool)} on {pool.device}{threads}, KV cache each {_describe_size(pool, config)}"
+
+
+def _describe_count(section: PoolConfig | IngressConfig) -> str:
+    if section.autoscaling is None:
+        return _count(section.replicas, "replica")
+    return f"{section.autoscaling.min_replicas} to {_count(section.autoscaling.max_replicas, 'replica')}"
 
 
 def _describe_size(pool: PoolConfig, config: Config) -> str:

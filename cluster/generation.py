@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cluster.batch_queue import BatchQueue
+from cluster.request_trace import RequestTrace
 from replicas.messages import (
     BeamParams,
     FinishReason,
@@ -33,6 +34,7 @@ class GenerationSpec:
     beam: BeamParams | None = None
     priority: int = 0  # higher is more important
     client: str = ""  # an opaque label: clients share fairly
+    trace: RequestTrace = field(default_factory=RequestTrace, compare=False, repr=False)
 
 
 class GeneratedToken(NamedTuple):

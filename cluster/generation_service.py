@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
@@ -135,12 +136,13 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
+        found = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
+        specs = [replace(spec, trace=timer.trace) for spec in found]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
         choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
-        timer.prompt(sum(map(len, prompts)))
+        timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         return TextGeneration(self._source, specs, choices, timer)
 
     def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:

@@ -136,7 +136,8 @@ def _add_documentation_routes(app: FastAPI, ingress: Ingress) -> None:
 async def _serve_generation(
     ingress: Ingress, request: Request, body_class: type[GenerationBody], endpoint: str
 ) -> Response:
-    timer = RequestTimer(ingress.metrics, endpoint)
+    trace = ingress.tracing.request(endpoint, request.headers) if ingress.tracing is not None else None
+    timer = RequestTimer(ingress.metrics, endpoint, ingress.config.slo, trace)
     try:
         body = await receive_body(request, body_class, ingress.limits, ingress.lanes)
         if isinstance(body, ChatCompletionBody):

@@ -11,10 +11,13 @@ from cluster.attempt import AttemptLimits
 from cluster.generation_service import GenerationService
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
+from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
+from cluster.scaling_rules import scaling_rules
+from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -51,11 +54,15 @@ class Ingress:
         self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
         self.started_at = int(time.time())
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
+        for name, pool in config.pools.deployed().items():
+            self.metrics.desired_replicas.set(pool.replicas, pool=name)
+        self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
+        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -68,11 +75,15 @@ class Ingress:
                 max_queued=config.ingress.max_queued_requests,
                 max_retries=config.ingress.max_retries,
                 block_size=config.kv.block_size,
+                cold_start_s=config.ingress.cold_start_timeout_s,
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
             ),
             metrics=self.metrics,
-            channel_host=config.ingress.channel_host,
+            channel_host=channel_host(config),
+            may_be_empty=self._may_be_empty,
         )
+        self._scaling_rules = scaling_rules(config)
+        self._targets = ScalingTargets(context.app_name, config, self.metrics)
         self.lanes = WorkLanes()
         self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
         self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
@@ -87,11 +98,14 @@ class Ingress:
         def changed(deployment: str, table: ReplicaTable) -> None:
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
+            elif deployment == "prefill":
+                loop.call_soon_threadsafe(self._router.prefill_changed)
 
         replica_registry.REGISTRY.listen(changed)
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
+        self._targets.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
@@ -113,8 +127,9 @@ class Ingress:
         return self.config.limits
 
     def missing_pools(self) -> list[str]:
-        """Pools that a request would need and that have no replica now."""
-        missing: list[str] = [name for name, pool in self._pools.items() if not pool.replicas()]
+        """Pools that a request would need and that have no replica now, nor start one for it."""
+        empty = [name for name, pool in self._pools.items() if not pool.replicas()]
+        missing: list[str] = [name for name in empty if name not in self._may_be_empty]
         if self.config.routing.fallback_to_decode and "prefill" in missing:
             missing.remove("prefill")
         return missing
@@ -144,6 +159,12 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
+        scales. Asked every second where anything scales.
+        """
+        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
+
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""
         return {name: [dict(metadata) for metadata in pool.replicas().values()] for name, pool in self._pools.items()}
@@ -160,6 +181,15 @@ class Ingress:
             return await asyncio.create_task(call(), context=contextvars.Context())
         except Exception as error:
             return [error]
+
+
+def channel_host(config: Config) -> str:
+    """The address that decode replicas send tokens to: as configured, or this node's own as Ray knows it."""
+    if config.ingress.channel_host != "auto":
+        return config.ingress.channel_host
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def model_source(config: Config) -> str:

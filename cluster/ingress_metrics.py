@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from replicas import metric_buckets
 from replicas.metric_set import MetricSet
 
@@ -11,10 +13,13 @@ ENDPOINTS = (
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
-REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
+LOSSES = ("dead", "unreachable", "frozen", "leaving")
+OBJECTIVES = ("ttft", "tpot", "e2e", "any")
+SPAN_ENDS = ("ended", "exported", "failed")
 
 
 class IngressMetrics(MetricSet):
@@ -27,6 +32,8 @@ class IngressMetrics(MetricSet):
         self._add_decisions(policy)
         self._add_latencies()
         self._add_tokens()
+        self._add_objectives()
+        self._add_scaling()
 
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
@@ -36,9 +43,20 @@ class IngressMetrics(MetricSet):
         """Something is tried again; stage: one of RETRY_STAGES."""
         self.retries.add(stage=stage)
 
+    def replica_lost(self, of_pool: str, reason: str) -> None:
+        """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
+        self.replica_losses.add(of_pool=of_pool, reason=reason)
+
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
+
+    def judged(self, met: Mapping[str, bool]) -> None:
+        """A request has ended; met: by objective, what cluster.slo_verdict says of it."""
+        for objective, is_met in met.items():
+            self.slo_requests.add(slo=objective)
+            if not is_met:
+                self.slo_violations.add(slo=objective)
 
     def _add_outcomes(self) -> None:
         self.requests = self.counter(
@@ -59,6 +77,11 @@ class IngressMetrics(MetricSet):
             fixed={"policy": policy},
         )
         self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.replica_losses = self.counter(
+            "splitserve_replica_losses",
+            "Replicas that this ingress found dead, frozen or leaving before Serve told it",
+            {"of_pool": POOLS, "reason": LOSSES},
+        )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
         )
@@ -78,7 +101,24 @@ class IngressMetrics(MetricSet):
             metric_buckets.PER_TOKEN_S,
         )
         self.request_latency = self.histogram(
-            "splitserve_e2e_request_latency_seconds", "From request to end of response", metric_buckets.REQUEST_S
+            "splitserve_e2e_request_latency_seconds",
+            "From request to end of response, of those answered in full",
+            metric_buckets.REQUEST_S,
+        )
+
+    def _add_scaling(self) -> None:
+        self.cold_start_wait = self.histogram(
+            "splitserve_cold_start_wait_seconds",
+            "Waits for the first replica of a pool that autoscaling had emptied",
+            metric_buckets.REQUEST_S,
+        )
+        self.desired_replicas = self.gauge(
+            "splitserve_autoscaler_desired_replicas",
+            "Replicas that a pool is to have, by the autoscaler or fixed",
+            {"pool": ("prefill", "decode")},
+        )
+        self.prefill_decode_ratio = self.gauge(
+            "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
         )
 
     def _add_tokens(self) -> None:
@@ -89,4 +129,19 @@ class IngressMetrics(MetricSet):
         )
         self.request_generation_tokens = self.histogram(
             "splitserve_request_generation_tokens", "Tokens generated for a request", metric_buckets.TOKENS
+        )
+
+    def _add_objectives(self) -> None:
+        self.slo_requests = self.counter(
+            "splitserve_slo_requests",
+            "Requests that an objective of the config's slo could be judged by; any: by all together",
+            {"slo": OBJECTIVES},
+        )
+        self.slo_violations = self.counter(
+            "splitserve_slo_violations", "Those that missed it; any: missed one, or failed", {"slo": OBJECTIVES}
+        )
+        self.trace_spans = self.counter(
+            "splitserve_trace_spans",
+            "Spans of traces; ended and neither exported nor failed: lost",
+            {"result": SPAN_ENDS},
         )

@@ -6,13 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from cluster.config_section import Cpus, Gpus, Section
+from cluster.autoscaling_config import PoolAutoscalingConfig
+from cluster.config_section import Cpus, Gpus, NodeLabels, Section
 
 
 class PoolConfig(Section):
     """One pool of equal replicas. Exactly one of the three kv_ sizes is given."""
 
     replicas: int = Field(default=1, ge=1, le=1_024, description="How many replicas the pool has")
+    autoscaling: PoolAutoscalingConfig | None = Field(
+        default=None, description="Let the pool grow and shrink with its work, instead of `replicas`; null: it does not"
+    )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the replicas compute on")
     num_threads: int = Field(
         default=1,
@@ -54,6 +58,11 @@ class PoolConfig(Section):
         default=0.0,
         description="GPUs Ray reserves for each replica; device cuda needs more than 0, usually 1",
     )
+    node_labels: NodeLabels = Field(
+        default={},
+        description="Labels that the Ray node of a replica must have, as {splitserve.io/pool: prefill}. For clusters: "
+        "the Ray that `splitserve serve` starts has none",
+    )
     lag: int = Field(
         default=0,
         ge=0,
@@ -61,6 +70,21 @@ class PoolConfig(Section):
         description="Steps planned ahead of known tokens. 1 on GPUs: the next step is ready when one ends. 0 on CPUs, "
         "where a step runs to its end when it is launched and 1 would only delay each token by a step",
     )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas when the server starts."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.at_start
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas when it has grown as far as it may."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether it can have no replica while all is well: the next request starts one."""
+        return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
 
 class AdmissionConfig(Section):
@@ -113,6 +137,24 @@ class PoolsConfig(Section):
     decode: DecodePoolConfig = Field(
         description="Replicas that generate; with layout colocated they compute prompts too"
     )
+
+    min_prefill_decode_ratio: float = Field(
+        default=0.125,
+        gt=0,
+        le=64,
+        description="Where both pools scale: fewest prefill replicas for each decode replica; prefill grows if need be",
+    )
+    max_prefill_decode_ratio: float = Field(
+        default=8.0,
+        gt=0,
+        le=64,
+        description="Where both pools scale: most prefill replicas for each decode replica; decode grows if need be",
+    )
+
+    @property
+    def autoscales(self) -> bool:
+        """Whether any pool scales by itself."""
+        return any(pool.autoscaling is not None for pool in self.deployed().values())
 
     def deployed(self) -> dict[str, PoolConfig]:
         """Pools by name, in the order of a request's path."""

@@ -49,6 +49,24 @@ class PoolView:
     def prefill_candidates(self) -> list[PrefillCandidate]:
         return [self._prefill_candidate(name, metadata["num_blocks"]) for name, metadata in self._prefills().items()]
 
+    @property
+    def unheard_blocks(self) -> int:
+        """What our requests will use on decode that were sent there and not yet heard admitted."""
+        return sum(self._unheard_blocks.values())
+
+    @property
+    def sent_prompt_tokens(self) -> int:
+        """Prompt tokens that we sent to prefill and that are not answered."""
+        return sum(self._prompt_tokens.values())
+
+    def decode_loads(self) -> list[EngineLoad]:
+        """What the decode replicas that there are said last; of those that have said something."""
+        return [self._heard[name].load for name in self._decodes() if name in self._heard]
+
+    def prefill_loads(self) -> list[EngineLoad]:
+        """As decode_loads, of prefill."""
+        return [self._heard[name].load for name in self._prefills() if name in self._heard]
+
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Raises KeyError when the replica has left."""
         return self._peer(self._decodes(), replica_id)

@@ -10,7 +10,7 @@ import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 
 from cluster.api_error import ApiError
@@ -19,13 +19,16 @@ from cluster.attempt_failed import AttemptFailed, Stage
 from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.batch_queue import BatchQueue
+from cluster.cold_start import ColdStart
+from cluster.demand_meter import DemandMeter
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
 from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
-from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.route_refusal import refuse
+from cluster.routing_policy import Need, Route, RouteKind, RoutingRules, choose_route
 from replicas.messages import CallStatus, Frame
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class RouterLimits:
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
+    cold_start_s: float = 300.0
 
 
 class Router:
@@ -54,11 +58,17 @@ class Router:
         limits: RouterLimits,
         metrics: IngressMetrics,
         channel_host: str,
+        may_be_empty: Collection[str] = (),
     ) -> None:
+        """may_be_empty: pools whose first replica a request waits for, if they have none."""
         self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
         self._load_reports = LoadReports(prefill, self._view) if prefill else None
+        clients = {"decode": decode, "prefill": prefill}
+        empty = {name: client for name, client in clients.items() if client and name in may_be_empty}
+        self._cold_start = ColdStart(empty, rules, limits.cold_start_s, metrics)
+        self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
@@ -86,6 +96,11 @@ class Router:
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
         self._intake.admit(decodes)
+        self._cold_start.wake()
+
+    def prefill_changed(self) -> None:
+        """The prefill pool is another now. On the router's event loop."""
+        self._cold_start.wake()
 
     @property
     def is_healthy(self) -> bool:
@@ -105,30 +120,39 @@ class Router:
         deadline_s = time.monotonic() + spec.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
-        # Decided and counted before anything is awaited: a refusal costs nobody anything, and of requests that come
-        # together each sees those before it.
-        route = self._route(leg)
-        self._check_room(route)
-        first = self._open_attempt(leg, route, deadline_s)
-        run = asyncio.create_task(
-            self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
-        )
-        run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
-        run.add_done_callback(lambda _: output.close())
-        run.add_done_callback(retrieve)
+        need = self._need(leg)
+        demand = self.demand.opened(need, self._rules)
         try:
-            while items := await output.take():
-                yield items
-            await run  # its error, if it has one
+            await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
+            # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
+            # come together each sees those before it.
+            route = self._route(leg)
+            self._check_room(route)
+            first = self._open_attempt(leg, route, deadline_s)
+            run = asyncio.create_task(
+                self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
+            )
+            run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
+            run.add_done_callback(lambda _: output.close())
+            run.add_done_callback(retrieve)
+            try:
+                while items := await output.take():
+                    demand.prompt_done()
+                    yield items
+                await run  # its error, if it has one
+            finally:
+                run.cancel()
+                await asyncio.wait({run})
         finally:
-            run.cancel()
-            await asyncio.wait({run})
+            demand.close()
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
-            attempt = attempt or self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
+            if attempt is None:
+                await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
+                attempt = self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -216,33 +240,16 @@ class Router:
             )
 
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
+        need, view = self._need(leg), self._view
+        decided = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+        return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
+
+    def _need(self, leg: Leg) -> Need:
         request = leg.request("", 0.0)
-        prompt_len, block_size = len(request.prompt_ids), self._limits.block_size
-        need = Need(prompt_len, request.max_tokens, len(request.choices), block_size, leg.spec.beam is not None)
-        decided = choose_route(
-            need, self._view.decode_candidates(), self._view.prefill_candidates(), self._rules, excluded
+        num_choices, is_search = len(request.choices), leg.spec.beam is not None
+        return Need(
+            len(request.prompt_ids), request.max_tokens, num_choices, self._limits.block_size, is_search=is_search
         )
-        match decided:
-            case Route():
-                return decided
-            case NeverFits(pool, needed, largest):
-                self._metrics.rejected("too_long")
-                raise ApiError(
-                    400,
-                    f"this request needs {needed * block_size} tokens of KV memory ({prompt_len} prompt tokens, "
-                    f"max_tokens {request.max_tokens}, {len(request.choices)} choices), the largest {pool} replica "
-                    f"has {largest * block_size}; send a shorter prompt or a smaller max_tokens",
-                    param="max_tokens",
-                    code="context_length_exceeded",
-                )
-            case Unavailable(pool):
-                self._metrics.rejected("no_capacity")
-                raise ApiError(
-                    503,
-                    f"no {pool} replica is available now; try again later",
-                    code="unavailable",
-                    retry_after_s=1.0,
-                )
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""

@@ -11,12 +11,10 @@ import time
 from typing import Any
 
 from cluster.config import Config
+from cluster.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
 
-_APP_NAME = "splitserve"
 _LOOPBACK = "127.0.0.1"
-# Serve's own lines per request and per deployment change say little that ours and the metrics do not.
-_SERVE_LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 
 
 def run_server(config: Config) -> int:
@@ -64,26 +62,44 @@ def _start_ray(config: Config) -> None:
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     http_options = {"host": config.server.host, "port": config.server.port}
-    serve.start(http_options=http_options, logging_config=_SERVE_LOGGING)
+    serve.start(http_options=http_options, logging_config=serve_logging(config))
 
 
 def _deploy(config: Config, stop: threading.Event) -> dict[str, list[dict[str, Any]]] | None:
     """Run the application and describe it; None when interrupted meanwhile. Raises UserError."""
     from ray import serve
-    from ray.serve.api import RunTarget
 
-    from cluster.app import build_app
-
-    target = RunTarget(build_app(config), name=_APP_NAME, route_prefix="/", logging_config=_SERVE_LOGGING)
-    (handle,) = serve.run_many([target], wait_for_applications_running=False)
+    _run_application(config)
     while not stop.wait(0.2):
-        status = serve.status().applications[_APP_NAME]
+        status = serve.status().applications.get(APP_NAME)
+        if status is None:
+            continue
         if status.status == "RUNNING":
+            handle = serve.get_app_handle(APP_NAME)
             description: dict[str, list[dict[str, Any]]] = handle.describe.remote().result(timeout_s=30)
             return description
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise UserError(f"the application did not start: {_last_line(status)}")
     return None
+
+
+def _run_application(config: Config) -> None:
+    from ray import serve
+    from ray.serve.api import RunTarget
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    from cluster.app import build_app
+
+    if config.autoscales:
+        # The only way to a policy for a whole application is a config file: the one that `splitserve deploy` writes.
+        document = serve_config(config.model_dump(mode="json", exclude_unset=True), config)
+        client = _get_global_client()
+        assert client is not None, "serve.start has made it"
+        client.deploy_apps(ServeDeploySchema.model_validate(document))
+        return
+    target = RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=serve_logging(config))
+    serve.run_many([target], wait_for_applications_running=False)
 
 
 def _last_line(status: Any) -> str:
@@ -116,7 +132,7 @@ def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) ->
             "",
             f"  URL        {url}/v1",
             f"  model      {config.model.name} ({config.model.dtype})",
-            f"  replicas   {config.ingress.replicas} ingress, {replicas}",
+            f"  replicas   {config.ingress.first_replicas} ingress, {replicas}",
             f"  KV cache   {per_token:,} bytes a token",
             f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of full length",
             "",

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config_section import Cpus, Host, LocalPath, Port, Seconds, Section, base_dir_of
+from cluster.autoscaling_config import IngressAutoscalingConfig
+from cluster.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
 
 
 class ServerConfig(Section):
@@ -26,6 +27,9 @@ class IngressConfig(Section):
     """The replicas that take HTTP requests and route them."""
 
     replicas: int = Field(default=1, ge=1, le=256, description="How many ingress replicas; they share nothing")
+    autoscaling: IngressAutoscalingConfig | None = Field(
+        default=None, description="Let ingresses grow and shrink with open requests, instead of `replicas`"
+    )
     max_queued_requests: int = Field(
         default=256,
         ge=0,
@@ -33,6 +37,10 @@ class IngressConfig(Section):
         description="Most requests in each ingress that wait for memory or a slot. Beyond: status 429",
     )
     queue_timeout_s: Seconds = Field(default=30.0, description="Longest wait for admission. Beyond: status 429")
+    cold_start_timeout_s: Seconds = Field(
+        default=300.0,
+        description="Longest wait for the first replica of a pool that autoscaling had emptied. Beyond: status 503",
+    )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
     max_retries: int = Field(
         default=2, ge=0, le=10, description="How often a request is tried again on other replicas after a failure"
@@ -40,9 +48,22 @@ class IngressConfig(Section):
     channel_host: Host = Field(
         default="127.0.0.1",
         description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
-        "is one they can reach",
+        "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
     )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+    node_labels: NodeLabels = Field(
+        default={}, description="Labels that the Ray node of an ingress must have, as those of a pool"
+    )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas when the server starts."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas when there are as many as there may be."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @field_validator("channel_host")
     @classmethod
@@ -74,7 +95,8 @@ class TransferConfig(Section):
     net_devices: str | None = Field(
         default=None,
         min_length=1,
-        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: UCX chooses',
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
+        "chooses",
     )
     handoff_timeout_s: Seconds = Field(
         default=30.0,

@@ -111,8 +111,10 @@ class TextGeneration:
         choice = choices[item.choice]
         if choice.finish_reason is not None:
             return None  # a stop string has ended it; the others still run
-        self._timer.token(choice.index)
-        return choice.push(item.token_id, item.finish_reason, item.logprobs)
+        delta = choice.push(item.token_id, item.finish_reason, item.logprobs)
+        if delta.token_id is not None:  # else the prompt was only echoed: its one token is dropped, nobody pays for it
+            self._timer.token(choice.index)
+        return delta
 
     async def _side_by_side(self) -> AsyncGenerator[list[TextDelta], None]:
         output: BatchQueue[TextDelta] = BatchQueue()

@@ -22,6 +22,7 @@ class OpenCall(Generic[CallT, ReplyT]):
     call: CallT
     request: Request
     future: Future[ReplyT] = field(default_factory=Future)
+    first_token_s: float | None = None  # when the first token of a prompt that was computed here was known
 
     def reply(self, reply: ReplyT) -> None:
         """Answer. The other side may have gone (a cancelled future); that is not an error."""
@@ -32,6 +33,23 @@ class OpenCall(Generic[CallT, ReplyT]):
         """Seconds from entering one state to entering another; 0.0 when either was never entered."""
         entered_s = self.request.entered_s
         return entered_s[end] - entered_s[start] if start in entered_s and end in entered_s else 0.0
+
+    def prefill_s(self) -> float:
+        """From admission to the first token, of a prompt that a decode engine computed itself; else 0.0.
+
+        A beam search has no first token before its end: to the last step of its prompt.
+        """
+        if self.first_token_s is not None:
+            return self.first_token_s - self.request.entered_s[RequestState.ADMITTED]
+        if RequestState.PREFILLING in self.request.entered_s:
+            return self.time_between(RequestState.ADMITTED, RequestState.RUNNING)
+        return 0.0
+
+    def decode_s(self) -> float:
+        """From there, or from KV in place, to the last token; 0.0 without one."""
+        if self.first_token_s is not None:
+            return max(0.0, self.request.entered_s.get(RequestState.FINISHED, 0.0) - self.first_token_s)
+        return self.time_between(RequestState.RUNNING, RequestState.FINISHED)
 
 
 def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool) -> Request:

@@ -62,6 +62,7 @@ def cuda_attention(
         paged.token_slots,
         paged.positions,
         paged.chunks,
+        paged.shares,
         paged.layout,
         scaling,
     )
@@ -80,6 +81,7 @@ def attend_over_pool(
     token_slots: torch.Tensor,
     positions: torch.Tensor,
     chunks: torch.Tensor,
+    shares: torch.Tensor,
     layout: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
@@ -96,10 +98,10 @@ def attend_over_pool(
             kv,
             block_table,
             token_slots,
-            positions,
+            positions[:rows],
+            shares,
+            launches.num_pieces,
             scale,
-            launches.num_splits,
-            launches.min_split,
             out,
         )
     if query.shape[0] > rows:
@@ -124,6 +126,7 @@ def _shape_of_attend(
     token_slots: torch.Tensor,
     positions: torch.Tensor,
     chunks: torch.Tensor,
+    shares: torch.Tensor,
     layout: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:

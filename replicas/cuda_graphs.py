@@ -1,6 +1,6 @@
 """CUDA graphs of whole passes, from a step's slots and positions to its logits.
 
-Decode: one graph for each size of batch and class of context length. Prefill: one for each size of a single fresh
+Decode: one graph for each size of batch. Prefill: one for each size of a single fresh
 prompt, which without a graph would wait for the host at every layer of a small model. What a step is made of goes into
 one static tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens
 are drawn behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import CudaStep, Launches, split_contexts
+from replicas.cuda_step import CudaStep, Launches
+from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
 from scheduler.plan import PrefillChunk, StepPlan
 
 _PREFILL_LENGTHS = (64, 128, 256, 512, 1024, 2048)
-_CONTEXT_CLASSES = (2048, 8192, 32768)
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -49,6 +49,7 @@ class StepGraph:
     def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
         """Capture `run`, which reads static_input. Launches it once before. Blocks."""
         self._input = static_input
+        self._run = run  # what it holds (tensors made outside of the capture) must live as long as the graph
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -68,34 +69,32 @@ class StepGraph:
 class StepGraphs:
     """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
 
-    def __init__(self, model: Any, slots: CudaSlots, num_kv_heads: int, max_model_len: int, max_prefill: int) -> None:
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, max_prefill: int) -> None:
         """max_prefill: longest prompt that gets a graph; 0 for none."""
         self._model = model
         self._slots = slots
-        self._num_kv_heads = num_kv_heads
+        self._sharing = sharing
         device = slots.state.device
-        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._no_shares = sharing.share_out(torch.full((1,), -1, dtype=torch.int32, device=device))
         self._pool = torch.cuda.graph_pool_handle()
         self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
         self._batch_sizes = batch_sizes(len(slots.sampling))
-        self._contexts = [c for c in _CONTEXT_CLASSES if c < max_model_len] + [max_model_len]
         self._lengths = [n for n in _PREFILL_LENGTHS if n <= max_prefill]
-        self._decode: dict[tuple[int, int], StepGraph] = {}
+        self._decode: dict[int, StepGraph] = {}
         self._prefill: dict[int, StepGraph] = {}
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
         for length in reversed(self._lengths):
             self._prefill[length] = self._capture_prefill(length)
-        for context in reversed(self._contexts):
-            for size in reversed(self._batch_sizes):
-                self._decode[size, context] = self._capture_decode(size, context)
+        for size in reversed(self._batch_sizes):
+            self._decode[size] = self._capture_decode(size)
         return len(self._decode) + len(self._prefill)
 
     def draw_all_ways(self) -> None:
         """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
         for size in {1, 2, 16} & set(self._batch_sizes):
-            launched = self._decode[size, self._contexts[0]].replay(
+            launched = self._decode[size].replay(
                 torch.tensor([[self._slots.padding_slot] * size, [-1] * size, [0] * size], dtype=torch.int32)
             )
             for kinds in ((False, False), (True, False), (True, True)):
@@ -120,24 +119,22 @@ class StepGraphs:
             return None
         size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
         padding = size - len(rows)
-        positions = [row.position for row in rows]
         values = [
             [row.slot for row in rows] + [self._slots.padding_slot] * padding,
-            positions + [-1] * padding,
+            [row.position for row in rows] + [-1] * padding,
             [row.choice for row in rows] + [0] * padding,
         ]
-        context = self._contexts[bisect_left(self._contexts, max(positions) + 1)]
-        return self._decode[size, context].replay(torch.tensor(values, dtype=torch.int32))
+        return self._decode[size].replay(torch.tensor(values, dtype=torch.int32))
 
-    def _capture_decode(self, size: int, context: int) -> StepGraph:
-        num_splits, min_split = split_contexts(size, self._num_kv_heads, context, self._num_processors)
-        layout = Launches(size, num_splits, min_split, 0, 0, ()).pack()
+    def _capture_decode(self, size: int) -> StepGraph:
+        layout = Launches(size, self._sharing.most_pieces(size), 0, 0, ()).pack()
         rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
         rows[0], rows[1] = self._slots.padding_slot, -1
 
         def run() -> Pass:
             slots, positions, choices = rows
-            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
+            shares = self._sharing.share_out(positions)
+            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, shares, layout)
             input_ids = self._slots.last_token.index_select(0, slots)
             logits = self._forward(input_ids, positions, 0, step)
             return Pass(logits, slots, positions, choices)
@@ -160,14 +157,14 @@ class StepGraphs:
         device = self._slots.state.device
         packed = torch.zeros(length + 3, dtype=torch.int32, device=device)  # ids, then length, slot, choice
         packed[length + 1] = self._slots.padding_slot
-        layout = Launches(0, 1, 1, 0, 0, ((0, length, 1),)).pack()
+        layout = Launches(0, 0, 0, 0, ((0, length, 1),)).pack()
         places = torch.arange(length, dtype=torch.int32, device=device)
 
         def run() -> Pass:
             count, slot, choice = packed[length:].split(1)
             positions = torch.where(places < count, places, -1)
             slots = slot.expand(length).contiguous()
-            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, layout)
+            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, self._no_shares, layout)
             last = count - 1
             logits = self._forward(packed[:length], positions, last.clamp(min=0).long(), step)
             return Pass(logits, slot, last, choice)

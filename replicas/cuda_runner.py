@@ -16,10 +16,12 @@ from replicas.cuda_attention import bind_attention
 from replicas.cuda_graphs import StepGraphs
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import build_cuda_inputs
+from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_runner import ModelRunner, StepHandle
+from replicas.prompt_scores import ChunkScores
 from replicas.sample_place import SamplePlace
 from replicas.skinny_linear import use_skinny_products
 from replicas.token_choice import TokenChoice, choose_tokens
@@ -46,7 +48,8 @@ class CudaRunner(ModelRunner):
         self._slots: CudaSlots = CudaSlots(
             num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
         )
-        self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._sharing = WorkSharing.of(pool.layout, num_processors, num_slots)
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
@@ -69,10 +72,12 @@ class CudaRunner(ModelRunner):
         else:
             logits = launched.logits[:num_samples].float()
             choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
-        return StepHandle(plan, self._on_the_way(choice))
+        return StepHandle(plan, *self._on_the_way(choice, ()))
 
-    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
-        return TokensOnTheWay.of(choice)
+    def _on_the_way(
+        self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[TokenChoice, tuple[ChunkScores, ...]]:
+        return TokensOnTheWay.of(choice, prompts)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -88,11 +93,8 @@ class CudaRunner(ModelRunner):
             self._run_prompt(min(length, self._max_model_len))
         torch.cuda.synchronize()
         compiled_s = time.monotonic()
-        layout = self.pool.layout
-        self._graphs = StepGraphs(
-            self._model, self._slots, layout.num_kv_heads, self._max_model_len,
-            min(_MAX_GRAPH_PROMPT, self._max_model_len) if self._has_fresh else 0,
-        )  # fmt: skip
+        max_prefill = min(_MAX_GRAPH_PROMPT, self._max_model_len) if self._has_fresh else 0
+        self._graphs = StepGraphs(self._model, self._slots, self._sharing, max_prefill)
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -114,9 +116,7 @@ class CudaRunner(ModelRunner):
         super().launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        inputs = build_cuda_inputs(
-            plan, self._slots, self.pool.layout.num_kv_heads, self._num_processors, self._has_fresh
-        )
+        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)
         output = self._model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.step.positions.long()[None],

@@ -209,6 +209,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     def _send_token(self, event: TokenEvent) -> None:
         opened = self._calls[event.request_id]
         opened.num_sent[event.choice] += 1
+        if not event.index and opened.first_token_s is None and opened.request.search is None:
+            opened.first_token_s = time.monotonic()
         reason = FinishReason(event.finish_reason) if event.finish_reason else None
         item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         self._outbox[opened.router_id].tokens.append(item)
@@ -269,7 +271,8 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             num_tokens_sent=tuple(sorted(opened.num_sent.items())),
             queue_s=opened.time_between(RequestState.QUEUED, RequestState.ADMITTED),
             transfer_s=opened.time_between(RequestState.LOADING, RequestState.RUNNING),
-            decode_s=opened.time_between(RequestState.RUNNING, RequestState.FINISHED),
+            decode_s=opened.decode_s(),
+            prefill_s=opened.prefill_s(),
         )
         self.metrics.generation_done(reply)
         opened.reply(reply)

@@ -28,6 +28,7 @@ from replicas.messages import CallStatus, EngineLoad, TokenLogprobs
 from replicas.model_runner import ModelRunner, StepHandle
 from replicas.step_isolation import run_isolated
 from replicas.step_recorder import StepRecorder
+from replicas.step_timer import StepTimer
 from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
@@ -75,6 +76,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._num_threads = parts.num_threads
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
         self.steps = StepClock()
+        self._timer = StepTimer()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._in_flight: deque[StepHandle | StepOutput] = deque()
         self._stopping = False
@@ -160,11 +162,16 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
                 extra={"event": "step_failed", "step": plan.step_id},
             )
             handle = self._launch_in_pieces(plan)
-        duration_s = time.monotonic() - started_s
         self.recorder.launched(plan, started_s)
+        if isinstance(handle, StepHandle) and handle.is_running:
+            self._timer.launched(plan, started_s)
+        else:
+            self._count(plan, time.monotonic() - started_s)
+        return handle
+
+    def _count(self, plan: StepPlan, duration_s: float) -> None:
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
-        return handle
 
     def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
         isolated = run_isolated(self.runner, plan)
@@ -175,8 +182,11 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
         self.recorder.committed(output.step_id)
+        if (timed := self._timer.committed(output.step_id, time.monotonic())) is not None:
+            self._count(*timed)
         broken = {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt.positions)}
-        for token in output.tokens:
+        suspects = [token for token in output.tokens if token.token_id < 0 or token.logprobs is not None]
+        for token in suspects:
             kind = NOT_A_TOKEN if _has_nan((token.logprobs,)) else token.token_id
             # What comes behind a choice's end may be anything: it is dropped.
             if kind in _BROKEN and self.scheduler.counts(token):

@@ -166,8 +166,8 @@ class _Base:
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
         digester = BlockDigester.for_pool(pool)
-        # "lo" keeps a CPU pool on loopback; a host with devices of its own names them in the config.
-        devices = settings.net_devices or "lo"
+        # A CPU pool stays on loopback unless the config names devices.
+        devices = settings.net_devices or ("lo" if pool.device.type == "cpu" else None)
         return TransferThread(
             lambda: NixlTransport(pool, self.replica_id, self.epoch, self.fingerprint, net_devices=devices),
             on_event,

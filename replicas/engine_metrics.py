@@ -26,6 +26,8 @@ class EngineMetrics:
         if reply.status is CallStatus.OK:
             self._pool.queue_time.observe(reply.queue_s)
             self._pool.decode_time.observe(reply.decode_s)
+            if reply.prefill_s:
+                self._pool.prefill_time.observe(reply.prefill_s)
 
     def kv_loaded(self, transfer_s: float) -> None:
         """A prompt's KV was read, confirmed and verified, so long after memory was allocated for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +32,10 @@ class EngineReplica(ABC, Generic[EngineT]):
         configure_logging(settings.log_level, settings.log_format)
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
+        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms by
+        # 600 ms.
+        gc.collect()
+        gc.freeze()
         self._built.start()
 
     @abstractmethod

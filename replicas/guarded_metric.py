@@ -42,6 +42,10 @@ class GuardedMetric:
         for values in product(*labels.values()):
             self._child(dict(zip(labels, values, strict=True)))
 
+    def is_of(self, family: Family | None) -> bool:
+        """Whether this guards that family."""
+        return family is self._family
+
     def add(self, amount: float = 1, **labels: str) -> None:
         """Increase a counter, or change a gauge, by amount."""
         try:

@@ -214,6 +214,7 @@ class GenerateReply:
     queue_s: float
     transfer_s: float
     decode_s: float
+    prefill_s: float = 0.0  # of a prompt that decode computed itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,4 +98,5 @@ class MetricSet:
         if family not in self._reported:
             self._reported.add(family)
             logger.error("metrics: an update of %s failed: %r", family, error)
-        self._errors.add()
+        if not self._errors.is_of(family):  # else counting it would fail again, and again
+            self._errors.add()

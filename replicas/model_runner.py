@@ -42,6 +42,11 @@ class StepHandle:
         self._choice = choice
         self._prompts = prompts
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it may not have ended when it was launched: `result` tells."""
+        return self._choice is not None and self._choice.is_on_the_way
+
     def result(self) -> StepOutput:
         """The step's tokens in plan order: its rows', then its chunks' targets. Blocks until they are there."""
         if self._choice is None:
@@ -50,10 +55,12 @@ class StepHandle:
         names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
         logprobs = self._choice.read_logprobs()
         tokens = tuple(
-            SampledToken(request_id, choice, token_id, logprobs.get(index))
-            for index, ((request_id, choice), token_id) in enumerate(
-                zip(names, self._choice.read_tokens(), strict=True)
-            )
+            [
+                SampledToken(request_id, choice, token_id, logprobs.get(index) if logprobs else None)
+                for index, ((request_id, choice), token_id) in enumerate(
+                    zip(names, self._choice.read_tokens(), strict=True)
+                )
+            ]
         )
         return StepOutput(self.plan.step_id, tokens, tuple(chunk.read() for chunk in self._prompts))
 
@@ -93,11 +100,13 @@ class ModelRunner:
         """The pass and the choice of a token for each row and target, which the slots keep too."""
         logits, prompts = self._forward_and_score(plan)
         choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
-        return StepHandle(plan, self._on_the_way(choice), prompts)
+        return StepHandle(plan, *self._on_the_way(choice, prompts))
 
-    def _on_the_way(self, choice: TokenChoice) -> TokenChoice:
-        """The choice as its reader gets it: on a GPU, one that does not wait for later steps."""
-        return choice
+    def _on_the_way(
+        self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[TokenChoice, tuple[ChunkScores, ...]]:
+        """What was chosen and scored as its reader gets it: on a GPU, without waiting for later steps."""
+        return choice, prompts
 
     def _forward_and_score(self, plan: StepPlan) -> tuple[torch.Tensor, tuple[ChunkScores, ...]]:
         """Logits of each row and target; scores of the chunks whose prompt's are asked for."""

@@ -49,8 +49,8 @@ class NixlTransport(KvTransport):
     """Reads into one contiguous pool tensor, dimension 0 of which counts the blocks. Registers it once.
 
     Creating it loads UCX and registers the memory (about half a second on a CPU); the pool must outlive it.
-    net_devices: the interfaces that UCX may listen on, for a CPU pool; set in the environment of the process,
-    which UCX reads, and only where the operator has not set it. None leaves UCX alone. A GPU pool always does.
+    net_devices: the interfaces that UCX may use; set in the environment of the process, which UCX reads, and only
+    where the operator has not set it. None leaves UCX alone.
     """
 
     def __init__(
@@ -66,9 +66,10 @@ class NixlTransport(KvTransport):
         self._pool = pool  # keeps the registered memory alive
         name = f"{replica_id}-{epoch}"
         on_cpu = pool.device.type == "cpu"
-        if on_cpu and net_devices is not None:
+        if net_devices is not None:
             os.environ.setdefault("UCX_NET_DEVICES", net_devices)
-            os.environ.setdefault("UCX_TLS", "sm,tcp,self")
+            if on_cpu:
+                os.environ.setdefault("UCX_TLS", "sm,tcp,self")
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         if _BACKEND not in self._agent.backends:
             raise RuntimeError("NIXL has no UCX backend here")

@@ -33,6 +33,11 @@ class TokenChoice:
     num_top: tuple[int, ...] = ()
     scores: TokenScores | None = None
 
+    @property
+    def is_on_the_way(self) -> bool:
+        """Whether a reader may have to wait for them."""
+        return False
+
     def read_tokens(self) -> list[int]:
         """Blocks until they are there."""
         tokens: list[int] = self.tokens.tolist()

@@ -60,7 +60,7 @@ class DecodeBatcher:
         Mutates: growth, planned counts. All choices of a request wait together, the least important requests first.
         """
         requests: Iterable[Request] = self._running.values()
-        may_stall = num_available < sum(len(request.sequences) for request in requests)
+        may_stall = num_available < sum([len(request.sequences) for request in requests])
         if may_stall:
             requests = sorted(requests, key=importance)
         rows: list[DecodeRow] = []
@@ -109,7 +109,7 @@ class DecodeBatcher:
         )
 
     def _plan_row(self, request: Request, sequence: Sequence) -> DecodeRow:
-        position = request.prompt_len + sequence.num_planned - 1
+        position = len(request.prompt_ids) + sequence.num_planned - 1
         self._make_writable(sequence, position // self._block_size)
         sequence.num_planned += 1
         return DecodeRow(request.request_id, sequence.choice, sequence.slot, position)

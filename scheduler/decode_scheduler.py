@@ -248,9 +248,10 @@ class DecodeScheduler(EngineScheduler):
 
     def _make_room(self, step_id: int, now_s: float) -> None:
         """Preempt until the rows of this step have their blocks, now or when steps in flight have let go of them."""
-        requests = sorted((r for r in self.batch.requests if not r.awaits_selection), key=importance)
-        if self._num_available >= sum(len(request.sequences) for request in requests):
+        requests = [request for request in self.batch.requests if not request.awaits_selection]
+        if self._num_available >= sum([len(request.sequences) for request in requests]):
             return
+        requests.sort(key=importance)
         needed = {request.request_id: growth_blocks(request, 1, self.limits.block_size) for request in requests}
         while sum(needed.values()) > self._num_available + self._num_coming():
             victim = self._victim()

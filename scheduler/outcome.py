@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.beam_search import Candidate
 from scheduler.block_allocator import BlockCounts
@@ -31,13 +32,12 @@ class DuplicateRequest(ValueError):
         return f"request {self.request_id} was submitted before"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A generated token became known. index counts from 0 within its choice; the reason is set on the last one."""
 
     request_id: str
     choice: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
     token_id: int
     finish_reason: str | None
     logprobs: TokenLogprobs | None = None

@@ -28,13 +28,14 @@ _BATCHES = (1, 16, 64, 256)
 def kernels(with_tiles: bool) -> dict[str, Any]:
     from benchmarks.gpu import kernel_times as times
 
-    contexts = ((1, 1073), (16, 1073), (64, 1073), (256, 1073), (1, 32768), (16, 8192))
-    decode = [times.decode_attention(batch, context) for batch, context in contexts]
+    rng = random.Random(3)
+    uniform = [[context] * batch for batch, context in ((1, 1073), (16, 1073), (64, 1073), (256, 1073), (1, 32768))]
+    mixed = [[rng.randrange(100, 2048) for _ in range(batch)] for batch in (40, 140)]
+    decode = [times.decode_attention(contexts, heads) for contexts in (*uniform, *mixed) for heads in (32, 16)]
     if with_tiles:
         tiles = ((64, 4, 2), (64, 4, 4), (128, 4, 2), (128, 8, 3), (32, 4, 4), (64, 8, 3), (32, 2, 4))
-        decode += [times.decode_attention(64, 1073, 32, None, tile) for tile in tiles]
-        decode += [times.decode_attention(64, 1073, 16, None, tile) for tile in tiles]
-        decode += [times.decode_attention(16, 1073, 32, (n, 64), tile) for n in (2, 3, 4) for tile in tiles[:3]]
+        decode += [times.decode_attention([1073] * 64, 32, None, tile) for tile in tiles]
+        decode += [times.decode_attention([1073] * 16, 32, n, None) for n in (33, 66, 99)]
     print(table(decode))
     products = times.single_row_products()
     print(table(products))

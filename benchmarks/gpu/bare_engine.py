@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import uuid
 from collections.abc import Sequence
@@ -48,7 +49,9 @@ class RecordingSender:
 
     def open(self, channel: Any) -> None: ...
 
-    def send(self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[TokenItem]) -> None:
+    def send(
+        self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[TokenItem], prompts: Any = ()
+    ) -> None:
         now_s = time.perf_counter()
         for item in tokens:
             stream = self.streams[item.request_id]
@@ -65,7 +68,7 @@ class RecordingSender:
 
 @dataclass(frozen=True, slots=True)
 class EngineSize:
-    """capacity_tokens: of the KV pool; None: nine tenths of what memory is free after the weights."""
+    """capacity_tokens: of the KV pool; None: nine tenths of what memory is free after the weights (a card's)."""
 
     max_sequences: int
     max_model_len: int
@@ -74,30 +77,40 @@ class EngineSize:
     num_host_blocks: int = 0
     quantile: float | None = None
     block_size: int = 16
+    device: str = "cuda"  # or cpu, to try a benchmark where there is no card
 
 
 class BareEngine:
     """A context: the engine runs within it."""
 
-    def __init__(self, folder: str, dtype: str, load_format: str, size: EngineSize, lag: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str,
+        dtype: str,
+        load_format: str,
+        size: EngineSize,
+        lag: int = 1,
+        sender: RecordingSender | None = None,
+    ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took."""
         started_s = time.perf_counter()
-        device = torch.device("cuda")
+        device = torch.device(size.device)
         model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
         loaded = load_model(model, device)
-        torch.cuda.synchronize()
+        _wait_for(device)
         self.load_s = time.perf_counter() - started_s
         layout = loaded.kv_layout(size.block_size)
-        capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
         if size.capacity_tokens is not None:
             capacity_bytes = size.capacity_tokens * layout.bytes_per_token
+        else:
+            capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks
         )
         self.self_check_difference = self.runner.self_check()
         self.runner.warm_up()
-        torch.cuda.synchronize()
+        _wait_for(device)
         self.start_s = time.perf_counter() - started_s
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         self.scheduler = DecodeScheduler(limits, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
@@ -105,42 +118,51 @@ class BareEngine:
             self.scheduler,
             self.runner,
             FaultPoints(None, pool.tensor),
-            EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine="cuda", backend="none")),
+            EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
             lag,
             4,
         )
-        self.sender = RecordingSender()
+        self.sender = sender or RecordingSender()
         self.engine = DecodeEngine(parts, self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
 
     def __enter__(self) -> BareEngine:
+        gc.collect()
+        gc.freeze()  # as a replica does
         self.engine.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.engine.stop()
+        gc.unfreeze()
 
     def run(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: SamplingParams
     ) -> list[TimedTokens]:
         """All at once, each to its end. Blocks. Raises RuntimeError when one fails."""
-        names = [uuid.uuid4().hex for _ in prompts]
-        for name in names:
-            self.sender.streams[name] = TimedTokens()
-        channel: Any = SimpleNamespace(router_id="benchmark")
-        calls = [
-            GenerateCall(
-                GenerationRequest(name, tuple(prompt), (0,), limit, frozenset(), sampling, timeout_s=600.0),
-                channel,
-                source=None,
-            )
-            for name, prompt, limit in zip(names, prompts, max_tokens, strict=True)
+        requests = [
+            GenerationRequest(uuid.uuid4().hex, tuple(prompt), (0,), limit, frozenset(), sampling, timeout_s=600.0)
+            for prompt, limit in zip(prompts, max_tokens, strict=True)
         ]
-        futures: list[Future[GenerateReply]] = [self.engine.generate(call) for call in calls]
+        for request in requests:
+            self.sender.streams[request.request_id] = TimedTokens()
+        self.run_requests(requests)
+        return [self.sender.streams.pop(request.request_id) for request in requests]
+
+    def run_requests(self, requests: Sequence[GenerationRequest]) -> None:
+        """All at once, each to its end; what they generate goes to the sender. Blocks. Raises RuntimeError."""
+        channel: Any = SimpleNamespace(router_id="benchmark")
+        futures: list[Future[GenerateReply]] = [
+            self.engine.generate(GenerateCall(request, channel, source=None)) for request in requests
+        ]
         for future in futures:
             reply = future.result(timeout=600)
             if reply.status is not CallStatus.OK:
                 raise RuntimeError(f"{reply.status}: {reply.detail}")
-        return [self.sender.streams.pop(name) for name in names]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def steady_step_ms(streams: list[TimedTokens]) -> float:

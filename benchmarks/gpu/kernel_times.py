@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
-from replicas.cuda_step import split_contexts
 from replicas.kernels.gemv import gemv
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import WorkSharing, paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kv_pool import KvLayout
 from replicas.slot_columns import BLOCK_TABLE, sampling_columns
 from scheduler.sampling_params import SamplingParams
 
@@ -32,35 +34,38 @@ def graph_ms(action: Any, num_repeats: int = 50) -> float:
 
 
 def decode_attention(
-    batch: int,
-    context: int,
+    contexts: Sequence[int],
     heads: int = HEADS,
-    splits: tuple[int, int] | None = None,
+    num_resident: int | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
-    """GB/s of one layer's decode attention over more layers than the L2 cache holds. splits: number, fewest tokens."""
-    num_blocks = -(-context // BLOCK)
-    layers = max(1, min(8, int(4e9 / (batch * num_blocks * BLOCK * KV_HEADS * DIM * 4))))
-    pool = torch.randn(batch * num_blocks, layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    order = torch.randperm(batch * num_blocks, device="cuda")
-    block_table = order.view(batch, num_blocks).contiguous()
+    """GB/s of one layer's decode attention over more layers than the L2 cache holds. contexts: one for each row."""
+    batch = len(contexts)
+    num_blocks = [-(-context // BLOCK) for context in contexts]
+    layers = max(1, min(8, int(4e9 / (sum(num_blocks) * BLOCK * KV_HEADS * DIM * 4))))
+    pool = torch.randn(sum(num_blocks), layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    order = torch.randperm(sum(num_blocks), device="cuda")
+    block_table = torch.nn.utils.rnn.pad_sequence(order.split(num_blocks), batch_first=True)
     slots = torch.arange(batch, dtype=torch.int32, device="cuda")
-    positions = torch.full((batch,), context - 1, dtype=torch.int32, device="cuda")
+    positions = torch.tensor([context - 1 for context in contexts], dtype=torch.int32, device="cuda")
     q = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    num, fewest = splits or split_contexts(batch, KV_HEADS, context, 132)
+    sharing = WorkSharing.of(KvLayout(1, BLOCK, KV_HEADS, DIM, torch.bfloat16), 132, batch)
+    tile_len = tile[0] if tile else sharing.tile_len
+    sharing = replace(sharing, tile_len=tile_len, num_resident=num_resident or sharing.num_resident)
+    shares, num_pieces = sharing.share_out(positions), sharing.most_pieces(batch)
     layer = iter(range(10**9))
 
     def once() -> None:
         view = pool[:, next(layer) % layers]
-        paged_decode(q, k, k, view, block_table, slots, positions, DIM**-0.5, num, fewest, out, tile)
+        paged_decode(q, k, k, view, block_table, slots, positions, shares, num_pieces, DIM**-0.5, out, tile)
 
     ms = graph_ms(once)
-    gigabytes = batch * context * KV_HEADS * DIM * 4 / 1e9
+    gigabytes = sum(contexts) * KV_HEADS * DIM * 4 / 1e9
     return {
-        "batch": batch, "context": context, "heads": heads, "splits": num, "tile": str(tile or "default"), "ms": ms,
-        "GB/s": 1000 * gigabytes / ms,
+        "batch": batch, "longest": max(contexts), "heads": heads, "resident": sharing.num_resident,
+        "tile": str(tile or "default"), "ms": ms, "GB/s": 1000 * gigabytes / ms,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulation admission | scale`: tables from the simulator. No engine, no Ray."""
+"""`python -m benchmarks.simulation admission | scale | autoscaling`: tables from the simulator. No engine runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import Any
 
 from benchmarks.machine import describe_machine, machine_line
 from benchmarks.simulation.admission import admission_table, compare_admission
+from benchmarks.simulation.autoscaling import (
+    SCENARIOS,
+    TRACES,
+    autoscaling_table,
+    compare_autoscaling,
+    plot_autoscaling,
+)
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.simulation.plot import check_can_plot
@@ -29,10 +36,17 @@ def main() -> int:
     scale.add_argument("--requests", type=int, default=40_000, help="of each run with the same load for each replica")
     scale.add_argument("--no-spread", action="store_true", help="leave out the hour spread over all replicas")
     scale.add_argument("--plot", type=Path, help="image file")
+    autoscaling = what.add_parser("autoscaling", help="the shipped policy against Serve's default and static splits")
+    autoscaling.add_argument("--duration-s", type=float, default=3600.0, help="of each trace")
+    autoscaling.add_argument("--traces", type=Path, default=TRACES, help="folder of the traces")
+    every = range(len(SCENARIOS))
+    autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
+    autoscaling.add_argument("--plot", type=Path, help="image file")
     options = parser.parse_args()
     machine = describe_machine()
     print(machine_line(machine), flush=True)
-    result = _admission(options) if options.what == "admission" else _scale(options)
+    run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling}[options.what]
+    result = run(options)
     if options.output:
         options.output.write_text(json.dumps({"machine": machine, options.what: result}, indent=1) + "\n")
     return 0
@@ -56,6 +70,18 @@ def _scale(options: argparse.Namespace) -> dict[str, Any]:
         print(scale_table(result))
     if options.plot:
         plot_scale(results, options.plot)
+    return {"runs": results}
+
+
+def _autoscaling(options: argparse.Namespace) -> dict[str, Any]:
+    if options.plot:
+        check_can_plot()
+    results = [
+        compare_autoscaling(SCENARIOS[index], options.traces, options.duration_s, _say) for index in options.only
+    ]
+    print(autoscaling_table(results))
+    if options.plot:
+        plot_autoscaling(results, options.plot)
     return {"runs": results}
 
 

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cluster.demand_meter import DemandMeter, OpenDemand
 from cluster.pool_view import PoolView
 from cluster.replica_registry import ReplicaTable
-from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, choose_route
+from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
@@ -53,18 +54,26 @@ class SimulatedRouter:
         queue: EventQueue,
         decodes: Mapping[str, SimulatedDecode],
         prefills: Mapping[str, SimulatedPrefill],
+        decode_table: ReplicaTable,
+        prefill_table: ReplicaTable,
     ) -> None:
+        """decodes, prefills: all that there are or were; the tables: those that take work now."""
         self.counts = RouterCounts()
         self._index, self._block_size, self._rules, self._times = index, block_size, rules, times
         self._costs, self._queue = costs, queue
         self._decodes, self._prefills = decodes, prefills
-        decode_table, prefill_table = _table(decodes), _table(prefills)
         self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
+        self.demand = DemandMeter(self.view, self, rules.has_prefill_pool)
+        self._open: dict[int, OpenDemand] = {}  # by job
+        self._held: list[tuple[Client, Need]] = []
 
     # -- from the client ---------------------------------------------------------------------------
 
     def arrive(self, client: Client, now_s: float) -> None:
         """A request has been read; the decision is taken now."""
+        job = client.job
+        need = Need(job.prompt_len, job.max_tokens, 1, self._block_size)
+        self._open[job.index] = self.demand.opened(need, self._rules)
         self._try(client, now_s)
         if not client.is_over:
             timeout_s = client.job.arrival_s + self._times.request_s
@@ -74,12 +83,16 @@ class SimulatedRouter:
         job = client.job
         prompt_len, output_len = job.prompt_len + client.num_tokens, job.output_len - client.num_tokens
         max_tokens = job.max_tokens - client.num_tokens
-        route = self._decide(Need(prompt_len, max_tokens, 1, self._block_size))
+        need = Need(prompt_len, max_tokens, 1, self._block_size)
+        route = self._decide(need)
+        if isinstance(route, Unavailable):
+            self._held.append((client, need))
+            return
         if isinstance(route, NeverFits):
-            client.status = ClientStatus.NEVER_FITS
+            self._over(client, ClientStatus.NEVER_FITS)
             return
         if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued:
-            client.status = ClientStatus.QUEUE_FULL
+            self._over(client, ClientStatus.QUEUE_FULL)
             return
         request_id = f"{job.index}.{client.num_attempts}"
         attempt = Attempt(client, route, request_id, prompt_len, output_len, max_tokens)
@@ -93,13 +106,35 @@ class SimulatedRouter:
         self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
         self._at(now_s + self._times.queue_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
 
-    def _decide(self, need: Need) -> Route | NeverFits:
+    def wake(self, now_s: float) -> None:
+        """A replica has come: whom a pool without any kept waiting is routed."""
+        held, self._held = self._held, []
+        for client, _ in held:
+            if not client.is_over:
+                self._try(client, now_s)
+
+    @property
+    def num_held(self) -> int:
+        return sum(not client.is_over for client, _ in self._held)
+
+    @property
+    def held_blocks(self) -> int:
+        return sum(need.decode_blocks for client, need in self._held if not client.is_over)
+
+    @property
+    def held_prompt_tokens(self) -> int:
+        return sum(need.prompt_tokens for client, need in self._held if not client.is_over)
+
+    def _over(self, client: Client, status: ClientStatus) -> None:
+        client.status = status
+        self._open.pop(client.job.index).close()
+
+    def _decide(self, need: Need) -> Route | NeverFits | Unavailable:
         started = time.thread_time()
         view = self.view
         route = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
-        assert isinstance(route, Route | NeverFits), "simulated replicas never leave"
         return route
 
     # -- from the replicas -------------------------------------------------------------------------
@@ -122,6 +157,7 @@ class SimulatedRouter:
         assert attempt.route.prefill_id is not None
         if attempt.is_prefilling:
             attempt.is_prefilling = False
+            self._open[attempt.client.job.index].prompt_done()
             self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
             self.view.heard_prefill(attempt.route.prefill_id, load)
         if is_over and not attempt.is_closed:
@@ -166,7 +202,7 @@ class SimulatedRouter:
         client = attempt.client
         client.num_tokens += attempt.num_tokens
         client.last_s = heard_s + self._costs.control.stream_s
-        client.status = ClientStatus.FINISHED
+        self._over(client, ClientStatus.FINISHED)
         self._close(attempt)
 
     # -- patience ----------------------------------------------------------------------------------
@@ -184,12 +220,12 @@ class SimulatedRouter:
             return
         attempt = client.attempt
         if attempt is None or attempt.is_closed:
-            client.status = ClientStatus.TIMEOUT
+            self._over(client, ClientStatus.TIMEOUT)
         else:
             self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
 
     def _give_up(self, attempt: Attempt, status: ClientStatus, now_s: float) -> None:
-        attempt.client.status = status
+        self._over(attempt.client, status)
         attempt.client.num_tokens += attempt.num_tokens
         request_id = attempt.request_id
         decode = self._decodes[attempt.route.decode_id]
@@ -229,7 +265,3 @@ class SimulatedRouter:
 
     def _at(self, time_s: float, client: Client, action: Callable[[float], None]) -> None:
         self._queue.at(time_s, Order.MESSAGE, client.job.index, action)
-
-
-def _table(engines: Mapping[str, SimulatedDecode] | Mapping[str, SimulatedPrefill]) -> ReplicaTable:
-    return {name: {"num_blocks": engine.scheduler.limits.num_blocks} for name, engine in engines.items()}

@@ -8,8 +8,9 @@ up to half a second later.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.simulation.client import Attempt, Client, Job
 from cluster.simulation.cost_model import CostModel
@@ -67,32 +68,18 @@ class SimulatedSystem:
     ) -> None:
         self.shape, self.costs = shape, costs
         self.queue = EventQueue()
-        machine = SharedMachine()
+        self._machine, self._make_decode, self._may_skip = SharedMachine(), make_decode, may_skip
+        self._num_made = 0
+        # All that there ever were; and of those that take work, what routers are told.
         self.decodes: dict[str, SimulatedDecode] = {}
         self.prefills: dict[str, SimulatedPrefill] = {}
-        for index in range(shape.decode.num_replicas):
-            scheduler = make_decode(shape)
-            name = f"decode-{index:04d}"
-            decode = SimulatedDecode(name, index, scheduler, costs.decode, shape.decode.lag, costs, self.queue, machine)
-            decode.on_frame, decode.on_load_ended = self._frame_sender(name), self._load_ended
-            decode.may_skip = may_skip
-            decode.prepare()
-            self.decodes[name] = decode
-        for index in range(shape.prefill.num_replicas if shape.prefill else 0):
-            assert shape.prefill is not None
-            name, key = f"prefill-{index:04d}", shape.decode.num_replicas + index
-            prefill = SimulatedPrefill(
-                name,
-                key,
-                PrefillScheduler(shape.prefill.limits),
-                costs.prefill,
-                shape.prefill.lag,
-                costs,
-                self.queue,
-                machine,
-            )
-            prefill.on_done = self._prompt_done
-            self.prefills[name] = prefill
+        self.decode_table: dict[str, Mapping[str, Any]] = {}
+        self.prefill_table: dict[str, Mapping[str, Any]] = {}
+        self.routers: list[SimulatedRouter] = []
+        for _ in range(shape.decode.num_replicas):
+            self.add_decode()
+        for _ in range(shape.prefill.num_replicas if shape.prefill else 0):
+            self.add_prefill()
         self.routers = [
             SimulatedRouter(
                 index,
@@ -103,10 +90,75 @@ class SimulatedSystem:
                 self.queue,
                 self.decodes,
                 self.prefills,
+                self.decode_table,
+                self.prefill_table,
             )
             for index in range(shape.num_routers)
         ]
         self._run = SystemRun()
+        self._num_over = 0
+
+    # -- replicas come and go ----------------------------------------------------------------------
+
+    def add_decode(self) -> str:
+        """One that takes work from now on; returns its name. Mutates."""
+        pool, name = self.shape.decode, f"decode-{len(self.decodes):04d}"
+        decode = SimulatedDecode(
+            name,
+            self._num_made,
+            self._make_decode(self.shape),
+            self.costs.decode,
+            pool.lag,
+            self.costs,
+            self.queue,
+            self._machine,
+        )
+        decode.on_frame, decode.on_load_ended = self._frame_sender(name, decode.key), self._load_ended
+        decode.may_skip = self._may_skip
+        decode.prepare()
+        self._num_made += 1
+        self.decodes[name] = decode
+        self.decode_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self._wake_routers()
+        return name
+
+    def add_prefill(self) -> str:
+        """As add_decode."""
+        pool, name = self.shape.prefill, f"prefill-{len(self.prefills):04d}"
+        assert pool is not None, "colocated"
+        prefill = SimulatedPrefill(
+            name,
+            self._num_made,
+            PrefillScheduler(pool.limits),
+            self.costs.prefill,
+            pool.lag,
+            self.costs,
+            self.queue,
+            self._machine,
+        )
+        prefill.on_done = self._prompt_done
+        self._num_made += 1
+        self.prefills[name] = prefill
+        self.prefill_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self._wake_routers()
+        return name
+
+    def retire(self, name: str) -> None:
+        """It takes no new work; what it has goes on to its end. Mutates. Raises KeyError."""
+        table = self.decode_table if name in self.decode_table else self.prefill_table
+        del table[name]
+
+    def _wake_routers(self) -> None:
+        for router in self.routers:
+            router.wake(self.queue.now_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every job has ended, one way or the other."""
+        clients = self._run.clients
+        while self._num_over < len(clients) and clients[self._num_over].is_over:
+            self._num_over += 1
+        return self._num_over == len(clients)
 
     def run(self, jobs: Sequence[Job], sample_interval_s: float | None = None) -> SystemRun:
         """Every job to its end. jobs: by arrival, job i with index i. Blocks."""
@@ -147,11 +199,8 @@ class SimulatedSystem:
 
     def _sample_at(self, time_s: float, interval_s: float) -> None:
         def sample(now_s: float) -> None:
-            clients = self._run.clients
-            while self._num_over < len(clients) and clients[self._num_over].is_over:
-                self._num_over += 1
             self._run.samples.append(self._sample(now_s))
-            if self._num_over < len(clients):
+            if not self.is_over:
                 self._sample_at(now_s + interval_s, interval_s)
 
         self.queue.at(time_s, Order.SAMPLE, 0, sample)
@@ -159,14 +208,14 @@ class SimulatedSystem:
     def _sample(self, now_s: float) -> KvSample:
         for decode in self.decodes.values():
             decode.settle(now_s)
-        decodes = [engine.num_used_blocks for engine in self.decodes.values()]
-        prefills = [engine.num_used_blocks for engine in self.prefills.values()]
+        decodes = [self.decodes[name].num_used_blocks for name in self.decode_table]
+        prefills = [self.prefills[name].num_used_blocks for name in self.prefill_table]
         num_blocks = self.shape.decode.limits.num_blocks
         prefill_blocks = self.shape.prefill.limits.num_blocks if self.shape.prefill else 1
         return KvSample(
             time_s=now_s,
-            decode_mean=sum(decodes) / len(decodes) / num_blocks,
-            decode_max=max(decodes) / num_blocks,
+            decode_mean=sum(decodes) / len(decodes) / num_blocks if decodes else 0.0,
+            decode_max=max(decodes, default=0) / num_blocks,
             prefill_mean=sum(prefills) / len(prefills) / prefill_blocks if prefills else 0.0,
             num_queued=sum(engine.scheduler.num_queued for engine in self.decodes.values()),
             num_running=sum(engine.scheduler.num_running for engine in self.decodes.values()),
@@ -174,9 +223,7 @@ class SimulatedSystem:
 
     # -- between the replicas ----------------------------------------------------------------------
 
-    def _frame_sender(self, replica_id: str) -> Callable[[SimulatedFrame, float], None]:
-        key = int(replica_id.rpartition("-")[2])
-
+    def _frame_sender(self, replica_id: str, key: int) -> Callable[[SimulatedFrame, float], None]:
         def send(frame: SimulatedFrame, now_s: float) -> None:
             heard_s = now_s + self.costs.control.frame_s
             for attempt in frame.first_tokens:

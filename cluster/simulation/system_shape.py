@@ -46,7 +46,10 @@ def shape_of(
     """replicas, kv_tokens: of prefill and decode, in place of the config's. Raises ConfigError."""
     pools = config.pools
     block_bytes = kv_bytes_per_token * config.kv.block_size
-    num_prefill, num_decode = replicas or (pools.prefill.replicas if pools.prefill else 0, pools.decode.replicas)
+    num_prefill, num_decode = replicas or (
+        pools.prefill.first_replicas if pools.prefill else 0,
+        pools.decode.first_replicas,
+    )
     if (num_prefill == 0) != (pools.prefill is None) or num_prefill < 0 or num_decode < 1:
         raise ConfigError(f"--replicas {num_prefill} {num_decode} does not fit layout {config.layout} of the config")
     prefill_tokens, decode_tokens = kv_tokens or (None, None)
@@ -58,7 +61,7 @@ def shape_of(
     else:
         num_host_blocks = 0 if policy.quantile is None else decode.limits.num_blocks
     return SystemShape(
-        num_routers=config.ingress.replicas,
+        num_routers=config.ingress.first_replicas,
         prefill=_pool_shape("prefill", pools.prefill, num_prefill, config, block_bytes, prefill_tokens)
         if pools.prefill
         else None,

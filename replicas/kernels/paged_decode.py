@@ -1,24 +1,65 @@
-"""Decode attention over the paged pool: one query token per sequence, split along its context.
+"""Decode attention over the paged pool: one query token per sequence, its context cut into pieces of like length.
 
 The algorithm is flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): each program attends
-over one split of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel
-weighs the splits by their log-sum-exp. The heads that share a KV head are the rows of one matrix product, so K and V
-are read once. The program whose split holds the new token writes its k and v first: no kernel of its own for that.
+over one piece of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel weighs
+the pieces by their log-sum-exp. How long a piece may be follows from all contexts of the step, so that neither one long
+context nor a last wave of programs holds up the rest (the aim of Sanovar et al., "Lean Attention", 2024). The heads
+that share a KV head are the rows of one matrix product, so K and V are read once. The program of a row's last piece
+writes its new k and v first: no kernel of its own for that.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from replicas.kv_pool import KvLayout
+
 _LOG2_E = 1.4426950408889634
+# So many programs fit a processor at once (tiles of 64 keys of 128 16-bit numbers).
+_PROGRAMS_A_PROCESSOR = 5
+_WEIGHING_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _share_out(
+    positions,
+    shares,
+    num_rows,
+    num_resident,
+    ROWS_PADDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """One piece: its row, first tile and end; and the number of pieces before the row of the same number."""
+    piece = tl.program_id(0)
+    rows = tl.arange(0, ROWS_PADDED)
+    position = tl.load(positions + rows, mask=rows < num_rows, other=-1)
+    tiles = (position + BLOCK_N) // BLOCK_N  # none in a padding row
+    total, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
+    num_used = tl.sum((tiles > 0).to(tl.int32), 0)
+    # Few rows: about as many pieces as run at once. Many of about one length: left whole. Else small enough pieces.
+    is_few = num_used * 4 < num_resident * 3
+    is_even = longest * num_used * 4 <= total * 5
+    most = tl.where(is_few, tl.cdiv(total, num_resident), tl.where(is_even, longest, tl.cdiv(2 * total, 5 * num_resident)))
+    counts = tl.cdiv(tiles, tl.maximum(most, 1))
+    ends = tl.cumsum(counts, 0)
+    is_before = ends <= piece
+    row = tl.sum(is_before.to(tl.int32), 0)
+    part = piece - tl.sum(tl.where(is_before, counts, 0), 0)
+    count = tl.maximum(tl.sum(tl.where(rows == row, counts, 0), 0), 1)  # 0 behind the last piece
+    num_tiles = tl.sum(tl.where(rows == row, tiles, 0), 0)
+    tl.store(shares + piece * 4, row)
+    tl.store(shares + piece * 4 + 1, part * num_tiles // count)
+    tl.store(shares + piece * 4 + 2, (part + 1) * num_tiles // count)
+    tl.store(shares + piece * 4 + 3, tl.sum(tl.where(rows < piece, counts, 0), 0))
 
 
 @triton.jit
-def _attend_split(
+def _attend_piece(
     query,
     key,
     value,
@@ -29,8 +70,8 @@ def _attend_split(
     table,
     slots,
     positions,
+    shares,
     scale_log2,
-    min_split,
     query_stride_token,
     query_stride_head,
     key_stride_token,
@@ -39,7 +80,6 @@ def _attend_split(
     value_stride_head,
     kv_stride_block,
     table_stride,
-    NUM_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -49,96 +89,156 @@ def _attend_split(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row)
-    length = position + 1  # 0 in a padding row
-    split_length = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BLOCK_N) * BLOCK_N
-    split_length = tl.maximum(split_length, min_split)
-    start = split * split_length
-    end = tl.minimum(start + split_length, length)
-    dims = tl.arange(0, DIM_PADDED)
-    is_dim = dims < HEAD_DIM
-    row_table = table + slot * table_stride
-    kv_stride_value: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
-    kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    # Heads next to each other: their programs read the same blocks at about the same time.
+    piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    row = tl.load(shares + piece * 4)
+    start = tl.load(shares + piece * 4 + 1) * BLOCK_N
+    end = tl.load(shares + piece * 4 + 2) * BLOCK_N
+    if start < end:
+        slot = tl.load(slots + row).to(tl.int64)
+        position = tl.load(positions + row)
+        is_last = end > position
+        end = tl.minimum(end, position + 1)
+        dims = tl.arange(0, DIM_PADDED)
+        is_dim = dims < HEAD_DIM
+        row_table = table + slot * table_stride
+        kv_stride_value: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+        kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
-    if (start <= position) & (position < end):
-        block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
-        place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM + dims
-        new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
-        new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
-        tl.store(place, new_key, mask=is_dim)
-        tl.store(place + kv_stride_value, new_value, mask=is_dim)
-    tl.debug_barrier()  # the loop below reads what was just written
+        if is_last:
+            block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
+            place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM + dims
+            new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
+            new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
+            tl.store(place, new_key, mask=is_dim)
+            tl.store(place + kv_stride_value, new_value, mask=is_dim)
+        tl.debug_barrier()  # the loop below reads what was just written
 
-    members = tl.arange(0, GROUP_PADDED)
-    is_member = members < GROUP
-    heads = head * GROUP + members
-    q = tl.load(
-        query + row * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
-        mask=is_member[:, None] & is_dim[None, :],
-        other=0.0,
-    )
-    largest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    result = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
-    for first in range(start, end, BLOCK_N):
-        tokens = first + tl.arange(0, BLOCK_N)
-        is_token = tokens < end
-        blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-        places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
-        k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-        scores = tl.where(is_token[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
-        v = tl.load(
-            kv + kv_stride_value + places[:, None] + dims[None, :],
-            mask=is_token[:, None] & is_dim[None, :],
+        members = tl.arange(0, GROUP_PADDED)
+        is_member = members < GROUP
+        heads = head * GROUP + members
+        q = tl.load(
+            query + row * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
+            mask=is_member[:, None] & is_dim[None, :],
             other=0.0,
         )
-        result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(weights, 1)
-        largest = new_largest
+        largest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PADDED], tl.float32)
+        result = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+        for first in range(start, end, BLOCK_N):
+            tokens = first + tl.arange(0, BLOCK_N)
+            is_token = tokens < end
+            blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
+            k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            scores = tl.where(is_token[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_largest[:, None])
+            shrink = tl.exp2(largest - new_largest)
+            v = tl.load(
+                kv + kv_stride_value + places[:, None] + dims[None, :],
+                mask=is_token[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            total = total * shrink + tl.sum(weights, 1)
+            largest = new_largest
 
-    has_any = start < end
-    result = tl.where(has_any, result / tl.where(has_any, total, 1.0)[:, None], 0.0)
-    is_out = is_member[:, None] & is_dim[None, :]
-    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    if NUM_SPLITS == 1:
-        places_out = (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-        tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
-    else:
-        index = (row * num_heads + heads) * NUM_SPLITS + split
-        tl.store(lse + index, tl.where(has_any, largest + tl.log2(total), float("-inf")), mask=is_member)
-        tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out & has_any)
+        result = result / total[:, None]
+        is_out = is_member[:, None] & is_dim[None, :]
+        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+        if (start == 0) & is_last:
+            places_out = (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
+            tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
+        else:
+            index = piece * num_heads + heads
+            tl.store(lse + index, largest + tl.log2(total), mask=is_member)
+            tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
 
-@triton.jit
-def _weigh_splits(
+@triton.jit(do_not_specialize=["num_rows"])
+def _weigh_pieces(
     out,
     partial,
     lse,
-    NUM_SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
+    shares,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
 ) -> None:
-    index = tl.program_id(0)
-    splits = tl.arange(0, SPLITS_PADDED)
+    """Rows that lie in several pieces."""
+    head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
-    logs = tl.load(lse + index * NUM_SPLITS + splits, mask=splits < NUM_SPLITS, other=float("-inf"))
-    largest = tl.max(logs, 0)
-    has_any = largest > float("-inf")
-    weights = tl.exp2(logs - tl.where(has_any, largest, 0.0))
-    is_used = (logs > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
-    places = (index * NUM_SPLITS + splits[:, None]) * HEAD_DIM + dims[None, :]
-    parts = tl.load(partial + places, mask=is_used, other=0.0)
-    total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(has_any, total, 1.0)
-    tl.store(out + index * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    is_dim = dims < HEAD_DIM
+    for row in range(tl.program_id(0), num_rows, ROWS):
+        first, end = tl.load(shares + row * 4 + 3), tl.load(shares + row * 4 + 7)
+        if end > first + 1:
+            largest = tl.full([], float("-inf"), tl.float32)
+            total = tl.zeros([], tl.float32)
+            result = tl.zeros([DIM_PADDED], tl.float32)
+            for some in range(first, end, PIECES):
+                pieces = some + tl.arange(0, PIECES)
+                index = pieces * NUM_HEADS + head
+                logs = tl.load(lse + index, mask=pieces < end, other=float("-inf"))
+                parts = tl.load(
+                    partial + index[:, None] * HEAD_DIM + dims[None, :],
+                    mask=(pieces < end)[:, None] & is_dim[None, :],
+                    other=0.0,
+                )
+                new_largest = tl.maximum(largest, tl.max(logs, 0))
+                weights = tl.exp2(logs - new_largest)
+                shrink = tl.exp2(largest - new_largest)
+                result = result * shrink + tl.sum(parts * weights[:, None], 0)
+                total = total * shrink + tl.sum(weights, 0)
+                largest = new_largest
+            place = out + (row * NUM_HEADS + head) * HEAD_DIM + dims
+            tl.store(place, (result / total).to(out.dtype.element_ty), mask=is_dim)
+
+
+def keys_at_once(kv_dtype: torch.dtype, head_dim: int) -> int:
+    """Tokens of a tile: a piece is some tiles."""
+    return 32 if kv_dtype.itemsize > 2 or head_dim > 128 else 64
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSharing:
+    """How the contexts of a step's rows are cut into pieces. num_resident: pieces, of a program for each KV head, that
+    run at once. most_rows: of any step.
+    """
+
+    num_resident: int
+    tile_len: int
+    most_rows: int
+
+    @classmethod
+    def of(cls, layout: KvLayout, num_processors: int, most_rows: int) -> WorkSharing:
+        num_resident = max(1, _PROGRAMS_A_PROCESSOR * num_processors // layout.num_kv_heads)
+        return cls(num_resident, keys_at_once(layout.dtype, layout.head_dim), most_rows)
+
+    def most_pieces(self, num_rows: int) -> int:
+        """No step of so many rows has more."""
+        # Pieces beyond one a row are full ones, and all of these are no longer than all contexts.
+        is_few = num_rows * 4 < self.num_resident * 3
+        return num_rows + max(1, self.num_resident if is_few else 5 * self.num_resident // 2)
+
+    def share_out(self, positions: torch.Tensor) -> torch.Tensor:
+        """The pieces of a step, the same for all of its layers: int32 [n, 4], n always the same.
+
+        Of piece i: row, first tile, end; then the number of pieces before row i. Behind the last piece come empty ones;
+        what is behind `most_pieces` is undefined. positions: int32 [R], -1 for a padding row. Does not block.
+        """
+        num_rows = positions.shape[0]
+        size = self.most_rows + 5 * self.num_resident // 2 + 2
+        shares = torch.empty(size, 4, dtype=torch.int32, device=positions.device)
+        _share_out[(self.most_pieces(num_rows) + 1,)](
+            positions, shares, num_rows, self.num_resident, ROWS_PADDED=triton.next_power_of_2(max(num_rows, 2)),
+            BLOCK_N=self.tile_len,
+        )  # fmt: skip
+        return shares
 
 
 def paged_decode(
@@ -149,9 +249,9 @@ def paged_decode(
     table: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    shares: torch.Tensor,
+    num_pieces: int,
     scale: float,
-    num_splits: int,
-    min_split: int,
     out: torch.Tensor,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
@@ -159,22 +259,20 @@ def paged_decode(
 
     query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's
     view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table: int64 [num_slots,
-    max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and its output is 0.
-    out: contiguous [R, num_heads, head_dim]. num_splits: programs along a context; none is given less than min_split
-    tokens. tile: keys at once, warps and stages of a program, for measurements.
+    max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and its output is left
+    as it is. shares: as a WorkSharing gives it for these positions; num_pieces: its `most_pieces` of R. out: contiguous
+    [R, num_heads, head_dim].
+    tile: keys at once (as in share_out), warps and stages of a program, for measurements.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[2]
     group = num_heads // num_kv_heads
-    partial, lse = out, out
-    if num_splits > 1:
-        partial = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=query.device)
-        lse = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=query.device)
-    wide = kv.element_size() > 2 or head_dim > 128
-    block_n, num_warps, num_stages = tile or ((32, 4, 2) if wide else (64, 4, 2))
+    partial = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=query.device)
+    block_n, num_warps, num_stages = tile or (keys_at_once(kv.dtype, head_dim), 4, 2)
     constants: dict[str, Any] = {"HEAD_DIM": head_dim, "DIM_PADDED": triton.next_power_of_2(head_dim)}
-    _attend_split[(num_rows, num_kv_heads, num_splits)](
+    _attend_piece[(num_pieces * num_kv_heads,)](
         query,
         key,
         value,
@@ -185,8 +283,8 @@ def paged_decode(
         table,
         slots,
         positions,
+        shares,
         scale * _LOG2_E,
-        min_split,
         query.stride(0),
         query.stride(1),
         key.stride(0),
@@ -195,7 +293,6 @@ def paged_decode(
         value.stride(1),
         kv.stride(0),
         table.stride(0),
-        NUM_SPLITS=num_splits,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         GROUP_PADDED=max(16, triton.next_power_of_2(group)),
@@ -206,8 +303,6 @@ def paged_decode(
         num_stages=num_stages,
         **constants,
     )
-    if num_splits > 1:
-        padded = triton.next_power_of_2(num_splits)
-        _weigh_splits[(num_rows * num_heads,)](
-            out, partial, lse, NUM_SPLITS=num_splits, SPLITS_PADDED=padded, num_warps=2, **constants
-        )
+    _weigh_pieces[(min(num_rows, _WEIGHING_ROWS), num_heads)](
+        out, partial, lse, shares, num_rows, NUM_HEADS=num_heads, ROWS=_WEIGHING_ROWS, PIECES=16, num_warps=2, **constants
+    )

@@ -16,6 +16,7 @@ from cluster.generation_service import GenerationService
 from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
 from cluster.ingress_metrics import IngressMetrics
+from cluster.otel_tracing import Tracing
 from cluster.service_config import LimitsConfig
 from cluster.text_length import check_length
 from cluster.tokenize_service import TokenizeService
@@ -143,6 +144,7 @@ class FakeIngress:
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
+        self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.lanes = WorkLanes()
         self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes)

@@ -151,7 +151,7 @@ class FakePrefill(FakePool):
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
         await asyncio.sleep(script.answer_s)
-        return PrefillReply(CallStatus.OK, "", firsts, 0.0, 0.0, replica.load)
+        return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load)
 
 
 class FakeDecode(FakePool):
@@ -169,7 +169,7 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.REPLY)
         except _Reply as reply:
             status = reply.status
-        return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, 0.0, 0.0)
+        return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, script.transfer_s, 0.0)
 
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
         request = call.request

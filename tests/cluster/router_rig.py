@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +66,7 @@ class Rig:
             "calls": [call for call in self.cluster.calls if call.end is None],
             "mailboxes": len(self.router._mailboxes),
             "waiting": self.router.num_waiting,
+            "demand": self.router.demand.num_open + self.router.demand.coming_prompt_tokens,
             "in flight": dict(view._in_flight),
             "unheard": dict(view._unheard_blocks),
             "prompts": dict(view._prompt_tokens),
@@ -91,6 +92,8 @@ async def running_router(
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
     retry_delay_s: float = 0.001,
+    may_be_empty: Collection[str] = (),
+    cold_start_s: float = PATIENCE_S,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -99,10 +102,16 @@ async def running_router(
         prefill=cluster.prefill,
         rules=RoutingRules(cluster.prefill is not None, local_prefill_max_tokens, fallback),
         limits=RouterLimits(
-            max_queued, max_retries, BLOCK_SIZE, AttemptLimits(queue_s, handoff_s, tail_s), retry_delay_s=retry_delay_s
+            max_queued,
+            max_retries,
+            BLOCK_SIZE,
+            AttemptLimits(queue_s, handoff_s, tail_s),
+            retry_delay_s=retry_delay_s,
+            cold_start_s=cold_start_s,
         ),
         metrics=metrics,
         channel_host="127.0.0.1",
+        may_be_empty=may_be_empty,
     )
     rig = Rig(cluster, router, metrics)
     loop = asyncio.get_running_loop()

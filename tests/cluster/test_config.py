@@ -190,7 +190,11 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         "pools.prefill.kv_capacity_tokens: 1024 tokens cannot hold one request of model.max_model_len 2048",
         ["at least 2048", "at most 1024"],
     ),
-    "cuda without GPUs": ({"pools.decode.device": "cuda"}, "pools.decode.num_gpus: 0 with device cuda", ["usually 1"]),
+    "cuda without GPUs": (
+        {"pools.decode.device": "cuda", "pools.prefill.device": "cuda", "pools.prefill.num_gpus": 1},
+        "pools.decode.num_gpus: 0 with device cuda",
+        ["usually 1"],
+    ),
     "GPUs without cuda": ({"pools.decode.num_gpus": 1}, "pools.decode.num_gpus: 1 would reserve", ["expected 0"]),
     "more choices than sequences": (
         {"pools.decode.max_running_sequences": 4},
@@ -429,9 +433,9 @@ def test_local_config_shows_every_key_and_names_defaults_that_differ() -> None:
         if not path or path[:2] == ("pools", "decode") or tree.is_section(path):
             continue  # the keys of decode are those of prefill
         if path not in document.lines:
-            assert re.search(rf"^ +# {path[-1]}: ", text, re.MULTILINE), path
+            assert re.search(rf"^ +# +{path[-1]}: ", text, re.MULTILINE), path
             continue
-        in_pool = path[0] == "pools"
+        in_pool = path[:2] == ("pools", "prefill")
         default = getattr(PoolConfig(), path[-1]) if in_pool else value_at(defaults, path)
         if value_at(local, path) != default:
             expected = "No default" if default is None else f"Default: {default}"

@@ -98,22 +98,6 @@ def test_ingress_and_pools_share_families() -> None:
     assert values(in_flight, "splitserve_requests_in_flight", pool="ingress") == {"ingress-1": 7}
 
 
-def test_every_promised_family_of_the_ingress_is_there() -> None:
-    families = parsed({"ingress": IngressMetrics("model", "1.0", "2.60.0").snapshot()})
-    expected = {
-        "counter": "requests request_success request_rejections router_decisions retries metrics_scrape_failures "
-        "prompt_tokens generation_tokens metric_errors",
-        "gauge": "requests_in_flight requests_queued build_info",
-        "histogram": "time_to_first_token_seconds inter_token_latency_seconds "
-        "request_time_per_output_token_seconds e2e_request_latency_seconds request_prompt_tokens "
-        "request_generation_tokens",
-    }
-    assert {kind: set(names.split()) for kind, names in expected.items()} == {
-        kind: {name.removeprefix("splitserve_") for name, family in families.items() if family.type == kind}
-        for kind in expected
-    }
-
-
 def test_the_router_s_events_and_random_urls() -> None:
     metrics = IngressMetrics("model", "1.0", "2.60.0", policy="pairs")
     metrics.routed("remote")

@@ -12,6 +12,7 @@ import pytest
 from cluster.api_error import ApiError
 from cluster.ingress_metrics import IngressMetrics
 from cluster.request_timer import RequestTimer
+from cluster.slo_config import SloConfig
 from cluster.text_choice import TextChoice
 from cluster.text_generation import TextGeneration
 from cluster.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class Rig:
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.choices = [TextChoice(index, tokenizer, stops, False) for index in range(len(script) * n)]
         self.generation = TextGeneration(
-            self.source, specs, self.choices, RequestTimer(self.metrics, "/v1/completions")
+            self.source, specs, self.choices, RequestTimer(self.metrics, "/v1/completions", SloConfig())
         )
 
     async def texts(self) -> dict[int, tuple[str, str]]:

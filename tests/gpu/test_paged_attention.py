@@ -9,7 +9,7 @@ from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, r
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.kv_write import write_kv
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import WorkSharing, keys_at_once, paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 
 pytestmark = pytest.mark.interpreted
@@ -17,29 +17,49 @@ pytestmark = pytest.mark.interpreted
 # The interpreter multiplies bfloat16 as the integers it keeps them in.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 HEADS = [(1, 1), (9, 3), (32, 8), (24, 1)]
-# Around a block, around a tile, around a split; one of a single token; one padding row.
+# Around a block, around a tile, several of them; one of a single token; one padding row.
 LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 0, 127, 129, 300]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("num_splits", "min_split"), [(1, 64), (4, 64), (7, 128)])
+@pytest.mark.parametrize("num_resident", [1, 5, 40])
 def test_decode_equals_attention_by_definition(
-    device: torch.device, dtype: torch.dtype, head_dim: int, num_splits: int, min_split: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_resident: int
 ) -> None:
-    check_decode(device, dtype, head_dim, (8, 2), LENGTHS, num_splits, min_split)
+    check_decode(device, dtype, head_dim, (8, 2), LENGTHS, num_resident)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_with_any_grouping_of_heads(device: torch.device, heads: tuple[int, int]) -> None:
-    check_decode(device, torch.float32, 64, heads, LENGTHS, 3, 64)
+    check_decode(device, torch.float32, 64, heads, LENGTHS, 7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too long for the interpreter")
-@pytest.mark.parametrize("num_splits", [1, 8, 32])
+@pytest.mark.parametrize("num_resident", [1, 8, 82, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_of_long_contexts(device: torch.device, dtype: torch.dtype, num_splits: int) -> None:
-    check_decode(device, dtype, 128, (32, 8), [32768, 5, 4097, 8191, 0, 20000], num_splits, 512)
+def test_decode_of_long_contexts(device: torch.device, dtype: torch.dtype, num_resident: int) -> None:
+    check_decode(device, dtype, 128, (32, 8), [32768, 5, 4097, 8191, 0, 20000], num_resident)
+
+
+UNEVEN = [7, 900, 20, 0, 1700, 64] * 9
+
+
+@pytest.mark.parametrize("num_resident", [1, 3, 16, 128])
+@pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [640], [64] * 16, [0, 0, 5, 0, 1000, 0], UNEVEN])
+def test_pieces_cover_every_context_once(device: torch.device, lengths: list[int], num_resident: int) -> None:
+    positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
+    sharing = WorkSharing(num_resident, 64, most_rows=len(lengths))
+    count = sharing.most_pieces(len(lengths))
+    rows, firsts, ends, before = zip(*sharing.share_out(positions)[: count + 1].tolist(), strict=True)
+    pieces = [piece for piece in zip(rows, firsts, ends, strict=True) if piece[1] < piece[2]]
+    assert list(zip(rows, firsts, ends, strict=True))[: len(pieces)] == pieces, "an empty one before the last"
+    tiles = [(row, tile) for row, first, end in pieces for tile in range(first, end)]
+    assert tiles == [(row, tile) for row, n in enumerate(lengths) for tile in range(-(-n // 64))]
+    assert list(before[: len(lengths) + 1]) == [sum(p[0] < row for p in pieces) for row in range(len(lengths) + 1)]
+    sizes = [end - first for _, first, end in pieces]
+    is_even = max(lengths) == min(lengths)
+    assert is_even or max(sizes, default=0) <= max(1, -(-sum(-(-n // 64) for n in lengths) // num_resident))
 
 
 def check_decode(
@@ -48,8 +68,7 @@ def check_decode(
     head_dim: int,
     heads: tuple[int, int],
     lengths: list[int],
-    num_splits: int,
-    min_split: int,
+    num_resident: int,
 ) -> None:
     num_heads, num_kv_heads = heads
     case = paged_case(lengths, num_kv_heads, head_dim, dtype, device, written=[max(n - 1, 0) for n in lengths])
@@ -64,13 +83,14 @@ def check_decode(
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
     before = case.kv.clone()
     scale = head_dim**-0.5
+    sharing = WorkSharing(num_resident, keys_at_once(dtype, head_dim), len(lengths))
     paged_decode(
-        query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions, scale,
-        num_splits, min_split, out,
+        query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions,
+        sharing.share_out(positions), sharing.most_pieces(len(lengths)), scale, out,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         if length == 0:
-            assert (out[row] == 0).all()
+            assert out[row].isnan().all()
             continue
         expected = attention(query[row : row + 1], case.keys[row], case.values[row], length - 1, scale)
         assert relative_error(out[row : row + 1], expected) < TOLERANCE[dtype], length

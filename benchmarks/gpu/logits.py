@@ -1,0 +1,255 @@
+"""python -m benchmarks.gpu.logits SHAPE.json ...: whether the card's bf16 logits are as good as transformers' own.
+
+Random weights (equal top-1 tokens say nothing then), three times the same: transformers in float32, transformers in
+bf16, and this engine in bf16 with its kernels, compiled layers and graphs. An error is |x - float32| / |float32| of one
+row of logits. Fails when this engine's are beyond transformers' own by more than --slack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+from benchmarks.gpu.shape_folder import make_shape_folder
+from benchmarks.gpu.step_times import table
+from replicas.model_runner import ModelRunner
+from scheduler.memory_budget import num_blocks_for
+from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.sampling_params import SamplingParams
+
+BLOCK_SIZE = 16
+# With log-probabilities a step's logits go through `choose_tokens`, where they can be seen.
+_SEEN = SamplingParams(temperature=0.0, num_logprobs=0)
+# Graphs of single prompts, prompts beyond them, fresh heads with and without a rest, a prompt shorter than a block.
+_LENGTHS = (5, 64, 100, 512, 700, 1024, 1500, 2048, 2500, 300, 33, 768)
+_NUM_FORCED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt and the tokens that follow it, whatever the model would have chosen. slot: where it runs."""
+
+    slot: int
+    prompt: tuple[int, ...]
+    forced: tuple[int, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt, *self.forced]
+
+
+# By (case, index of the forced token that comes next; the prompt's own logits are 0): what computed it, and the row.
+Rows = dict[tuple[int, int], tuple[str, torch.Tensor]]
+
+
+def make_cases(lengths: tuple[int, ...], vocab_size: int) -> list[Case]:
+    rng = random.Random(7)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(vocab_size) for _ in range(count))
+
+    return [Case(slot, ids(length), ids(_NUM_FORCED)) for slot, length in enumerate(lengths)]
+
+
+@torch.inference_mode()
+def reference_rows(folder: str, cases: list[Case], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """float32 [forced + 1, vocab_size] of each case, on the host. The weights are those of load_format dummy."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    # Eager attention: library kernels may round float32 on the way.
+    attention = "eager" if dtype is torch.float32 else "sdpa"
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    model = model.eval()
+    if dtype is torch.float32:
+        model = model.float()  # the same weights; not for bf16, where it would round the rotary frequencies too
+    rows = []
+    for case in cases:
+        ids = torch.tensor([case.ids], device=device)
+        rows.append(model(ids, use_cache=False, logits_to_keep=_NUM_FORCED + 1).logits[0].float().cpu())
+    del model
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+class SeenLogits:
+    """Runs plans of cases one after the other and keeps every row of logits."""
+
+    def __init__(self, runner: ModelRunner, cases: list[Case]) -> None:
+        self._runner = runner
+        self._cases = cases
+        self.rows: Rows = {}
+        self._last: list[torch.Tensor] = []
+        self._places = self._block_tables()
+
+    def _block_tables(self) -> list[TableWrite]:
+        """Block ids of neighbours interleave, so that no prompt lies in one piece."""
+        counts = [num_blocks_for(len(case.ids) + 1, BLOCK_SIZE) for case in self._cases]
+        order = list(range(sum(counts)))
+        random.Random(11).shuffle(order)
+        writes = []
+        for case, count in zip(self._cases, counts, strict=True):
+            writes.append(TableWrite(case.slot, 0, tuple(order[:count])))
+            order = order[count:]
+        return writes
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Both runners choose tokens by the same function; what it is given is kept."""
+        import replicas.model_runner as base
+
+        modules: list[Any] = [base]
+        if self._runner.pool.tensor.is_cuda:
+            import replicas.cuda_runner as cuda
+
+            modules.append(cuda)
+        original: Any = getattr(base, "choose_tokens")  # noqa: B009  # imported there, not exported
+
+        def seen(logits: torch.Tensor, *arguments: Any) -> Any:
+            self._last.append(logits.float().cpu())
+            return original(logits, *arguments)
+
+        patches = [patch.object(module, "choose_tokens", seen) for module in modules]
+        for one in patches:
+            one.start()
+        try:
+            yield
+        finally:
+            for one in patches:
+                one.stop()
+
+    def step(self, way: str, decoded: list[tuple[Case, int]], chunks: list[tuple[Case, int, int]]) -> None:
+        """One step. decoded: (case, index of the forced token that is fed); chunks: (case, start, end)."""
+        inits, writes, rows, prompts = [], [], [], []
+        seen: list[tuple[int, int]] = []
+        for case, index in decoded:
+            inits.append(SlotInit(case.slot, 0, _SEEN, last_token=case.forced[index]))
+            rows.append(DecodeRow(f"case-{case.slot}", 0, case.slot, len(case.prompt) + index))
+            seen.append((case.slot, index + 1))
+        for case, start, end in chunks:
+            if start == 0:
+                inits.append(SlotInit(case.slot, 0, _SEEN, None))
+                writes.append(self._places[case.slot])
+            is_last = end == len(case.prompt)
+            targets = (SampleTarget(case.slot, 0),) if is_last else ()
+            prompts.append(PrefillChunk(f"case-{case.slot}", case.slot, start, case.prompt[start:end], targets))
+            seen += [(case.slot, 0)] if is_last else []
+        self._last.clear()
+        plan = StepPlan(0, tuple(inits), tuple(writes), (), tuple(prompts), tuple(rows))
+        self._runner.launch(plan).result()
+        if not seen:
+            return
+        (logits,) = self._last
+        assert len(logits) == len(seen), "one row for each token"
+        self.rows |= {key: (way, row.clone()) for key, row in zip(seen, logits, strict=True)}
+
+    def run(self) -> None:
+        """Each prompt in one way, each forced token in one way: all of the ways that steps take."""
+        cases = self._cases
+        third = max(1, len(cases) // 3)
+        for case in cases[:third]:
+            self.step("prompt alone", [], [(case, 0, len(case.prompt))])
+        side_by_side = cases[third : 2 * third]
+        self.step("prompts together", [], [(case, 0, len(case.prompt)) for case in side_by_side])
+        for index, case in enumerate(cases[2 * third :]):
+            cut = len(case.prompt) // 2 + 1
+            # Rows of the first prompts run along: steps that mix.
+            mixed = [(cases[index], 0)] if index < third else []
+            self.step("prompt in chunks", mixed, [(case, 0, cut)])
+            self.step("prompt in chunks", [], [(case, cut, len(case.prompt))])
+        late = [case for index, case in enumerate(cases) if not (index < third and index < len(cases) - 2 * third)]
+        self.step("rows", [(case, 0) for case in late], [])
+        for index in range(1, _NUM_FORCED - 1):
+            self.step(f"{len(cases)} rows", [(case, index) for case in cases], [])
+        for case in cases:
+            self.step("one row", [(case, _NUM_FORCED - 1)], [])
+
+
+def compare(rows: Rows, exact: list[torch.Tensor], rounded: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Errors of this engine and of transformers in its type, in thousandths, by the way that a row was computed."""
+    ways: dict[str, list[tuple[float, float, bool, bool]]] = {}
+    for (slot, index), (way, row) in sorted(rows.items(), key=lambda item: item[0]):
+        reference = exact[slot][index]
+        norm = reference.norm()
+        ours, theirs = (float((x - reference).norm() / norm) for x in (row, rounded[slot][index]))
+        best = int(reference.argmax())
+        same = (int(row.argmax()) == best, int(rounded[slot][index].argmax()) == best)
+        ways.setdefault(way, []).append((ours, theirs, *same))
+    ways["all"] = [entry for entries in ways.values() for entry in entries]
+    return [
+        {
+            "way": way,
+            "rows": len(entries),
+            "ours mean": statistics.fmean(1000 * e[0] for e in entries),
+            "HF mean": statistics.fmean(1000 * e[1] for e in entries),
+            "ours max": max(1000 * e[0] for e in entries),
+            "HF max": max(1000 * e[1] for e in entries),
+            "ours top-1": statistics.fmean(e[2] for e in entries),
+            "HF top-1": statistics.fmean(e[3] for e in entries),
+        }
+        for way, entries in ways.items()
+    ]
+
+
+def check(shape: Path, lengths: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(make_shape_folder(shape, Path(temporary)))
+        config = AutoConfig.from_pretrained(folder)
+        cases = make_cases(lengths, config.vocab_size)
+        exact = reference_rows(folder, cases, torch.float32, device)
+        rounded = reference_rows(folder, cases, torch.bfloat16, device)
+        size = EngineSize(
+            max_sequences=len(cases), max_model_len=4096, max_step_tokens=8192, device=options.device,
+            capacity_tokens=sum(len(case.ids) + 2 * BLOCK_SIZE for case in cases) + 4096, block_size=BLOCK_SIZE,
+        )  # fmt: skip
+        runner = BareEngine(folder, "bfloat16", "dummy", size).runner
+    seen = SeenLogits(runner, cases)
+    with seen.watch():
+        seen.run()
+    missing = [(c.slot, i) for c in cases for i in range(_NUM_FORCED + 1) if (c.slot, i) not in seen.rows]
+    if missing:
+        raise RuntimeError(f"no logits of {missing}")
+    rows = compare(seen.rows, exact, rounded)
+    print(f"{shape.stem}: |x - float32| / |float32| of a row of logits, thousandths\n{table(rows)}", flush=True)
+    everything = rows[-1]
+    is_good = everything["ours mean"] <= everything["HF mean"] * (1 + options.slack)
+    return {"is_good": is_good, "ways": rows}
+
+
+def main() -> int:
+    """0 when all shapes are within the error of transformers' own bf16, else 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", type=Path, nargs="+")
+    parser.add_argument("--slack", type=float, default=0.1)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+", default=_LENGTHS)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    results = {shape.stem: check(shape, tuple(options.lengths), options) for shape in options.shapes}
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+    bad = [name for name, result in results.items() if not result["is_good"]]
+    print(f"beyond transformers' own error: {', '.join(bad) or 'none'}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,21 @@
+"""The application builder that a Ray Serve config file names: `import_path: cluster.serve_app:build`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.app import build_app
+from cluster.config_file import config_of
+from cluster.user_error import ConfigError
+
+
+def build(args: Mapping[str, Any]) -> Any:
+    """The application of args["config"], a SplitServe config as a mapping. Raises ConfigError, all that is wrong.
+
+    Files that the config names are looked for by the replicas, not here: this machine may not have them.
+    """
+    unknown = [name for name in args if name != "config"]
+    if unknown or not isinstance(args.get("config"), Mapping):
+        raise ConfigError(f"args: expected exactly the key config with a SplitServe config, found {sorted(args)}")
+    return build_app(config_of(args["config"]))

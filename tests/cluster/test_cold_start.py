@@ -1,0 +1,115 @@
+"""A pool that autoscaling has emptied: requests wait for its first replica and are then answered as ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.api_error import ApiError
+from tests.cluster.fake_model import spec_of, undisturbed
+from tests.cluster.fake_pools import FakeCluster
+from tests.cluster.router_rig import Rig, running_router, until
+
+BOTH = ("decode", "prefill")
+
+
+def emptied(cluster: FakeCluster, *pools: str) -> dict[str, dict[str, Any]]:
+    """Takes all replicas away; returns them by pool."""
+    taken = {}
+    for name in pools:
+        pool = getattr(cluster, name)
+        taken[name], pool.members = pool.members, {}
+    return taken
+
+
+def started(rig: Rig, name: str, members: dict[str, Any]) -> None:
+    """They are there, and Serve tells so."""
+    pool = getattr(rig.cluster, name)
+    pool.members = members
+    if name == "decode":
+        rig.router.pools_changed(pool.replicas())
+    else:
+        rig.router.prefill_changed()
+
+
+@pytest.mark.parametrize("pools", [("decode",), ("prefill",), BOTH])
+async def test_requests_wait_and_are_served(pools: tuple[str, ...]) -> None:
+    cluster = FakeCluster()
+    async with running_router(cluster, may_be_empty=BOTH) as rig:
+        taken = emptied(cluster, *pools)
+        specs = [spec_of(max_tokens=5) for _ in range(3)]
+        tasks = [rig.start(spec) for spec in specs]
+        await until(lambda: rig.router.demand.report().num_held == 3)
+        demand = rig.router.demand.report()
+        assert demand.num_open == 3
+        assert demand.waiting_prompt_tokens == demand.arrived_prompt_tokens == sum(len(s.prompt_ids) for s in specs)
+        assert demand.waiting_blocks > 0
+        assert cluster.calls == []
+        for name in pools:
+            await asyncio.sleep(0.02)
+            assert not any(task.done() for task in tasks)
+            started(rig, name, taken[name])
+        for spec, task in zip(specs, tasks, strict=True):
+            assert await task == undisturbed(spec)
+        demand = rig.router.demand.report()
+        assert (demand.num_open, demand.num_held, demand.waiting_prompt_tokens, demand.waiting_blocks) == (0, 0, 0, 0)
+        assert demand.arrived_prompt_tokens == sum(len(spec.prompt_ids) for spec in specs)
+
+
+async def test_nobody_comes_in_time() -> None:
+    cluster = FakeCluster()
+    async with running_router(cluster, may_be_empty=BOTH, cold_start_s=0.05) as rig:
+        emptied(cluster, "decode")
+        with pytest.raises(ApiError, match="no decode replica has started") as caught:
+            await rig.tokens(spec_of(max_tokens=5))
+        assert (caught.value.status, caught.value.code) == (503, "unavailable")
+        assert rig.count("splitserve_request_rejections", reason="no_capacity") == 1
+
+
+async def test_no_more_wait_than_may() -> None:
+    cluster = FakeCluster()
+    async with running_router(cluster, may_be_empty=BOTH, max_queued=2) as rig:
+        taken = emptied(cluster, "decode")
+        specs = [spec_of(max_tokens=3) for _ in range(2)]
+        tasks = [rig.start(spec) for spec in specs]
+        await until(lambda: rig.router.demand.report().num_held == 2)
+        with pytest.raises(ApiError, match="wait for the first decode replica") as caught:
+            await rig.tokens(spec_of(max_tokens=3))
+        assert caught.value.status == 429
+        started(rig, "decode", taken["decode"])
+        assert [await task for task in tasks] == [undisturbed(spec) for spec in specs]
+
+
+async def test_a_client_that_goes_is_held_no_longer() -> None:
+    cluster = FakeCluster()
+    async with running_router(cluster, may_be_empty=BOTH) as rig:
+        emptied(cluster, "prefill")
+        task = rig.start(spec_of(max_tokens=3))
+        await until(lambda: rig.router.demand.report().num_held == 1)
+        task.cancel()
+        await asyncio.wait({task})
+        demand = rig.router.demand.report()
+        assert (demand.num_open, demand.num_held, demand.waiting_prompt_tokens, demand.waiting_blocks) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["may not be empty", "falls back", "short"])
+async def test_nobody_waits_for_a_pool_that_is_not_needed_or_never_starts(how: str) -> None:
+    cluster = FakeCluster()
+    pools = ("decode",) if how == "may not be empty" else BOTH
+    local = 10_000 if how == "short" else 0
+    async with running_router(
+        cluster, may_be_empty=pools, fallback=how == "falls back", local_prefill_max_tokens=local
+    ) as rig:
+        emptied(cluster, "prefill")
+        spec = spec_of(max_tokens=3)
+        if how == "may not be empty":
+            with pytest.raises(ApiError, match="no prefill replica is available"):
+                await rig.tokens(spec)
+        else:
+            assert await rig.tokens(spec) == undisturbed(spec)
+        report = rig.router.demand.report()
+        assert report.num_held == 0
+        # Whoever falls back is demand for the pool all the same: it starts for those who come after.
+        assert report.arrived_prompt_tokens == (0 if how == "short" else len(spec.prompt_ids))

@@ -1,0 +1,73 @@
+"""The Serve config inside the RayService: Ray accepts it, and it runs the SplitServe config of the values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.config import Config
+from cluster.pool_config import PoolConfig
+from tests.helm.chart import ALL_VALUES, merged, read_values, render
+from tests.helm.chart import CHART as CHART_FOLDER
+
+DEFAULTS = read_values(CHART_FOLDER / "values.yaml")
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: _without_nulls(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_the_config_is_that_of_the_values(name: str) -> None:
+    """Nothing is added, renamed or rounded on the way, large numbers among them."""
+    wanted = _without_nulls(merged(DEFAULTS["config"], ALL_VALUES[name].get("config", {})))
+    assert render(ALL_VALUES[name]).config == wanted
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_splitserve_check_accepts_the_config(name: str) -> None:
+    config = render(ALL_VALUES[name]).config
+    if "autoscaling" not in PoolConfig.model_fields and "autoscaling" in str(config):
+        pytest.skip("this SplitServe does not scale by itself")
+    Config.model_validate(config)
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_ray_accepts_it(name: str) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    document = render(ALL_VALUES[name]).serve_config
+    if "autoscaling" not in PoolConfig.model_fields and "autoscaling" in str(document):
+        pytest.skip("this SplitServe does not scale by itself")
+    schema = ServeDeploySchema.model_validate(document)
+    assert [application.name for application in schema.applications] == ["splitserve"]
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_equals_what_splitserve_deploy_makes(name: str) -> None:
+    serve_config = pytest.importorskip("cluster.serve_config").serve_config
+    rendered = render(ALL_VALUES[name])
+    assert rendered.serve_config == serve_config(rendered.config, Config.model_validate(rendered.config))
+
+
+@pytest.mark.parametrize("name", ALL_VALUES)
+def test_its_form(name: str) -> None:
+    document = render(ALL_VALUES[name]).serve_config
+    (application,) = document.pop("applications")
+    assert document == {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000},
+        "logging_config": {"encoding": "JSON", "log_level": "WARNING", "enable_access_log": False},
+    }
+    policy = application.pop("autoscaling_policy", None)
+    scales = "autoscaling" in str(application["args"])
+    assert policy == ({"policy_function": "cluster.autoscaling_policy:decide"} if scales else None)
+    del application["args"]
+    assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serve_app:build"}
+
+
+def test_the_schema_knows_every_section_of_the_config() -> None:
+    schema = json.loads((CHART_FOLDER / "values.schema.json").read_text())
+    assert set(Config.model_fields) <= set(schema["properties"]["config"]["properties"])
