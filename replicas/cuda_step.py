@@ -17,7 +17,7 @@ from replicas.cuda_slots import CudaSlots, numbers_to_device
 from scheduler.plan import PrefillChunk, StepPlan
 
 if TYPE_CHECKING:
-    from replicas.kernels.paged_decode import WorkSharing
+    from replicas.kernels.work_sharing import WorkSharing
 
 # A library kernel computes this much of a fresh prompt, in whole multiples: cuDNN prepares each new length for
 # milliseconds, so there must be few. The rest of the prompt is a chunk over the pool.
