@@ -59,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("benchmarks.simulation_check", description=__doc__)
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second of the load that is compared")
     parser.add_argument("--duration-s", type=float, default=300.0)
-    parser.add_argument("--calibration-rate", type=float, default=0.35)
+    parser.add_argument("--calibration-rate", type=float, default=0.6)
     parser.add_argument("--calibration-s", type=float, default=120.0)
     parser.add_argument("--input-len", type=LengthRange.parse, default="32:256")
     parser.add_argument("--output-len", type=LengthRange.parse, default="16:96")

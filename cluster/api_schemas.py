@@ -193,6 +193,7 @@ class Health(_Answer):
 class Readiness(_Answer):
     status: Literal["ready", "not ready"]
     missing_pools: list[str] | None = None
+    reasons: list[str] | None = None
 
 
 class Version(_Answer):

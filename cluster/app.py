@@ -40,9 +40,8 @@ def _bind_pool(replica_class: type, name: str, pool: PoolConfig, config: Config)
         ray_actor_options=_actor_options(pool.node_labels, num_cpus=pool.num_cpus, num_gpus=pool.num_gpus),
         max_ongoing_requests=_MAX_ONGOING,
         request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=30,
         max_constructor_retry_count=1,
+        **_leaving(config),
     )(replica_class)
     return deployment.bind(engine_settings(name, pool, config))
 
@@ -55,10 +54,21 @@ def _bind_ingress(config: Config, pools: dict[str, Any]) -> Any:
         **ingress_options(config),
         ray_actor_options=_actor_options(config.ingress.node_labels, num_cpus=config.ingress.num_cpus),
         max_ongoing_requests=_MAX_ONGOING,
-        health_check_period_s=2,
         max_constructor_retry_count=1,
+        **_leaving(config),
     )(serve.ingress()(Ingress))
     return deployment.bind(config, pools["decode"], pools.get("prefill"))
+
+
+def _leaving(config: Config) -> dict[str, Any]:
+    """Health, drain and update, the same for every deployment. Serve kills what has not ended by the drain's end."""
+    return {
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 10,
+        "graceful_shutdown_timeout_s": config.lifecycle.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "max_surge_percent": config.lifecycle.update_surge_percent,
+    }
 
 
 def _actor_options(node_labels: dict[str, str], **resources: float) -> dict[str, Any]:
@@ -98,6 +108,8 @@ def engine_settings(name: str, pool: PoolConfig, config: Config) -> EngineSettin
         lag=pool.lag,
         admission=admission_policy(decode.admission) if decode else AdmissionPolicy(),
         host_memory_bytes=decode.host_memory_bytes if decode else None,
+        drain_timeout_s=config.lifecycle.drain_timeout_s,
+        restart_after_s=config.lifecycle.restart_after_s,
         fault_dir=str(config.testing.fault_dir) if config.testing.fault_dir else None,
         step_record_dir=str(config.testing.step_record_dir) if config.testing.step_record_dir else None,
         version=VERSION,

@@ -35,6 +35,7 @@ from replicas.messages import (
     PrefillReply,
     PromptLogprobs,
     TokenItem,
+    TransferPeer,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,12 +75,20 @@ class Attempt:
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
+        self._source: TransferPeer | None = None
+        self._reader: TransferPeer | None = None
         self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
         self._is_unheard = True
         self._is_closed = False
 
     def open(self) -> None:
-        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one."""
+        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one.
+
+        Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
+        """
+        if self.route.prefill_id is not None:
+            self._source = self._view.prefill_peer(self.route.prefill_id)
+            self._reader = self._view.decode_peer(self.route.decode_id)
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
         self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
         self._trace = self._leg.spec.trace.attempt(self.route)
@@ -119,14 +128,10 @@ class Attempt:
 
     async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
         assert self._prefill is not None
-        try:
-            reader = self._view.decode_peer(self.route.decode_id)
-        except KeyError:
-            error = ReplicaLost(self.route.decode_id, "has left", is_dead=False)
-            raise self._failed(CallStatus.ERROR, str(error), Stage.DECODE) from error
+        assert self._reader is not None
         num_tokens = len(self._request.prompt_ids)
         self._view.prompt_sent(prefill_id, num_tokens)
-        call = _start(self._prefill.call(prefill_id, "prefill", PrefillCall(self._request, reader)))
+        call = _start(self._prefill.call(prefill_id, "prefill", PrefillCall(self._request, self._reader)))
         try:
             await _wait(call, generate, timeout_s=handoff_by_s - time.monotonic())
             if not call.done() and generate.done():
@@ -139,7 +144,7 @@ class Attempt:
         finally:
             call.cancel()
             self._view.prompt_answered(prefill_id, num_tokens)
-        self._view.heard_prefill(prefill_id, reply.load)
+        self._view.heard_load(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
         self._num_from_prefill = 1 if reply.first_tokens else 0
@@ -215,13 +220,7 @@ class Attempt:
     # -- the generate call -------------------------------------------------------------------------
 
     async def _call_generate(self) -> GenerateReply:
-        source = None
-        if self.route.prefill_id is not None:
-            try:
-                source = self._view.prefill_peer(self.route.prefill_id)
-            except KeyError:
-                raise ReplicaLost(self.route.prefill_id, "has left", is_dead=False) from None
-        call = GenerateCall(self._request, self._channel, source)
+        call = GenerateCall(self._request, self._channel, self._source)
         reply: GenerateReply = await self._decode.call(self.route.decode_id, "generate", call)
         return reply
 

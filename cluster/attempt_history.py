@@ -23,6 +23,9 @@ class AttemptHistory:
             # search, which begins anew.
             return replace(self, num_failed=self.num_failed + is_search)
         cause = failure.__cause__
+        if isinstance(cause, ReplicaLost) and cause.has_left and cause.replica_id not in self.excluded:
+            # It was about to leave and had begun nothing. Each leaves once, so that this comes to an end.
+            return replace(self, excluded=self.excluded | {cause.replica_id})
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
         excluded = self.excluded.union(id_ for id_ in at_fault if id_ is not None)

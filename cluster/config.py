@@ -27,6 +27,7 @@ from cluster.config_conflicts import (
 from cluster.config_section import Section
 from cluster.fairness_config import FairnessConfig
 from cluster.http_config import AuthConfig, CorsConfig
+from cluster.lifecycle_config import LifecycleConfig, lifecycle_conflicts
 from cluster.model_config import ModelConfig
 from cluster.pool_config import PoolsConfig
 from cluster.service_config import (
@@ -64,6 +65,7 @@ class Config(Section):
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
     fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
+    lifecycle: LifecycleConfig = Field(default=LifecycleConfig(), description="How replicas leave, and their health")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
     tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
@@ -85,6 +87,7 @@ class Config(Section):
             batch_conflicts(self.limits, self.pools),
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
+            lifecycle_conflicts(self.lifecycle),
             resource_conflicts(self.ray, self.reserved_cpus),
             autoscaling_conflicts(self.ingress, self.pools),
             pair_conflicts(self.model, self.transfer, self.pools),

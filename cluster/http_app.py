@@ -56,7 +56,8 @@ def build_http_app(ingress: Ingress, server_sends_request_id: bool = False) -> A
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
     app.add_middleware(ClientGone)
-    return add_middleware(app, ingress.config, lambda: ingress.metrics.rejected("auth"), server_sends_request_id)
+    wrapped = add_middleware(app, ingress.config, lambda: ingress.metrics.rejected("auth"), server_sends_request_id)
+    return ingress.drain.counting(wrapped)
 
 
 def _add_generation_routes(app: FastAPI, ingress: Ingress) -> None:
@@ -99,10 +100,11 @@ def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
 
     @app.get("/health/ready")
     async def ready() -> Response:
-        missing = ingress.missing_pools()
-        if missing:
-            return json_response({"status": "not ready", "missing_pools": missing}, 503)
-        return json_response({"status": "ready"})
+        found = ingress.readiness()
+        if found.is_ready:
+            return json_response({"status": "ready"})
+        details = {"missing_pools": list(found.missing_pools), "reasons": list(found.reasons)}
+        return json_response({"status": "not ready", **details}, 503)
 
     @app.get("/version")
     async def version() -> Response:
@@ -139,6 +141,7 @@ async def _serve_generation(
     trace = ingress.tracing.request(endpoint, request.headers) if ingress.tracing is not None else None
     timer = RequestTimer(ingress.metrics, endpoint, ingress.config.slo, trace)
     try:
+        ingress.drain.check_accepting()
         body = await receive_body(request, body_class, ingress.limits, ingress.lanes)
         if isinstance(body, ChatCompletionBody):
             generation, answer = await ingress.service.chat(body, timer)

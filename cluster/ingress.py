@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.attempt import AttemptLimits
 from cluster.generation_service import GenerationService
+from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
 from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
+from cluster.readiness import PoolHealth, Readiness, readiness
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
@@ -45,6 +47,7 @@ class Ingress:
 
         from replicas.gguf_conversion import resolve_source
         from replicas.structured_log import configure_logging
+        from replicas.termination import Termination
 
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
@@ -53,30 +56,34 @@ class Ingress:
         self._handles = {"decode": decode} | ({"prefill": prefill} if prefill is not None else {})
         self._handles["ingress"] = serve.get_deployment_handle(context.deployment, context.app_name)
         self.started_at = int(time.time())
+        self._termination = Termination(config.lifecycle.drain_timeout_s)
+        self._termination.watch()
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
-        for name, pool in config.pools.deployed().items():
-            self.metrics.desired_replicas.set(pool.replicas, pool=name)
+        self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
+        self._rules = RoutingRules(
+            has_prefill_pool=prefill is not None,
+            local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
+            fallback_to_decode=config.routing.fallback_to_decode,
+        )
         self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
-            rules=RoutingRules(
-                has_prefill_pool=prefill is not None,
-                local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
-                fallback_to_decode=config.routing.fallback_to_decode,
-            ),
+            rules=self._rules,
             limits=RouterLimits(
                 max_queued=config.ingress.max_queued_requests,
                 max_retries=config.ingress.max_retries,
                 block_size=config.kv.block_size,
                 cold_start_s=config.ingress.cold_start_timeout_s,
                 attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
+                frozen_after_s=config.lifecycle.frozen_after_s,
+                recovery_s=config.lifecycle.recovery_timeout_s,
             ),
             metrics=self.metrics,
             channel_host=channel_host(config),
@@ -126,13 +133,17 @@ class Ingress:
     def limits(self) -> LimitsConfig:
         return self.config.limits
 
-    def missing_pools(self) -> list[str]:
-        """Pools that a request would need and that have no replica now, nor start one for it."""
-        empty = [name for name, pool in self._pools.items() if not pool.replicas()]
-        missing: list[str] = [name for name in empty if name not in self._may_be_empty]
-        if self.config.routing.fallback_to_decode and "prefill" in missing:
-            missing.remove("prefill")
-        return missing
+    def readiness(self) -> Readiness:
+        """Whether requests can be served now, and if not, why."""
+        pools = {
+            pool.name: PoolHealth(
+                fingerprints=tuple(metadata["peer"]["fingerprint"] for metadata in pool.usable().values()),
+                num_lost=len(pool.lost),
+                can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
+            )
+            for pool in self._router.pools
+        }
+        return readiness(pools, self._rules, self.drain.is_draining or self._termination.is_requested)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""
@@ -148,7 +159,8 @@ class Ingress:
         return await asyncio.to_thread(merge, snapshots)
 
     def check_health(self) -> None:
-        """Serve's hook: raising replaces this replica."""
+        """Serve's hook: raising has this replica drained and replaced."""
+        self._termination.check()
         if not self._router.is_healthy:
             raise RuntimeError("the token channel of this ingress is dead")
 
@@ -158,6 +170,14 @@ class Ingress:
         """This replica's id and its metrics, for the ingress that was asked for /metrics."""
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
+
+    async def begin_drain(self) -> None:
+        """The whole server is being stopped: take nothing new."""
+        self.drain.begin()
+
+    async def num_open(self) -> int:
+        """Requests that are not over."""
+        return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy

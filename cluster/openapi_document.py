@@ -74,7 +74,7 @@ _OPERATIONS = (
     _Operation("post", "/tokenize", "Text to token ids", answers.TokenizeAnswer, TokenizeBody, errors=_OF_BODIES),
     _Operation("post", "/detokenize", "Token ids to text", answers.DetokenizeAnswer, DetokenizeBody, errors=_OF_BODIES),
     _Operation("get", "/health", "Whether the process is up", answers.Health),
-    _Operation("get", "/health/ready", "Whether every needed pool has a replica", answers.Readiness),
+    _Operation("get", "/health/ready", "Whether requests can be served", answers.Readiness),
     _Operation("get", "/version", "Version of the server", answers.Version),
     _Operation("get", "/metrics", "Metrics in Prometheus' format", None),
 )

@@ -10,11 +10,18 @@ from cluster.replica_registry import ReplicaTable
 
 
 class ReplicaLost(Exception):
-    """The replica died or left before it answered: the call may be tried on another."""
+    """The replica died or left before it answered: the call may be tried on another.
 
-    def __init__(self, replica_id: str, detail: str, is_dead: bool) -> None:
-        super().__init__(replica_id, detail, is_dead)
-        self.replica_id, self.detail, self.is_dead = replica_id, detail, is_dead
+    is_dead: its process has ended. has_left: it is leaving its pool, and nothing was begun there. is_unreachable: it
+    could not be reached, dead or not.
+    """
+
+    def __init__(
+        self, replica_id: str, detail: str, is_dead: bool, has_left: bool = False, is_unreachable: bool = False
+    ) -> None:
+        super().__init__(replica_id, detail, is_dead, has_left, is_unreachable)
+        self.replica_id, self.detail = replica_id, detail
+        self.is_dead, self.has_left, self.is_unreachable = is_dead, has_left, is_dead or is_unreachable
 
     def __str__(self) -> str:
         return f"replica {self.replica_id}: {self.detail}"
@@ -63,6 +70,7 @@ class ServePool(PoolClient):
             # Serve's word for a method that was cancelled at the replica. Passed on, it would end our own task.
             raise ReplicaLost(replica_id, "the call was cancelled there", is_dead=False) from None
         except ReplicaGone as error:
-            raise ReplicaLost(replica_id, str(error), is_dead=False) from error
+            raise ReplicaLost(replica_id, str(error), is_dead=False, has_left=True) from error
         except RayActorError as error:
-            raise ReplicaLost(replica_id, type(error).__name__, isinstance(error, ActorDiedError)) from error
+            is_dead = isinstance(error, ActorDiedError)
+            raise ReplicaLost(replica_id, type(error).__name__, is_dead, is_unreachable=True) from error

@@ -78,14 +78,9 @@ class PoolView:
     def heard(self, frame: Frame) -> None:
         self._heard[frame.replica_id] = _Heard(frame.load, self._clock())
 
-    def heard_prefill(self, replica_id: str, load: EngineLoad) -> None:
+    def heard_load(self, replica_id: str, load: EngineLoad) -> None:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
-
-    def silent_prefills(self, longest_s: float) -> list[str]:
-        """Prefill replicas that have said nothing of their load for longer than that, those never heard included."""
-        latest_s = self._clock() - longest_s
-        return [name for name in self._prefills() if name not in self._heard or self._heard[name].at_s < latest_s]
 
     def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
         self._in_flight[replica_id] += 1

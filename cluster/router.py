@@ -20,29 +20,39 @@ from cluster.attempt_history import AttemptHistory
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.batch_queue import BatchQueue
 from cluster.cold_start import ColdStart
+from cluster.dead_replicas import DeadReplicas
 from cluster.demand_meter import DemandMeter
 from cluster.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.ingress_metrics import IngressMetrics
-from cluster.load_reports import LoadReports
 from cluster.pool_client import PoolClient, ReplicaLost
 from cluster.pool_view import PoolView
+from cluster.pulse_table import PulseRules
 from cluster.replica_registry import ReplicaTable
 from cluster.route_refusal import refuse
-from cluster.routing_policy import Need, Route, RouteKind, RoutingRules, choose_route
+from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame
 
 logger = logging.getLogger(__name__)
 
+_RECOVERY_POLL_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class RouterLimits:
-    """From the config. retry_delay_s doubles with each retry."""
+    """From the config. retry_delay_s doubles with each retry.
+
+    frozen_after_s: silence of a replica after which it is given up; recovery_s: how long a stream that has begun waits
+    for another replica when none is left.
+    """
 
     max_queued: int
     max_retries: int
     block_size: int
     attempt: AttemptLimits
     retry_delay_s: float = 0.05
+    frozen_after_s: float = 5.0
+    recovery_s: float = 30.0
     cold_start_s: float = 300.0
 
 
@@ -61,20 +71,20 @@ class Router:
         may_be_empty: Collection[str] = (),
     ) -> None:
         """may_be_empty: pools whose first replica a request waits for, if they have none."""
-        self._decode, self._prefill = decode, prefill
         self._rules, self._limits, self._metrics = rules, limits, metrics
-        self._view = PoolView(decode.replicas, prefill.replicas if prefill else dict)
-        self._load_reports = LoadReports(prefill, self._view) if prefill else None
-        clients = {"decode": decode, "prefill": prefill}
-        empty = {name: client for name, client in clients.items() if client and name in may_be_empty}
+        self._decode = self._watched("decode", decode)
+        self._prefill = self._watched("prefill", prefill) if prefill else None
+        self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
+        self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        empty = {pool.name: pool.staying for pool in self.pools if pool.name in may_be_empty}
         self._cold_start = ColdStart(empty, rules, limits.cold_start_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
-        self._background: set[asyncio.Task[None]] = set()
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
             channel_host,
-            decode,
+            self._decode,
             self._mailboxes,
             on_frame=self._on_frame,
             on_gap=lambda: metrics.retried("frames"),
@@ -84,13 +94,13 @@ class Router:
     async def start(self) -> None:
         """Bind the token channel. Before any generation."""
         await self._intake.receiver.start()
-        if self._load_reports is not None:
-            self._load_reports.start()
+        for pool in self.pools:
+            pool.start()
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
-        if self._load_reports is not None:
-            await self._load_reports.stop()
+        for pool in self.pools:
+            await pool.stop()
         await self._intake.receiver.stop()
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
@@ -121,8 +131,7 @@ class Router:
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         need = self._need(leg)
-        demand = self.demand.opened(need, self._rules)
-        try:
+        with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
             # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
             # come together each sees those before it.
@@ -143,8 +152,6 @@ class Router:
             finally:
                 run.cancel()
                 await asyncio.wait({run})
-        finally:
-            demand.close()
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 
@@ -152,7 +159,7 @@ class Router:
         while True:
             if attempt is None:
                 await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
-                attempt = self._open_attempt(leg, self._route(leg, past.excluded), deadline_s)
+                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -239,59 +246,49 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
+    async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
+        """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
+        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
+        while leg.has_emitted and time.monotonic() < until_s:
+            if not isinstance(self._decide(self._need(leg), past.excluded), Unavailable):
+                break
+            await asyncio.sleep(_RECOVERY_POLL_S)
+        return self._route(leg, past.excluded)
+
     def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
-        need, view = self._need(leg), self._view
-        decided = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+        need = self._need(leg)
+        decided = self._decide(need, excluded)
         return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
 
     def _need(self, leg: Leg) -> Need:
-        request = leg.request("", 0.0)
-        num_choices, is_search = len(request.choices), leg.spec.beam is not None
-        return Need(
-            len(request.prompt_ids), request.max_tokens, num_choices, self._limits.block_size, is_search=is_search
-        )
+        request, size = leg.request("", 0.0), self._limits.block_size
+        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
+        return Need(num_tokens, request.max_tokens, num_choices, size, is_search=leg.spec.beam is not None)
+
+    def _decide(self, need: Need, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
+        view = self._view
+        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
         return float(max(1, self.num_waiting // max(1, len(self._decode.replicas()))))
 
+    def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
+        rules = PulseRules.of(self._limits.frozen_after_s)
+        return WatchedPool(name, pool, rules, self._metrics.replica_lost, lambda *load: self._view.heard_load(*load))
+
     # -- what the replicas say ---------------------------------------------------------------------
 
     def _on_frame(self, frame: Frame) -> None:
         self._view.heard(frame)
+        self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        extra = {
-            "event": "attempt_failed",
-            "generation": leg.spec.generation_id,
-            "stage": failure.stage,
-            "status": failure.status,
-            "detail": failure.detail,
-            "decode": route.decode_id,
-            "prefill": route.prefill_id,
-            "attempt": attempt,
-        }
+        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
+        where = {"decode": route.decode_id, "prefill": route.prefill_id}
+        extra = {"event": "attempt_failed", "generation": leg.spec.generation_id, **how, **where}
         logger.warning("attempt failed", extra=extra)
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:
-            task = asyncio.create_task(self._forget_dead(cause.replica_id), context=contextvars.Context())
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
-
-    async def _forget_dead(self, replica_id: str) -> None:
-        """A replica died: whoever holds a lease for it, or waits for it, lets go now instead of at expiry."""
-        agent_name = self._view.forget(replica_id)
-        if agent_name is None:
-            return
-        pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
-        survivors = [(pool, name) for pool in pools for name in pool.replicas() if name != replica_id]
-        await asyncio.gather(*(self._tell_to_forget(pool, name, agent_name) for pool, name in survivors))
-
-    async def _tell_to_forget(self, pool: PoolClient, replica_id: str, agent_name: str) -> None:
-        try:
-            async with asyncio.timeout(self._limits.attempt.tail_s):
-                await pool.call(replica_id, "forget_peer", agent_name)
-        except Exception as error:  # its leases and waits expire by themselves, only later
-            extra = {"event": "forget_failed", "replica": replica_id, "reason": repr(error)}
-            logger.warning("forget_peer failed", extra=extra)
+            self._dead.found(cause.replica_id)

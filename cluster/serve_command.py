@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -12,31 +11,55 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
+from cluster.shutdown import StopSignals, wait_for_streams
 from cluster.user_error import UserError
 
 _LOOPBACK = "127.0.0.1"
+_ANSWER_TIMEOUT_S = 10.0
 
 
 def run_server(config: Config) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code. Raises UserError when the application can't start."""
+    """Serve until SIGINT or SIGTERM, then drain; returns the exit code.
+
+    Raises UserError when the application can't start, KeyboardInterrupt at a second signal.
+    """
     started_s = time.monotonic()
     try:
         _say("starting Ray")
-        _start_ray(config)
-        stop = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
-            signal.signal(number, lambda *_: stop.set())
+        _start_ray_patiently(config)
+        signals = StopSignals()
+        signals.install()
         _say("starting replicas: each loads the weights, allocates its KV pool and warms up")
-        description = _deploy(config, stop)
+        description = _deploy(config, signals.requested)
         if description is not None:
             _say(f"ready after {time.monotonic() - started_s:.0f} s")
             sys.stdout.write(ready_lines(config, description) + "\n")
             sys.stdout.flush()
-            stop.wait()
+            signals.requested.wait()
         _say("stopping")
+        if description is not None:
+            _drain(config)
+        _stop_serve()
     finally:
         _stop_ray()
     return 0
+
+
+def _start_ray_patiently(config: Config) -> None:
+    """On a busy machine Ray's own patience may be too short: try twice. Raises UserError."""
+    for is_last in (False, True):
+        try:
+            _start_ray(config)
+            return
+        except Exception as error:
+            _stop_ray()
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if is_last:
+                raise UserError(
+                    f"Ray did not start: {reason}\nIs the machine very busy, or out of memory or disk space? "
+                    "Ray's logs are in /tmp/ray/session_latest/logs."
+                ) from error
+            _say(f"Ray did not start ({reason}); trying once more")
 
 
 def _start_ray(config: Config) -> None:
@@ -111,11 +134,36 @@ def _last_line(status: Any) -> str:
     return str(status.message)
 
 
-def _stop_ray() -> None:
-    import ray
+def _drain(config: Config) -> None:
+    """Every ingress refuses new requests, and its streams end. Blocks, at most for the drain's time."""
+    from ray import serve
+
+    handle = serve.get_app_handle(APP_NAME)
+
+    def ask(method: str) -> list[Any]:
+        # An ingress that has died has no streams any more.
+        results = handle.broadcast(method).results(timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True)
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    try:
+        ask("begin_drain")
+        num_left = wait_for_streams(lambda: sum(ask("num_open")), config.lifecycle.drain_timeout_s, _say)
+    except Exception as error:
+        _say(f"the ingresses can't be asked, streams may be cut: {type(error).__name__}")
+        return
+    if num_left:
+        _say(f"{num_left} requests are cut: lifecycle.drain_timeout_s is over")
+
+
+def _stop_serve() -> None:
     from ray import serve
 
     serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _stop_ray() -> None:
+    import ray
+
     ray.shutdown()
 
 

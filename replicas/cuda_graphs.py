@@ -17,8 +17,8 @@ import torch
 
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import CudaStep, Launches
-from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
 from scheduler.plan import PrefillChunk, StepPlan
 
 _PREFILL_LENGTHS = (64, 128, 256, 512, 1024, 2048)

@@ -16,8 +16,8 @@ from replicas.cuda_attention import bind_attention
 from replicas.cuda_graphs import StepGraphs
 from replicas.cuda_slots import CudaSlots
 from replicas.cuda_step import build_cuda_inputs
-from replicas.kernels.paged_decode import WorkSharing
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv_pool import KvPool
 from replicas.model_loader import LoadedModel
 from replicas.model_runner import ModelRunner, StepHandle

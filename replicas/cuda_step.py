@@ -1,7 +1,7 @@
 """A plan as the CUDA attention reads it: what lies on the device, and what the host decides about launches.
 
-No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks, in
-the order of a ChunkLayout.
+No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks,
+in the order of a ChunkLayout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replicas.cuda_slots import CudaSlots, numbers_to_device
 from scheduler.plan import PrefillChunk, StepPlan
 
 if TYPE_CHECKING:
-    from replicas.kernels.paged_decode import WorkSharing
+    from replicas.kernels.work_sharing import WorkSharing
 
 # A library kernel computes this much of a fresh prompt, in whole multiples: cuDNN prepares each new length for
 # milliseconds, so there must be few. The rest of the prompt is a chunk over the pool.

@@ -96,6 +96,10 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         """Frames a router missed. Any thread. Raises FrameGone when they are no longer kept."""
         return self.sender.replay(router_id, from_seq)
 
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.sender.has_unsent
+
     def on_transfer_event(self, event: Event) -> None:
         """Called by the transfer thread. Does not block."""
         self._post(lambda: self._on_transfer(event))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from replicas.engine_replica import EngineReplica, reply_or_cancel
-from replicas.messages import Frame, GenerateCall, GenerateReply
+from replicas.messages import CallStatus, Frame, GenerateCall, GenerateReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class DecodeReplica(EngineReplica["DecodeEngine"]):
 
     async def generate(self, call: GenerateCall) -> GenerateReply:
         """One long call per request; its tokens travel by the token channel. Cancelling it frees all it holds."""
+        if self.is_leaving:
+            return GenerateReply(CallStatus.LEAVING, "the replica drains", (), 0.0, 0.0, 0.0)
         return await reply_or_cancel(self._engine.generate(call), self._engine.cancel, call.request.request_id)
 
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:

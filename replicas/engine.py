@@ -108,6 +108,16 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
         return self._thread.is_alive() and fresh and self._num_loop_failures < _MAX_LOOP_FAILURES
 
+    @property
+    def thread(self) -> threading.Thread:
+        """The engine's own; for those that watch it."""
+        return self._thread
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
+        return self.status.ledger.is_idle
+
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
 
@@ -128,6 +138,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._close()
 
     def _iterate(self) -> None:
+        self.faults.freeze(f"{self.name}.thread")
         now_s = time.monotonic()
         self.last_beat_s = now_s
         self._drain_inbox()

@@ -15,6 +15,7 @@ from replicas.decode_engine import DecodeEngine
 from replicas.device_runner import make_runner
 from replicas.engine import Engine, EngineParts, SchedulerT
 from replicas.engine_metrics import EngineMetrics
+from replicas.engine_watch import Watched
 from replicas.fault_points import FaultPoints
 from replicas.handoff_actions import Event, HandoffTiming
 from replicas.kv_digest import BlockDigester
@@ -58,6 +59,19 @@ class BuiltEngine(Generic[EngineT]):
 
     def start(self) -> None:
         self.engine.start()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody waits for anything of it: no request, no reader of a lease, no frame to be sent."""
+        transfers = self.transfers.snapshot()
+        return self.engine.is_idle and not (transfers.leases_open or transfers.reads_in_flight)
+
+    def watched(self) -> dict[str, Watched]:
+        """Its threads, for a watch."""
+        return {
+            "engine": Watched(self.engine.thread, lambda: self.engine.last_beat_s),
+            "kv-transfer": Watched(self.transfers.thread, lambda: self.transfers.last_poll_s),
+        }
 
     def stop(self) -> None:
         """End the engine, then its transfers: a read in flight still writes into the pool. Blocks for seconds."""

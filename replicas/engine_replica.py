@@ -1,20 +1,32 @@
-"""What the Serve replicas of both kinds of engine have in common: start, metadata, health, metrics, end."""
+"""What the Serve replicas of both kinds of engine have in common: start, metadata, health, metrics, drain, end.
+
+How one leaves: Serve takes it off the routers' tables, waits for the calls that are open here, and then for `__del__`;
+that waits for the readers of what it computed. All of it within `drain_timeout_s`, when Serve kills the process.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from replicas.engine_watch import EngineWatch
+from replicas.messages import Pulse
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
     from replicas.engine import Engine
     from replicas.engine_builder import BuiltEngine
     from replicas.metric_set import FamilySnapshot
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
 
 EngineT = TypeVar("EngineT", bound="Engine[Any, Any]")
 ReplyT = TypeVar("ReplyT")
@@ -28,15 +40,21 @@ class EngineReplica(ABC, Generic[EngineT]):
         from ray import serve
 
         from replicas.structured_log import configure_logging
+        from replicas.termination import Termination
 
         configure_logging(settings.log_level, settings.log_format)
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
-        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms by
-        # 600 ms.
+        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
+        # by 600 ms.
         gc.collect()
         gc.freeze()
         self._built.start()
+        self._watch = EngineWatch(self._built.watched(), settings.restart_after_s)
+        self._watch.start()
+        self._termination = Termination(settings.drain_timeout_s)
+        self._termination.watch()
+        self._has_left = False
 
     @abstractmethod
     def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[EngineT]:
@@ -45,6 +63,15 @@ class EngineReplica(ABC, Generic[EngineT]):
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
         return self._built.metadata()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether new work is refused: routers learn of it before Serve tells them."""
+        return self._termination.is_requested
+
+    async def pulse(self) -> Pulse:
+        """Load, not older than a step and 50 ms, and whether the engine stands still. Answered while it computes."""
+        return Pulse(self._engine.status.load, self._watch.stalled_s)
 
     async def forget_peer(self, agent_name: str) -> None:
         """The router saw this replica of the other pool die: transfers from it are lost, leases held for it end."""
@@ -55,12 +82,29 @@ class EngineReplica(ABC, Generic[EngineT]):
         return self._built.peer.replica_id, self._built.metrics_snapshot()
 
     def check_health(self) -> None:
+        """Serve's hook: raising has this replica drained and replaced."""
+        self._termination.check()
         self._built.check_health()
 
-    def __del__(self) -> None:
-        built = getattr(self, "_built", None)
-        if built is not None:
-            built.stop()
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Serve's hook for the end, when no call is open any more; it awaits the result."""
+        if getattr(self, "_has_left", True):  # not started, or the second time: by the garbage collector
+            return None
+        self._has_left = True
+        return self._leave()
+
+    async def _leave(self) -> None:
+        """Wait for the readers of leases, and for frames to leave; then end the engine."""
+        self._watch.stop()
+        begun_s = time.monotonic()
+        deadline_s = begun_s + self._built.settings.drain_timeout_s
+        while time.monotonic() < deadline_s:
+            if self._built.is_drained:
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+        extra = {"event": "drained", "waited_s": round(time.monotonic() - begun_s, 2), "all": self._built.is_drained}
+        logger.info("the replica leaves", extra=extra)
+        await asyncio.to_thread(self._built.stop)
 
 
 async def reply_or_cancel(future: Future[ReplyT], cancel: Callable[[str], None], request_id: str) -> ReplyT:

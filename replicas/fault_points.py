@@ -1,6 +1,7 @@
 """Faults that tests ask for by files in a folder (config `testing.fault_dir`); without a folder, nothing happens.
 
 `hold.<point>`     while the file exists, that phase does not go on.
+`freeze.<point>`   while the file exists, the thread that comes there stands still.
 `corrupt.received` once: a received block is overwritten before it is verified or used.
 `zero.source`      while the file exists: a source's blocks are zeroed after their transfer was confirmed.
 A fault that happened leaves `did.<name>` behind, so that a test can tell it from one that did not.
@@ -9,10 +10,13 @@ A fault that happened leaves `did.<name>` behind, so that a test can tell it fro
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+_FROZEN_POLL_S = 0.25  # seldom: to stand still is to use no CPU time
 
 
 class FaultPoints:
@@ -28,6 +32,12 @@ class FaultPoints:
             return False
         self._did(f"hold.{point}")
         return True
+
+    def freeze(self, point: str) -> None:
+        """Stand still here for as long as the test wants it."""
+        while self._dir is not None and (self._dir / f"freeze.{point}").exists():
+            self._did(f"freeze.{point}")
+            time.sleep(_FROZEN_POLL_S)
 
     def after_read(self, transfer_id: str, local_block_ids: Sequence[int]) -> None:
         """Called when a read has ended, before its blocks are verified or used."""

@@ -156,6 +156,14 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulse:
+    """A replica's answer to the question how it is. stalled_s: since when its engine stands still; 0.0: it does not."""
+
+    load: EngineLoad
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """Decode -> one router: everything one step produced for it; with no items, a sign of life."""
 
@@ -186,6 +194,7 @@ class CallStatus(StrEnum):
     KV_LOST = "kv_lost"  # the prompt's KV did not arrive intact: retry on another pair
     EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
+    LEAVING = "leaving"  # the replica is about to end: nothing was begun
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     ERROR = "error"
 

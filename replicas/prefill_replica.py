@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.engine_replica import EngineReplica, reply_or_cancel
-from replicas.messages import EngineLoad, PrefillCall, PrefillReply
+from replicas.messages import CallStatus, PrefillCall, PrefillReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ class PrefillReplica(EngineReplica["PrefillEngine"]):
 
     async def prefill(self, call: PrefillCall) -> PrefillReply:
         """Compute one prompt. Cancelling the call (Serve does, when the client has gone) frees all it holds."""
+        if self.is_leaving:
+            return PrefillReply(CallStatus.LEAVING, "the replica drains", (), 0.0, 0.0, self._engine.status.load)
         return await reply_or_cancel(self._engine.prefill(call), self._engine.cancel, call.request.request_id)
-
-    async def load(self) -> EngineLoad:
-        """What waits here and how fast it is computed, not older than a step and 50 ms."""
-        return self._engine.status.load

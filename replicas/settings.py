@@ -49,6 +49,9 @@ class EngineSettings:
     host_memory_bytes: int | None = None
     idle_frame_s: float = 0.5
     channel_stall_s: float = 10.0
+    # How long it may take to leave; and after how long of doing nothing, with work, it ends itself.
+    drain_timeout_s: float = 120.0
+    restart_after_s: float = 30.0
     fault_dir: str | None = None
     step_record_dir: str | None = None
     version: str = ""  # of SplitServe and of Ray, for the metrics

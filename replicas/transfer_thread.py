@@ -103,6 +103,11 @@ class TransferThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def thread(self) -> threading.Thread:
+        """The one that moves KV; for those that watch it."""
+        return self._thread
+
     # -- commands ------------------------------------------------------------------------------------------------
 
     def offer(

@@ -70,3 +70,8 @@ class Ledger:
     num_leased: int
     num_ending: int  # over, but some block waits for a step or a transfer to let go
     used_slots: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is here in any state, and nothing is held for one."""
+        return not (self.num_queued or self.num_active or self.num_leased or self.num_ending)

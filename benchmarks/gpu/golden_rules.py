@@ -188,7 +188,7 @@ def main() -> int:
     ruled = rule_requests(short[: options.num_prompts])
     searches = beam_requests({entry["name"]: entry["prompt_ids"] for entry in entries})[: options.num_searches]
     sender = ScoredSender()
-    size = EngineSize(64, 2048, 512, capacity_tokens=100_000, device=options.device)
+    size = EngineSize(64, 2048, 512, capacity_tokens=32_768, device=options.device)
     engine = BareEngine(folder, "float32", "auto", size, options.lag, sender)
     with engine:
         engine.run_requests([*ruled, *(request for request, _ in searches)])

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
 from replicas.kernels.gemv import gemv
-from replicas.kernels.paged_decode import WorkSharing, paged_decode
+from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv_pool import KvLayout
 from replicas.slot_columns import BLOCK_TABLE, sampling_columns
 from scheduler.sampling_params import SamplingParams

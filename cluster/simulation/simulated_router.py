@@ -159,7 +159,7 @@ class SimulatedRouter:
             attempt.is_prefilling = False
             self._open[attempt.client.job.index].prompt_done()
             self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
-            self.view.heard_prefill(attempt.route.prefill_id, load)
+            self.view.heard_load(attempt.route.prefill_id, load)
         if is_over and not attempt.is_closed:
             decode = self._decodes[attempt.route.decode_id]
             self._call(decode, attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import orjson
 
 from cluster.simulation.cost_model import CostModel
-from cluster.simulation.step_model import StepModel
+from cluster.simulation.step_model import FEW_ROWS, StepModel
 from cluster.user_error import UserError
 from scheduler.step_shape import StepShape
 
 # Longer gaps between two steps are waits for work.
 _LONGEST_OVERHEAD_S = 0.02
 _FEWEST_STEPS = 10
-_COEFFICIENTS = ("base_s", "row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
+_COEFFICIENTS = ("base_s", "row_s", "few_row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
 _CONTENTIONS = [1 + 0.02 * step for step in range(101)]
 _FILE_NAME = re.compile(r"(prefill|decode)-\d+\.jsonl")
 
@@ -165,9 +165,17 @@ def _solve(matrix: list[list[float]], vector: list[float]) -> list[float] | None
 
 
 def _feature(record: StepRecord, name: str) -> float:
-    if name == "base_s":
-        return 1.0
-    return float(record.shape[_COEFFICIENTS.index(name) - 1])
+    shape = record.shape
+    return float(
+        {
+            "base_s": 1,
+            "row_s": shape.num_rows,
+            "few_row_s": min(shape.num_rows, FEW_ROWS),
+            "context_token_s": shape.num_context_tokens,
+            "prompt_token_s": shape.num_prompt_tokens,
+            "prompt_pair_s": shape.num_prompt_pairs,
+        }[name]
+    )
 
 
 def _overlaps(pool: str, records: dict[str, list[StepRecord]]) -> list[float]:

@@ -11,8 +11,14 @@ from cluster.config_section import Section
 Cost = Annotated[float, Field(ge=0, le=3_600)]
 
 
+# Up to so many rows a product runs at the speed of memory-bound code, beyond at that of matrix code: on a 2-core CPU
+# steps of 1, 4 and 16 rows take 70, 137 and 227 ms, which no straight line through any two of them foretells.
+FEW_ROWS = 4
+
+
 class StepModel(Section):
-    """step time = base + row * rows + context_token * context + prompt_token * prompt tokens + prompt_pair * pairs.
+    """step time = base + row * rows + few_row * min(rows, FEW_ROWS) + context_token * context
+    + prompt_token * prompt tokens + prompt_pair * pairs.
 
     The shape of a roofline: base is the weights' memory traffic and the launches, context_token the KV cache's traffic,
     prompt_token and prompt_pair the arithmetic. All in seconds.
@@ -20,6 +26,7 @@ class StepModel(Section):
 
     base_s: Cost = Field(description="Every step")
     row_s: Cost = Field(default=0.0, description="Each sequence that gets a token")
+    few_row_s: Cost = Field(default=0.0, description=f"Each of the first {FEW_ROWS} of them, more")
     context_token_s: Cost = Field(default=0.0, description="Each position that such a sequence attends to")
     prompt_token_s: Cost = Field(default=0.0, description="Each prompt token computed")
     prompt_pair_s: Cost = Field(default=0.0, description="Each pair of the prompts' causal attention")
@@ -32,6 +39,7 @@ class StepModel(Section):
         return (
             self.base_s
             + self.row_s * num_rows
+            + self.few_row_s * min(num_rows, FEW_ROWS)
             + self.context_token_s * num_context_tokens
             + self.prompt_token_s * num_prompt_tokens
             + self.prompt_pair_s * num_pairs

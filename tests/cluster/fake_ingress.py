@@ -15,8 +15,10 @@ from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec
 from cluster.generation_service import GenerationService
 from cluster.http_app import build_http_app
 from cluster.ingress import Ingress
+from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
 from cluster.otel_tracing import Tracing
+from cluster.readiness import Readiness
 from cluster.service_config import LimitsConfig
 from cluster.text_length import check_length
 from cluster.tokenize_service import TokenizeService
@@ -144,6 +146,7 @@ class FakeIngress:
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
+        self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.lanes = WorkLanes()
@@ -153,8 +156,8 @@ class FakeIngress:
     def app(self) -> ASGIApp:
         return build_http_app(cast("Ingress", self))
 
-    def missing_pools(self) -> list[str]:
-        return self.missing
+    def readiness(self) -> Readiness:
+        return Readiness(tuple(self.missing), tuple(f"no {name}" for name in self.missing))
 
     async def render_metrics(self) -> bytes:
         return b"# EOF\n"

@@ -18,7 +18,6 @@ from cluster.replica_registry import ReplicaTable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
-    EngineLoad,
     FirstToken,
     Frame,
     GenerateCall,
@@ -26,6 +25,7 @@ from replicas.messages import (
     GenerationRequest,
     PrefillCall,
     PrefillReply,
+    Pulse,
     TokenItem,
 )
 from replicas.token_sender import FrameGone
@@ -72,31 +72,43 @@ class FakePool(PoolClient):
     """Runs `_<method>` of a subclass; records every call and how it ended."""
 
     def __init__(self, cluster: FakeCluster, name: str, num_replicas: int, total_blocks: int) -> None:
-        self.cluster = cluster
-        self.members = {
-            f"{name}-{i}": FakeReplica(
-                f"{name}-{i}", total_blocks, cluster.on_sent, cluster.real_channel and name == "decode"
-            )
-            for i in range(num_replicas)
-        }
+        self.cluster, self.name, self._total_blocks = cluster, name, total_blocks
+        self.members: dict[str, FakeReplica] = {}
+        self.num_replaced = 0
+        for i in range(num_replicas):
+            self.join(f"{name}-{i}")
 
     def replicas(self) -> ReplicaTable:
         return {replica_id: replica.metadata() for replica_id, replica in self.members.items()}
 
-    def revive(self) -> None:
-        """Whoever died is back."""
-        for replica in self.members.values():
+    def replace_dead(self) -> None:
+        """Whoever died leaves the table, and another is there for it."""
+        for replica_id, replica in list(self.members.items()):
             if replica.death.done():
-                replica.death = asyncio.get_running_loop().create_future()
+                del self.members[replica_id]
+                self.num_replaced += 1
+                self.join(f"{self.name}-again-{self.num_replaced}")
+
+    def join(self, replica_id: str) -> FakeReplica:
+        """One more replica."""
+        is_real = self.cluster.real_channel and self.name == "decode"
+        self.members[replica_id] = FakeReplica(replica_id, self._total_blocks, self.cluster.on_sent, is_real)
+        return self.members[replica_id]
 
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         self.cluster.seen()
         call = Call(replica_id, method, arguments)
-        self.cluster.calls.append(call)
+        if method != "pulse":  # asked by the clock, not by what a test does
+            self.cluster.calls.append(call)
         replica = self.members.get(replica_id)
         if replica is None:
             call.end = "failed"
-            raise ReplicaLost(replica_id, "is not in its pool", is_dead=False)
+            raise ReplicaLost(replica_id, "is not in its pool", is_dead=False, has_left=True)
+        if replica.is_leaving and method in ("generate", "prefill"):
+            call.end = "ok"
+            return _refusal(method, replica)
+        if replica.is_frozen:
+            await self._hang(call)
         work = asyncio.ensure_future(getattr(self, f"_{method}")(replica, *arguments))
         work.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -112,6 +124,15 @@ class FakePool(PoolClient):
         finally:
             call.end = call.end or "failed"
             work.cancel()
+
+    async def _hang(self, call: Call) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            call.end = "cancelled"
+
+    async def _pulse(self, replica: FakeReplica) -> Pulse:
+        return Pulse(replica.load, replica.stalled_s)
 
     async def _forget_peer(self, replica: FakeReplica, agent_name: str) -> None:
         if self.cluster.forget_peer_hangs:
@@ -135,10 +156,13 @@ class FakePool(PoolClient):
         await asyncio.Event().wait()
 
 
-class FakePrefill(FakePool):
-    async def _load(self, replica: FakeReplica) -> EngineLoad:
-        return replica.load
+def _refusal(method: str, replica: FakeReplica) -> GenerateReply | PrefillReply:
+    if method == "generate":
+        return GenerateReply(CallStatus.LEAVING, "", (), 0.0, 0.0, 0.0)
+    return PrefillReply(CallStatus.LEAVING, "", (), 0.0, 0.0, replica.load)
 
+
+class FakePrefill(FakePool):
     async def _prefill(self, replica: FakeReplica, call: PrefillCall) -> PrefillReply:
         request, script = call.request, self.cluster.scripts[call.request.request_id]
         await asyncio.sleep(script.prefill_s)
@@ -281,7 +305,8 @@ class FakeCluster:
     async def signs_of_life(self, channel: ChannelAddress) -> None:
         """A frame without items of each decode replica, as idle engines send: it shows what went missing before."""
         for replica in self.decode.members.values():
-            await replica.send(channel)
+            if not replica.is_frozen:
+                await replica.send(channel)
 
     def on_sent(self, replica: FakeReplica, frame: Frame) -> None:
         for arrived in self.on_wire(frame):

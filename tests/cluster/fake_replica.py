@@ -25,10 +25,18 @@ class FakeReplica:
         """on_wire: called with each frame, in the socket's place. real_channel: a real socket instead."""
         self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
         self.used_blocks = self.num_queued = 0
+        self.stalled_s = 0.0  # what it says of its engine when it is asked
+        self.is_leaving = False  # refuses new work
+        self.thaw = asyncio.Event()  # while it is not set, nothing is sent or answered
+        self.thaw.set()
         self.death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.rings: defaultdict[str, list[Frame]] = defaultdict(list)
         self.sender = TokenSender(replica_id, EPOCH) if real_channel else None
         self.public_key = self.sender.public_key if self.sender else zmq.curve_keypair()[0].decode()
+
+    @property
+    def is_frozen(self) -> bool:
+        return not self.thaw.is_set()
 
     @property
     def load(self) -> EngineLoad:
@@ -42,6 +50,7 @@ class FakeReplica:
     async def send(
         self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[TokenItem, ...] = ()
     ) -> None:
+        await self.thaw.wait()
         if self.death.done():
             return
         if self.sender is not None:

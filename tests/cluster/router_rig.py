@@ -92,6 +92,8 @@ async def running_router(
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
     retry_delay_s: float = 0.001,
+    frozen_after_s: float = PATIENCE_S,
+    recovery_s: float = 0.0,
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
 ) -> AsyncIterator[Rig]:
@@ -107,6 +109,8 @@ async def running_router(
             BLOCK_SIZE,
             AttemptLimits(queue_s, handoff_s, tail_s),
             retry_delay_s=retry_delay_s,
+            frozen_after_s=frozen_after_s,
+            recovery_s=recovery_s,
             cold_start_s=cold_start_s,
         ),
         metrics=metrics,

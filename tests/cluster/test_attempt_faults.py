@@ -173,7 +173,7 @@ async def test_the_client_goes_at_any_moment(faults: str, ending: str) -> None:
                 is_done = await close_after(turns, rig.router.generate(spec))
             await rig.settle()
             for pool in rig.cluster.pools:
-                pool.revive()
+                pool.replace_dead()
             if is_done:
                 break
         assert is_done

@@ -20,6 +20,14 @@ def test_both_are_avoided_unless_it_is_known_who_was_at_fault() -> None:
     assert AttemptHistory(1).after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))
 
 
+def test_a_replica_that_leaves_is_avoided_and_counts_only_if_it_was_avoided_before() -> None:
+    failure = AttemptFailed(Stage.PREFILL, CallStatus.ERROR, "", may_retry=True)
+    failure.__cause__ = ReplicaLost("p", "is leaving", is_dead=False, has_left=True)
+    once = AttemptHistory(1).after(failure, ROUTE)
+    assert once == AttemptHistory(1, frozenset({"p"}))
+    assert once.after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))
+
+
 @pytest.mark.parametrize("is_search", [False, True])
 def test_an_eviction_is_nobodys_fault_and_counts_only_where_work_begins_anew(is_search: bool) -> None:
     failure = AttemptFailed(Stage.DECODE, CallStatus.EVICTED, "", may_retry=True)

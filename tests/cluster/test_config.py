@@ -145,6 +145,12 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
     "host with a scheme": ({"server.host": "http://x"}, 'server.host: "http://x" is no host name', ["without a port"]),
     "host that is no address": ({"server.host": "1.2.3"}, 'server.host: "1.2.3" is no host name', []),
     "channel on all addresses": ({"ingress.channel_host": "0.0.0.0"}, 'ingress.channel_host: "0.0.0.0" is nothing', []),
+    "restart before anybody notices": (
+        {"lifecycle.restart_after_s": 5.0},
+        "lifecycle.restart_after_s: 5 s is no longer than lifecycle.frozen_after_s, 5 s",
+        ["expected more"],
+    ),
+    "a drain without end": ({"lifecycle.drain_timeout_s": 0.0}, "lifecycle.drain_timeout_s: 0.0 is too small", []),
     "source that is not there": (
         {"model.source": "./nope"},
         'model.source: "./nope" does not exist (looked for ',

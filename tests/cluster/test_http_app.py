@@ -5,6 +5,7 @@ Whatever happens, a request is counted once, the gauge of requests in flight is 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -155,6 +156,23 @@ async def test_what_is_not_generation(path: str) -> None:
         ready = await c.http.get("/health/ready")
         assert (ready.status_code, ready.json()["missing_pools"]) == (503, ["decode"])
         assert c.ingress.outcomes() == {}
+
+
+async def test_while_it_drains_streams_go_on_and_nothing_new_is_taken() -> None:
+    async with client(p=[*text(0, "ab"), HANG], q=text(0, "x", LENGTH)) as c:
+        stream = asyncio.create_task(c.post(C, "p", stream=True))
+        while c.ingress.source.open_prompts != ["p"]:
+            await asyncio.sleep(0)
+        c.ingress.drain.begin()
+        for path in (C, H):
+            refused = await c.post(path, "q")
+            assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert (await c.http.get("/health")).status_code == 200
+        assert c.ingress.samples("splitserve_request_rejections", reason="draining") == 2
+        assert (c.ingress.drain.num_open, c.ingress.source.open_prompts) == (1, ["p"])
+        stream.cancel()
+        await asyncio.wait({stream})
+        assert c.ingress.drain.num_open == 0
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_the_queue_at_prefill_is_the_longer_of_what_it_says_and_what_we_sent() -
     pools = Pools()
     pools.view.prompt_sent("p", 70)
     assert pools.prefill.queued_tokens == 70
-    pools.view.heard_prefill("p", load(tokens=90))
+    pools.view.heard_load("p", load(tokens=90))
     assert pools.prefill.queued_tokens == 90
     pools.view.prompt_sent("p", 50)
     assert pools.prefill.queued_tokens == 120
@@ -87,7 +87,7 @@ def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
 
 def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_we_wait_for() -> None:
     pools = Pools()
-    pools.view.heard_prefill("p", load(tokens=90, prefill_tokens_per_s=10.0))
+    pools.view.heard_load("p", load(tokens=90, prefill_tokens_per_s=10.0))
     assert pools.prefill == PrefillCandidate("p", 100, 90, 10.0)
     pools.now_s += 4.0
     assert pools.prefill.queued_tokens == 50
@@ -97,17 +97,6 @@ def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_
     pools.view.prompt_answered("p", 30)
     pools.now_s += 4.0
     assert pools.prefill.queued_tokens == 0
-
-
-def test_who_has_been_silent_is_named() -> None:
-    pools = Pools()
-    pools.prefills["q"] = metadata("q")
-    assert pools.view.silent_prefills(1.0) == ["p", "q"]
-    pools.view.heard_prefill("p", load())
-    assert pools.view.silent_prefills(1.0) == ["q"]
-    pools.now_s += 1.5
-    pools.view.heard_prefill("q", load())
-    assert pools.view.silent_prefills(1.0) == ["p"]
 
 
 TWICE: dict[str, Callable[[PoolView], None]] = {

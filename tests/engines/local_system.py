@@ -19,6 +19,7 @@ from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
+from replicas.messages import Pulse
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
@@ -66,6 +67,8 @@ class LocalPool(PoolClient):
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         assert replica_id == self._replica_id
         self.calls.append(method)
+        if method == "pulse":
+            return Pulse(self.built.engine.status.load, 0.0)
         if method == "replay":
             return self.built.engine.replay(*arguments)
         if method == "forget_peer":

@@ -9,8 +9,9 @@ from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, r
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.kv_write import write_kv
-from replicas.kernels.paged_decode import WorkSharing, keys_at_once, paged_decode
+from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
+from replicas.kernels.work_sharing import WorkSharing, keys_at_once
 
 pytestmark = pytest.mark.interpreted
 

@@ -17,7 +17,9 @@ DTYPES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_out", "num_in"), [(2, 200, 96), (17, 64, 576), (64, 100, 1000), (70, 70, 320)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in"), [(2, 200, 96), (17, 64, 576), (64, 100, 1000), (70, 70, 320)]
+)
 def test_equals_the_product(
     device: torch.device, dtype: torch.dtype, has_bias: bool, num_rows: int, num_out: int, num_in: int
 ) -> None:

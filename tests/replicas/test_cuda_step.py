@@ -1,4 +1,4 @@
-"""How a step's prompt tokens are laid out for the CUDA attention: every token once, heads of one length side by side."""
+"""How a step's prompt tokens lie for the CUDA attention: every token once, heads of one length side by side."""
 
 from __future__ import annotations
 

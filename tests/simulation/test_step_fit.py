@@ -15,7 +15,9 @@ from replicas.step_recorder import StepRecorder
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 from scheduler.step_shape import StepShape
 
-MODEL = StepModel(base_s=0.02, row_s=0.003, context_token_s=2e-6, prompt_token_s=4e-4, prompt_pair_s=1e-7)
+MODEL = StepModel(
+    base_s=0.02, row_s=0.003, few_row_s=0.004, context_token_s=2e-6, prompt_token_s=4e-4, prompt_pair_s=1e-7
+)
 
 
 def random_shape(rng: random.Random) -> StepShape:
@@ -28,7 +30,7 @@ def test_known_coefficients_come_back() -> None:
     shapes = [random_shape(rng) for _ in range(200)]
     records = [StepRecord(0.0, MODEL.step_s(*shape), shape) for shape in shapes]
     fit = fit_steps(records, [1.0] * len(records))
-    for name in ("base_s", "row_s", "context_token_s", "prompt_token_s", "prompt_pair_s"):
+    for name in ("base_s", "row_s", "few_row_s", "context_token_s", "prompt_token_s", "prompt_pair_s"):
         assert getattr(fit.model, name) == pytest.approx(getattr(MODEL, name), rel=1e-3)
     assert fit.error < 1e-6
 

@@ -1,0 +1,240 @@
+"""Replicas of a real server leave, freeze and are replaced under streams, and at last the server itself: no stream is
+cut, each has transformers' text.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.golden.golden_set import Golden, load_goldens
+from tests.server.generate import Completed, golden_request, stream
+from tests.server.running_server import ROOT, RunningServer, run_server
+
+NUM_STREAMS = 8
+GOLDENS = load_goldens()[3::23][:NUM_STREAMS]
+FROZEN_AFTER_S = 3.0
+# Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
+SLACK_S = 10.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    changes = {
+        "ingress.replicas": 1,
+        "lifecycle.frozen_after_s": FROZEN_AFTER_S,
+        "lifecycle.restart_after_s": 120.0,
+        "lifecycle.drain_timeout_s": 60.0,
+        "routing.fallback_to_decode": False,
+    }
+    with run_server("local-2p2d.yaml", tmp_path_factory.mktemp("drain"), changes) as server:
+        yield server
+
+
+# -- what happens ----------------------------------------------------------------------------------
+
+
+def test_a_frozen_decode_replicas_streams_go_on_at_the_other(server: RunningServer) -> None:
+    with streams(server) as running:
+        pid = busiest(server, "decode")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            wait_until(lambda: state_of(pid) == "T", SLACK_S)
+            wait_until(lambda: losses(server, "frozen") >= 1, FROZEN_AFTER_S + SLACK_S)
+            print(f"frozen noticed after {time.monotonic() - began_s:.1f} s")
+            check(running)
+            assert httpx.get(f"{server.url}/health/ready").status_code == 200, "the other pair is usable"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    server.wait_for_baseline(20.0)
+    check_streams(server)
+
+
+@pytest.mark.exhaustive
+def test_every_decode_replica_frozen_is_not_ready_and_comes_back(server: RunningServer) -> None:
+    wait_until(lambda: ready(server), 30.0)
+    pids = replicas(server, "decode")
+    assert len(pids) == 2
+    with streams(server) as running:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: not ready(server), FROZEN_AFTER_S + SLACK_S)
+            answer = httpx.get(f"{server.url}/health/ready").json()
+            assert answer["missing_pools"] == ["decode"]
+            body = {"prompt": "hi", "max_tokens": 2}
+            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 503
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        check(running)
+    wait_until(lambda: ready(server), 30.0)
+    assert replicas(server, "decode") == pids, "nobody was replaced"
+
+
+@pytest.mark.parametrize("pool", ["decode", pytest.param("prefill", marks=pytest.mark.exhaustive)])
+def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool: str) -> None:
+    before = replicas(server, pool)
+    with streams(server) as running:
+        pid = busiest(server, "decode") if pool == "decode" else before[0]
+        os.kill(pid, signal.SIGTERM)
+        check(running)
+    check_streams(server)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
+    wait_until(lambda: len(replicas(server, pool)) == 2 and ready(server), 120.0)
+    assert "SIGTERM: draining" in server.log_file.read_text()
+
+
+@pytest.mark.exhaustive
+def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
+    old, others = set(replicas(server, "prefill")), replicas(server, "decode")
+    redeploy(server, "--roll", "prefill")
+    deadline_s = time.monotonic() + 240.0
+    while old & set(replicas(server, "prefill")):
+        assert time.monotonic() < deadline_s, "not in time"
+        check_streams(server)
+    wait_until(lambda: len(replicas(server, "prefill")) == 2, 120.0)
+    assert replicas(server, "decode") == others, "the other pool was left alone"
+
+
+def test_scale_down_cuts_nothing(server: RunningServer) -> None:
+    old = set(replicas(server, "decode"))
+    with streams(server) as running:
+        scaling = ThreadPoolExecutor(1).submit(redeploy, server, "--scale", "decode=1")
+        check(running)
+        while not scaling.done() or len(replicas(server, "decode")) > 1:
+            check_streams(server)
+        scaling.result()
+    assert set(replicas(server, "decode")) < old, "one of those that ran goes on"
+    check_streams(server)
+    assert server.total("splitserve_requests_total", outcome="server_error") == 0
+
+
+def test_sigterm_of_the_server_ends_streams_first(server: RunningServer) -> None:
+    """The last test: the server is gone then."""
+    with streams(server) as running:
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not ready(server), 10.0)
+        body = {"prompt": "hi", "max_tokens": 2}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
+        check(running)
+    assert server.process.wait(60) == 0
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def streams(server: RunningServer) -> Iterator[list[tuple[Golden, Future[list[Completed]]]]]:
+    """Eight golden prompts, each a stream of its own, that have all begun."""
+    num_before = server.total(_FIRST_TOKENS)
+    with server.client(120.0) as client, ThreadPoolExecutor(NUM_STREAMS) as pool:
+        running = [(golden, pool.submit(stream, client, *golden_request(golden))) for golden in GOLDENS]
+        wait_until(lambda: server.total(_FIRST_TOKENS) >= num_before + NUM_STREAMS, 60.0)
+        yield running
+
+
+_FIRST_TOKENS = "splitserve_time_to_first_token_seconds_count"
+
+
+def check(running: list[tuple[Golden, Future[list[Completed]]]]) -> None:
+    """All of them have ended, whole and right. A near tie of the reference may go either way."""
+    for golden, future in running:
+        (answer,) = future.result(120)
+        if golden.check(answer.token_ids) is None:
+            assert answer.text == golden.text, golden.name
+        assert answer.finish_reason == "length"
+
+
+def check_streams(server: RunningServer) -> None:
+    """A round of streams, to the end."""
+    with streams(server) as running:
+        check(running)
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+def replicas(server: RunningServer, pool: str) -> list[int]:
+    """Process ids of a pool's replicas."""
+    return sorted(pid for pid in descendants(server.process.pid) if f"ServeReplica:splitserve:{pool}" in title(pid))
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (fields := stat(int(folder.name))):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found
+
+
+def stat(pid: int) -> list[str]:
+    """Fields of proc(5)'s stat from the state on; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def state_of(pid: int) -> str:
+    return stat(pid)[0]
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def busiest(server: RunningServer, pool: str) -> int:
+    """The replica that does most now."""
+    pids = replicas(server, pool)
+    before = [cpu_ticks(pid) for pid in pids]
+    time.sleep(0.2)
+    return max(zip(pids, before, strict=True), key=lambda item: cpu_ticks(item[0]) - item[1])[0]
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def ready(server: RunningServer) -> bool:
+    return httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
+
+
+def losses(server: RunningServer, reason: str) -> float:
+    return server.total("splitserve_replica_losses_total", reason=reason)
+
+
+def wait_until(condition: Any, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.2)
+
+
+def redeploy(server: RunningServer, *changes: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    config = server.log_file.parent / "config.yaml"
+    command = [sys.executable, "-m", "tests.server.redeploy", str(config), *changes]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
