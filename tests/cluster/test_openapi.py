@@ -29,6 +29,7 @@ from tests.cluster.fake_ingress import FakeIngress
 from tests.cluster.letter_source import LetterSource
 
 LIMITS = {"max_choices": 3, "max_prompts": 2, "max_stop_strings": 2, "max_bad_words": 2, "max_logit_bias": 3}
+LIMITS["max_text_chars"] = 600  # else a list that is too long is half a million entries
 # Whether valid data must be accepted is not asked: a token id may be unknown, fields may not go together.
 CONFORMANCE = [
     not_a_server_error,
