@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cluster.api_error import ApiError
 from cluster.ingress_metrics import IngressMetrics
-from cluster.pool_client import PoolClient
+from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import Need, RoutingRules
 
 logger = logging.getLogger(__name__)
@@ -22,9 +22,13 @@ class ColdStart:
     """One per router, on its event loop. Whom it holds is in the demand that autoscaling sees."""
 
     def __init__(
-        self, pools: Mapping[str, PoolClient], rules: RoutingRules, timeout_s: float, metrics: IngressMetrics
+        self,
+        pools: Mapping[str, Callable[[], ReplicaTable]],
+        rules: RoutingRules,
+        timeout_s: float,
+        metrics: IngressMetrics,
     ) -> None:
-        """pools: those that may be empty while all is well, by name."""
+        """pools: replicas of those that may be empty while all is well, by name; not those that are leaving."""
         self._pools, self._rules, self._timeout_s, self._metrics = pools, rules, timeout_s, metrics
         self._came = asyncio.Event()
         self.num_held = 0
@@ -38,8 +42,8 @@ class ColdStart:
 
     def empty_pool(self, need: Need) -> str | None:
         """A pool that the request needs, that may be empty, and that is."""
-        for name, pool in self._pools.items():
-            if not pool.replicas() and (name == "decode" or self._needs_prefill(need)):
+        for name, replicas in self._pools.items():
+            if not replicas() and (name == "decode" or self._needs_prefill(need)):
                 return name
         return None
 

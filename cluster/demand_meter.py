@@ -81,3 +81,9 @@ class OpenDemand:
         if not self._is_closed:
             self._is_closed = True
             self._meter.num_open -= 1
+
+    def __enter__(self) -> OpenDemand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

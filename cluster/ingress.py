@@ -60,8 +60,6 @@ class Ingress:
         self._termination.watch()
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
         self.drain = IngressDrain(self.metrics)
-        for name, pool in config.pools.deployed().items():
-            self.metrics.desired_replicas.set(pool.replicas, pool=name)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
@@ -141,7 +139,7 @@ class Ingress:
             pool.name: PoolHealth(
                 fingerprints=tuple(metadata["peer"]["fingerprint"] for metadata in pool.usable().values()),
                 num_lost=len(pool.lost),
-                can_cold_start=pool.name in self._may_be_empty and not pool.replicas(),
+                can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
             )
             for pool in self._router.pools
         }

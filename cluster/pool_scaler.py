@@ -1,10 +1,10 @@
 """How many replicas each deployment should have: pure, from what ingresses report, the rules and the time.
 
-Both pools are decided together. Prefill is as large as the prompt tokens that arrive, and those that wait, take to be
-computed within the objective for the first token. Decode is as large as the memory of its requests, by projection until
-each ends, their number, and the objective for a token's time take; a request that waits for memory counts. Where both
-scale, their ratio stays within bounds: the one that falls short grows. A pool without replicas starts with the first
-request that waits for it.
+Both pools are decided together. Prefill is as large as the prompt tokens that arrive take, and those that wait to be
+caught up with: within the objective for the first token, or the delay with which the pool grows, if that is longer.
+Decode is as large as the memory of its requests, by projection until each ends, their number, and the objective for a
+token's time take; a request that waits for memory counts. Where both scale, their ratio stays within bounds: the one
+that falls short grows. A pool without replicas starts with the first request that waits for it.
 """
 
 from __future__ import annotations
@@ -128,12 +128,15 @@ def _need(num_replicas: float, is_busy: bool) -> Need:
 
 
 def prompt_replicas(demand: DemandReport, rules: ScalingRules, memory: ScalerMemory) -> float:
-    """For the prompt tokens that arrive, and to compute those that wait in time. 0 while no rate was ever measured."""
+    """For the prompt tokens that arrive, and to catch up with those that wait. 0 while no rate was ever measured."""
     rate = memory.prefill_tokens_per_s
     if rate <= 0.0:
         return 0.0
     arriving = memory.arriving_tokens_per_s / (rate * rules.prefill_utilization)
-    waiting = demand.waiting_prompt_tokens / (rate * rules.ttft_s * _QUEUE_SHARE)
+    # Whom a burst made wait is late already: to catch up for them within less than the pool takes to follow anything
+    # would only buy replicas that come when the burst is over.
+    catch_up_s = max(rules.ttft_s * _QUEUE_SHARE, rules.prefill.up_s)
+    waiting = demand.waiting_prompt_tokens / (rate * catch_up_s)
     return max(arriving, waiting)
 
 

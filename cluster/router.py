@@ -77,7 +77,7 @@ class Router:
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
         self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
-        empty = {pool.name: pool for pool in self.pools if pool.name in may_be_empty}
+        empty = {pool.name: pool.staying for pool in self.pools if pool.name in may_be_empty}
         self._cold_start = ColdStart(empty, rules, limits.cold_start_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
@@ -131,8 +131,7 @@ class Router:
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         need = self._need(leg)
-        demand = self.demand.opened(need, self._rules)
-        try:
+        with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
             # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
             # come together each sees those before it.
@@ -153,8 +152,6 @@ class Router:
             finally:
                 run.cancel()
                 await asyncio.wait({run})
-        finally:
-            demand.close()
 
     # -- one leg, over its attempts ----------------------------------------------------------------
 

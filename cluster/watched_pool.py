@@ -74,6 +74,10 @@ class WatchedPool(PoolClient):
             return table
         return {name: metadata for name, metadata in table.items() if name not in self._lost}
 
+    def staying(self) -> ReplicaTable:
+        """Those that are not leaving: with none of them the pool is being emptied."""
+        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) is not Loss.LEAVING}
+
     @property
     def lost(self) -> dict[str, Loss]:
         """Those that may not, and why."""

@@ -35,21 +35,21 @@ class OpenCall(Generic[CallT, ReplyT]):
         return entered_s[end] - entered_s[start] if start in entered_s and end in entered_s else 0.0
 
     def prefill_s(self) -> float:
-        """From admission to the first token, of a prompt that a decode engine computed itself; else 0.0.
-
-        A beam search has no first token before its end: to the last step of its prompt.
-        """
-        if self.first_token_s is not None:
-            return self.first_token_s - self.request.entered_s[RequestState.ADMITTED]
-        if RequestState.PREFILLING in self.request.entered_s:
-            return self.time_between(RequestState.ADMITTED, RequestState.RUNNING)
-        return 0.0
+        """From admission to the first token, of a prompt that a decode engine computed itself; else 0.0."""
+        if self.first_token_s is None:
+            return 0.0
+        return self.first_token_s - self.request.entered_s[RequestState.ADMITTED]
 
     def decode_s(self) -> float:
-        """From there, or from KV in place, to the last token; 0.0 without one."""
+        """From there, or from KV in place, to the last token; 0.0 without one.
+
+        A beam search has no first token before its end: where decode computes its prompt, that counts in here.
+        """
         if self.first_token_s is not None:
             return max(0.0, self.request.entered_s.get(RequestState.FINISHED, 0.0) - self.first_token_s)
-        return self.time_between(RequestState.RUNNING, RequestState.FINISHED)
+        is_prompt_own = RequestState.PREFILLING in self.request.entered_s
+        began = RequestState.ADMITTED if is_prompt_own else RequestState.RUNNING
+        return self.time_between(began, RequestState.FINISHED)
 
 
 def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool) -> Request:

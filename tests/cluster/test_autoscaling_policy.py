@@ -34,7 +34,7 @@ POOL = {
 }
 HEARD = HeardFigures(replica_blocks=256, prefill_tokens_per_s=1000.0)
 IDLE = DemandReport(0, 0, 0, 0, 0, 0, HEARD)
-PROMPTS = DemandReport(9, 0, 3500, 3500, 0, 0, HEARD)  # 3.5 prefill replicas
+PROMPTS = DemandReport(9, 0, 17_500, 17_500, 0, 0, HEARD)  # 3.5 prefill replicas
 STREAMS = DemandReport(50, 0, 0, 0, 0, 0, HeardFigures(700, 256, 50, 0.02, 1000.0))  # 3.4 decode replicas
 
 

@@ -83,10 +83,14 @@ def test_prefill_follows_the_tokens_that_arrive() -> None:
 
 
 def test_prefill_follows_the_tokens_that_wait() -> None:
-    """Half of the 2 s to the first token may pass waiting: 6500 tokens take 6.5 replicas at once."""
+    """They are caught up with in as long as the pool takes to grow, 10 s, or in half of the time to the first token."""
+    waits = replace(IDLE, num_open=90, coming_prompt_tokens=65_000, waiting_prompt_tokens=65_000)
     system = clock()
-    system.run(UP_S + 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
+    system.run(UP_S + 2, waits)
     assert system.targets["prefill"] == 7
+    system = clock(rules=replace(RULES, ttft_s=40.0))
+    system.run(UP_S + 2, waits)
+    assert system.targets["prefill"] == 4
 
 
 def test_prompts_that_wait_for_memory_on_decode_do_not_grow_prefill() -> None:
@@ -99,7 +103,7 @@ def test_prompts_that_wait_for_memory_on_decode_do_not_grow_prefill() -> None:
 def test_a_burst_shorter_than_the_delay_changes_nothing() -> None:
     system = clock()
     for _ in range(5):
-        system.run(UP_S - 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
+        system.run(UP_S - 2, replace(IDLE, num_open=9, coming_prompt_tokens=65_000, waiting_prompt_tokens=65_000))
         system.run(4, replace(IDLE, num_open=1, coming_prompt_tokens=10, waiting_prompt_tokens=10))
     assert system.changes == []
 
@@ -139,7 +143,7 @@ def test_the_pool_that_falls_short_of_the_ratio_grows() -> None:
     system.run(UP_S + 2, replace(IDLE, num_open=50, heard=replace(IDLE.heard, decode_blocks=1200)))
     assert system.targets == {"prefill": 3, "decode": 6, "ingress": 1}
     system = clock(rules=rules)
-    system.run(UP_S + 2, replace(IDLE, num_open=9, coming_prompt_tokens=6500, waiting_prompt_tokens=6500))
+    system.run(UP_S + 2, replace(IDLE, num_open=9, coming_prompt_tokens=65_000, waiting_prompt_tokens=65_000))
     assert system.targets == {"prefill": 7, "decode": 4, "ingress": 1}
 
 
@@ -164,7 +168,7 @@ def test_the_last_replica_goes_without_work_and_comes_back_at_once() -> None:
     assert system.targets == {"prefill": 0, "decode": 0, "ingress": 1}
     came_s = system.now_s
     # Nobody is there to be heard of: what was known of the pools is remembered.
-    held = DemandReport(1, 0, 3000, 3000, 300, 1)
+    held = DemandReport(1, 0, 30_000, 30_000, 300, 1)
     system.run(1, held)
     assert system.targets == {"prefill": 3, "decode": 2, "ingress": 1}
     assert {change[0] for change in system.changes if change[2] == 0} == {came_s}

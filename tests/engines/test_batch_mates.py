@@ -2,7 +2,7 @@
 
 What is promised: the same text up to the order of floating-point sums, which differs with the shape of a batch. So a
 text may only part from the one it has alone where two tokens are as good as equally likely there; how often that
-happens is printed, and kept in benchmarks/RESULTS.md.
+happens is printed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def test_each_phase_is_observed_once_where_it_happens(system: LocalSystem, beam:
     changes: dict[str, Any] = {"beam": beam}
     system.run([replace(system.spec(PROMPT, NUM_TOKENS), **changes)])
     where = "prefill" if system.prefill else "decode"
-    expected = {"queue_time decode", f"prefill_time {where}", "decode_time decode"}
+    expected = {"queue_time decode", "decode_time decode"}
+    if system.prefill or beam is None:  # a beam search that decode prefills is all decode's time
+        expected.add(f"prefill_time {where}")
     expected |= {"queue_time prefill", "kv_transfer decode"} if system.prefill else set()
     deadline_s = time.monotonic() + 5.0
     while True:  # decode's reply, which is what is counted, comes behind the last token
@@ -55,8 +57,7 @@ def test_each_phase_is_observed_once_where_it_happens(system: LocalSystem, beam:
         assert time.monotonic() < deadline_s, grown
         time.sleep(0.01)
     assert all(count == 1 for count, _ in grown.values() if count)
-    assert grown[f"prefill_time {where}"][1] > 0
-    assert grown["decode_time decode"][1] > 0
+    assert all(seconds > 0 for name, (count, seconds) in grown.items() if count and "queue" not in name)
 
 
 def test_a_prompt_that_decode_computes_ends_with_its_first_token(system: LocalSystem) -> None:

@@ -1,0 +1,63 @@
+"""How many replicas each pool is to have, as the metrics tell it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster import scaling_targets
+from cluster.config_file import config_of
+from cluster.ingress_metrics import IngressMetrics
+from cluster.scaling_targets import ScalingTargets
+
+FIXED = {"kv_capacity_tokens": 4096, "replicas": 2}
+SCALING = {"kv_capacity_tokens": 4096, "autoscaling": {"min_replicas": 1, "max_replicas": 8, "initial_replicas": 4}}
+
+
+def shown(metrics: IngressMetrics) -> dict[str, float]:
+    """Gauges by pool, and the ratio."""
+    values = {}
+    for family in metrics.snapshot():
+        if family["name"] == "splitserve_autoscaler_desired_replicas":
+            values |= {labels["pool"]: value for _, labels, value in family["samples"]}
+        if family["name"] == "splitserve_autoscaler_prefill_decode_ratio":
+            values["ratio"] = family["samples"][0][2]
+    return values
+
+
+async def test_fixed_numbers_are_those_of_the_config_and_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(_: str) -> dict[str, int]:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(scaling_targets, "_targets", never)
+    metrics = IngressMetrics("model", "1", "2")
+    config = config_of({"pools": {"prefill": FIXED | {"replicas": 1}, "decode": FIXED}})
+    ScalingTargets("app", config, metrics, interval_s=0.001).start()
+    await asyncio.sleep(0.02)
+    assert shown(metrics) == {"prefill": 1, "decode": 2, "ratio": 0.5}
+
+
+async def test_the_controller_is_asked_again_and_again_and_may_be_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Any] = [{"prefill": 3, "decode": 4, "ingress": 1}, OSError("away"), {"prefill": 0, "decode": 0}]
+
+    async def ask(app_name: str) -> dict[str, int]:
+        assert app_name == "app"
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(scaling_targets, "_targets", ask)
+    metrics = IngressMetrics("model", "1", "2")
+    targets = ScalingTargets("app", config_of({"pools": {"prefill": FIXED, "decode": SCALING}}), metrics, 0.01)
+    assert shown(metrics) == {"prefill": 2, "decode": 4, "ratio": 0.5}
+    targets.start()
+    await asyncio.sleep(0.005)
+    assert shown(metrics) == {"prefill": 3, "decode": 4, "ratio": 0.75}
+    await asyncio.sleep(0.1)
+    assert "scaling targets unknown" in caplog.text
+    assert shown(metrics) == {"prefill": 0, "decode": 0, "ratio": 0.75}, "a ratio of nothing stays what it was"
