@@ -31,7 +31,7 @@ _GOLDEN_FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 _CACHE = "/tmp/splitserve-cache"
 _TOLERANCE = 1e-3  # of a log-probability; float32 sums of 30 layers in another order
 _NEAR_TIE = 2e-3  # of two scores: which one wins is then a matter of that order
-_NUM_TOKENS, _NUM_TOP = 32, 5
+_NUM_TOP = 5
 _STOPS = frozenset({2, 28, 30, 198})
 _RULES = (
     SamplingParams(repetition_penalty=1.4),
@@ -114,7 +114,7 @@ class Reference:
         return int(sample(nudged[None], batch)) == token_id
 
 
-def rule_requests(prompts: list[list[int]]) -> list[GenerationRequest]:
+def rule_requests(prompts: list[list[int]], num_tokens: int) -> list[GenerationRequest]:
     """Every rule with every prompt: greedy, and sampled with three choices; some with log-probabilities."""
     requests = []
     for number, rule in enumerate(_RULES):
@@ -123,7 +123,7 @@ def rule_requests(prompts: list[list[int]]) -> list[GenerationRequest]:
         for prompt in prompts:
             for sampling, choices in ((greedy, (0,)), (drawn, (0, 1, 2))):
                 stops = _STOPS if rule.min_tokens else frozenset()
-                requests.append(_request(prompt, choices, _NUM_TOKENS, stops, sampling))
+                requests.append(_request(prompt, choices, num_tokens, stops, sampling))
     return requests
 
 
@@ -180,12 +180,13 @@ def main() -> int:
     parser.add_argument("--lag", type=int, default=1)
     parser.add_argument("--num-searches", type=int, default=1000, help="of the goldens', the first ones")
     parser.add_argument("--num-prompts", type=int, default=3)
+    parser.add_argument("--num-tokens", type=int, default=32, help="of each text with rules")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = resolve_source(options.model, _CACHE)
     entries = json.loads((_GOLDEN_FOLDER / "golden.json").read_text())["entries"]
     short = [entry["prompt_ids"] for entry in entries if 8 <= len(entry["prompt_ids"]) <= 200]
-    ruled = rule_requests(short[: options.num_prompts])
+    ruled = rule_requests(short[: options.num_prompts], options.num_tokens)
     searches = beam_requests({entry["name"]: entry["prompt_ids"] for entry in entries})[: options.num_searches]
     sender = ScoredSender()
     size = EngineSize(64, 2048, 512, capacity_tokens=32_768, device=options.device)
