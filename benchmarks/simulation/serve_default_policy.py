@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from cluster.demand_report import DemandReport
 from cluster.pool_scaler import PoolState
@@ -40,7 +42,9 @@ class ServeDefaultPolicy:
         while counts[0][0] <= now_s - _LOOK_BACK_S:
             counts.popleft()
         context = self._context(name, pool, now_s, sum(count for _, count in counts) / len(counts))
-        wanted, self._states[name] = self._decide(context)
+        # Its delays are measured on the wall clock, whatever the context says of the time.
+        with mock.patch("ray.serve.autoscaling_policy.time", SimpleNamespace(time=lambda: now_s)):
+            wanted, self._states[name] = self._decide(context)
         return max(pool.bounds[0], min(pool.bounds[1], math.ceil(wanted)))
 
     def _context(self, name: str, pool: PoolState, now_s: float, mean_ongoing: float) -> Any:

@@ -75,6 +75,7 @@ def _scrape_config(address: str) -> dict[str, Any]:
 
 def _query(url: str, text: str) -> list[dict[str, Any]]:
     answer = httpx.get(f"{url}/api/v1/query", params={"query": text})
+    answer.raise_for_status()  # 503 while it starts
     found: list[dict[str, Any]] = answer.json()["data"]["result"]
     return found
 
@@ -92,7 +93,7 @@ def test_counts_everything_once(ingress: str, tmp_path: Path) -> None:
             try:
                 if _query(url, "requests_total"):
                     break
-            except httpx.TransportError:
+            except (httpx.TransportError, httpx.HTTPStatusError):
                 pass
             assert time.monotonic() < deadline_s
             time.sleep(0.5)

@@ -23,7 +23,8 @@ from tests.server.generate import Completed, golden_request, stream
 from tests.server.running_server import ROOT, RunningServer, run_server
 
 NUM_STREAMS = 8
-GOLDENS = load_goldens()[3::23][:NUM_STREAMS]
+GOLDENS = load_goldens()[2::9][:NUM_STREAMS]
+assert len(GOLDENS) == NUM_STREAMS
 FROZEN_AFTER_S = 3.0
 # Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
 SLACK_S = 10.0
