@@ -29,7 +29,8 @@ FROZEN_AFTER_S = 3.0
 # Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
 SLACK_S = 10.0
 
-pytestmark = pytest.mark.timeout(600)
+# About four minutes, and a server of its own: more than `make test` has room for.
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,6 @@ def test_a_frozen_decode_replicas_streams_go_on_at_the_other(server: RunningServ
     check_streams(server)
 
 
-@pytest.mark.exhaustive
 def test_every_decode_replica_frozen_is_not_ready_and_comes_back(server: RunningServer) -> None:
     wait_until(lambda: ready(server), 30.0)
     pids = replicas(server, "decode")
@@ -87,7 +87,7 @@ def test_every_decode_replica_frozen_is_not_ready_and_comes_back(server: Running
     assert replicas(server, "decode") == pids, "nobody was replaced"
 
 
-@pytest.mark.parametrize("pool", ["decode", pytest.param("prefill", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("pool", ["decode", "prefill"])
 def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool: str) -> None:
     before = replicas(server, pool)
     with streams(server) as running:
@@ -100,7 +100,6 @@ def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool
     assert "SIGTERM: draining" in server.log_file.read_text()
 
 
-@pytest.mark.exhaustive
 def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
     old, others = set(replicas(server, "prefill")), replicas(server, "decode")
     redeploy(server, "--roll", "prefill")
