@@ -9,6 +9,7 @@
 {{- $values := .root.Values -}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: NIXL_LOG_LEVEL, value: WARN}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.proxy_headers:middlewares"}
 {{- if ne $values.serve.mode "default" }}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 {{- end }}
