@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
@@ -28,6 +27,7 @@ from cluster.work_lanes import LONG
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.ingress_metrics import IngressMetrics
+    from cluster.request_trace import RequestTrace
     from cluster.tokenizer import Tokenizer
     from cluster.work_lanes import WorkLanes
     from scheduler.sampling_params import SamplingParams
@@ -136,8 +136,7 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        found = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
-        specs = [replace(spec, trace=timer.trace) for spec in found]
+        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, timer.trace) for ids in prompts]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
@@ -164,6 +163,7 @@ class GenerationService:
         stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
+        trace: RequestTrace,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         beam = beam_params(body)
@@ -176,6 +176,7 @@ class GenerationService:
             sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
             timeout_s=self._config.ingress.request_timeout_s,
             beam=beam,
+            trace=trace,
         )
 
     def _sampling(
