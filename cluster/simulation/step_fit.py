@@ -67,13 +67,17 @@ def read_records(folder: Path) -> dict[str, list[list[StepRecord]]]:
     return pools
 
 
-def fit_costs(folder: Path, kv_bytes_per_token: int) -> tuple[CostModel, list[str]]:
-    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it.
+def fit_costs(folder: Path, kv_bytes_per_token: int, until_s: float = math.inf) -> tuple[CostModel, list[str]]:
+    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it. Steps that
+    end after until_s are left out.
 
     Contention is the factor under which the steps of both pools are explained best, a step that the other pool's steps
     overlap in part being slowed in part. Raises UserError.
     """
-    pools = read_records(folder)
+    pools = {
+        pool: [[record for record in engine if record.end_s <= until_s] for engine in engines]
+        for pool, engines in read_records(folder).items()
+    }
     for pool, engines in pools.items():
         if sum(map(len, engines)) < _FEWEST_STEPS:
             raise UserError(f"{folder}: too few steps of {pool} to fit, {_FEWEST_STEPS} are needed")
