@@ -60,7 +60,7 @@ class GenerationService:
         )
         messages = body.template_messages()
         ids = await self._lanes.run(
-            size_up_to(messages, LONG),
+            size_up_to([messages, options.variables], LONG),
             self._tokenizer.apply_chat_template,
             messages,
             self._most_prompt_tokens,

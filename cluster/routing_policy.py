@@ -167,10 +167,17 @@ def choose_decode(
     our requests, then the quickest steps.
     """
 
-    def cost(candidate: DecodeCandidate) -> tuple[object, ...]:
-        return candidate.must_wait(need), -candidate.free_blocks, candidate.num_in_flight, candidate.step_s
+    def cost(candidate: DecodeCandidate) -> tuple[Any, ...]:
+        return -candidate.free_blocks, candidate.num_in_flight, candidate.step_s
 
-    return _choose("decode", need.decode_blocks, candidates, excluded, cost)
+    def cost_of_waiting(candidate: DecodeCandidate) -> tuple[Any, ...]:
+        return candidate.must_wait(need), *cost(candidate)
+
+    # Mostly whoever has the most room admits it at once: then nobody else need be asked whether he would.
+    roomiest = _choose("decode", need.decode_blocks, candidates, excluded, cost)
+    if not isinstance(roomiest, DecodeCandidate) or not roomiest.must_wait(need):
+        return roomiest
+    return _choose("decode", need.decode_blocks, candidates, excluded, cost_of_waiting)
 
 
 def choose_prefill(

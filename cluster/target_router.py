@@ -43,7 +43,7 @@ class TargetRouter(PowerOfTwoChoicesRequestRouter):
     """Calls without a target go where Serve's default would send them."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
         self._unreachable: set[str] = set()  # replicas that a call has just failed to reach
 
     def on_replica_actor_unavailable(self, replica_id: Any) -> None:

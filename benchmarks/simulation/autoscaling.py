@@ -88,7 +88,8 @@ def slower_costs(factor: float) -> CostModel:
     costs = h100_costs()
 
     def slower(steps: StepModel) -> StepModel:
-        return StepModel(**{name: value * factor for name, value in steps.model_dump().items()})
+        times_s = {name: value for name, value in steps.model_dump().items() if name.endswith("_s")}
+        return steps.model_copy(update={name: value * factor for name, value in times_s.items()})
 
     return costs.model_copy(update={"decode": slower(costs.decode), "prefill": slower(costs.prefill)})
 
