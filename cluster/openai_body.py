@@ -49,7 +49,8 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
         message = f"the body has {len(raw)} bytes; at most {limits.max_body_bytes} are allowed"
         raise ApiError(413, message, code="body_too_large")
     if (num_values := num_values_beyond(raw, limits.max_body_values)) is not None:
-        message = f"the body has {num_values} values (limits.max_body_values); at most {limits.max_body_values} are allowed"
+        most = limits.max_body_values
+        message = f"the body has {num_values} values, where 16 numbers count as one; at most {most} are allowed"
         raise ApiError(400, message, code="too_many_values")
     try:
         body = orjson.loads(raw)

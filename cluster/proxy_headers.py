@@ -1,8 +1,8 @@
 """In Ray Serve's HTTP proxy, before anything of Serve: request headers that Serve would take for its own.
 
 Serve's proxy reads some headers of every request by itself. Clients must not steer it by them, and it answers 500 where
-one is no UTF-8. `middlewares` is what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; `splitserve serve` sets it. It is
-called before the proxy's server is made.
+one is no UTF-8. `middlewares` is what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; `splitserve serve` sets it.
+Serve calls it before it makes the proxy's server.
 """
 
 from __future__ import annotations

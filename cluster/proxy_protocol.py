@@ -22,7 +22,7 @@ _REFUSAL = (
 
 
 def bound_request_heads() -> None:
-    """In this process, servers that uvicorn starts from now on have the bounds. Mutates uvicorn's table of protocols."""
+    """Servers that uvicorn starts in this process from now on have the bounds. Mutates uvicorn's table of protocols."""
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:BoundedHeads"
 
 

@@ -67,7 +67,7 @@ def test_a_long_text_of_anything_is_one_value(prompt: str) -> None:
 
 @pytest.mark.parametrize("value", [["a"] * 70_000, [{}] * 70_000, [[]] * 70_000, [1] * 1_100_000, ["\\\\"] * 70_000])
 def test_too_many_values_are_refused_by_number(value: list[Any]) -> None:
-    with pytest.raises(ApiError, match=r"6\d{4} values|7\d{4} values|14\d{4} values") as caught:
+    with pytest.raises(ApiError, match=r"(6|7|14)\d{4} values") as caught:
         parse_body(json.dumps({"x": value}).encode(), None, CompletionBody, LimitsConfig())
     assert (caught.value.status, caught.value.code) == (400, "too_many_values")
 

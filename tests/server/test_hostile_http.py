@@ -3,6 +3,7 @@ answered with 5xx or left hanging, and others do not notice."""
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import socket
 import time
@@ -19,6 +20,7 @@ KEY = f"Authorization: Bearer {API_KEY}\r\n"
 GET = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{KEY}"
 POST = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\n{KEY}Content-Type: application/json\r\n"
 BODY = b'{"prompt":"a","max_tokens":1}'
+ZIPPED = gzip.compress(BODY)
 CHUNKED = POST.encode() + b"Transfer-Encoding: chunked\r\n\r\n"
 UPGRADE = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
 CLOSED = 0
@@ -78,7 +80,7 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     "WebSocket": (f"{GET}{UPGRADE}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode(), {400, 403, 404}),
     "upgrade to something": (GET.encode() + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n", {200, 400, 426}),
     # bodies
-    "gzip": (post(f"Content-Encoding: gzip\r\nContent-Length: {len(gzip.compress(BODY))}", gzip.compress(BODY)), {400, 415}),
+    "gzip": (post(f"Content-Encoding: gzip\r\nContent-Length: {len(ZIPPED)}", ZIPPED), {400, 415}),
     "another content type": (post("Content-Length: 29", BODY).replace(b"application/json", b"text/xml"), {415}),
     "content type of nothing": (post("Content-Length: 29", BODY).replace(b"application/json", b";;;"), {415}),
     "body of a GET": (f"{GET}Content-Length: 2\r\n\r\n{{}}".encode(), {200, 400}),
@@ -121,10 +123,8 @@ def first_status(link: socket.socket) -> int:
 
 def refused_or_closed(link: socket.socket, message: bytes) -> int:
     """Status of the answer to what the server need not read to its end."""
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.sendall(message)
-    except (BrokenPipeError, ConnectionResetError):
-        pass
     return first_status(link)
 
 
