@@ -70,7 +70,8 @@ class BoundedHeads(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        # None before the first request, whatever its type says.
+        return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
     def _wait(self) -> None:
         self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._on_late)
