@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.api_error import ApiError
-from cluster.json_weight import num_values_beyond
+from cluster.json_weight import has_more_values
 from cluster.openai_object import TOGETHER
 from cluster.openai_unsupported import refuse_unsupported
 
@@ -48,9 +48,8 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
     if len(raw) > limits.max_body_bytes:
         message = f"the body has {len(raw)} bytes; at most {limits.max_body_bytes} are allowed"
         raise ApiError(413, message, code="body_too_large")
-    if (num_values := num_values_beyond(raw, limits.max_body_values)) is not None:
-        most = limits.max_body_values
-        message = f"the body has {num_values} values, where 16 numbers count as one; at most {most} are allowed"
+    if has_more_values(raw, limits.max_body_values):
+        message = f"the body has more than {limits.max_body_values} values, where 16 numbers count as one"
         raise ApiError(400, message, code="too_many_values")
     try:
         body = orjson.loads(raw)
