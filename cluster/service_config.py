@@ -126,6 +126,12 @@ class LimitsConfig(Section):
     body_timeout_s: Seconds = Field(
         default=30.0, description="Longest time in which a request's body must have come. Beyond: status 408"
     )
+    max_body_values: int = Field(
+        default=65_536,
+        ge=1_024,
+        description="Most strings (keys included), objects and arrays in a request body, of numbers 16 times as many. "
+        "Counted before the body is parsed, which would take long",
+    )
     max_prompts: int = Field(default=32, ge=1, le=4_096, description="Most prompts in one completion request")
     max_choices: int = Field(
         default=8,
