@@ -35,13 +35,15 @@ ReplyT = TypeVar("ReplyT")
 class EngineReplica(ABC, Generic[EngineT]):
     """Loads its engine in the constructor (blocks until it can serve)."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
+        """settings: or what finds them in this process."""
         # Imported here: a head node without torch must be able to import this module to deploy it.
         from ray import serve
 
         from replicas.structured_log import configure_logging
         from replicas.termination import Termination
 
+        settings = settings() if callable(settings) else settings
         configure_logging(settings.log_level, settings.log_format)
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
