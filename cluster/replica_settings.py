@@ -1,4 +1,4 @@
-"""What replicas are told: made from the config at once, or, for `serve deploy`, in the replica from what it is given."""
+"""What replicas are told: made of the config at once or, for `serve deploy`, in the replica of what it is given."""
 
 from __future__ import annotations
 
