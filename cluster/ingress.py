@@ -193,6 +193,13 @@ class Ingress:
         if not self._router.is_healthy:
             raise RuntimeError("the token channel of this ingress is dead")
 
+    async def __del__(self) -> None:
+        """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
+        tracing = getattr(self, "tracing", None)  # it may not have started
+        if tracing is not None:
+            self.tracing = None  # the garbage collector comes too
+            await asyncio.to_thread(tracing.stop)
+
     # -- what other processes ask ------------------------------------------------------------------
 
     async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:

@@ -1,0 +1,102 @@
+"""`python -m benchmarks.control_path.tracing_cost`: what OpenTelemetry traces cost a request.
+
+The real ingress and router over stub replicas, once without and once with traces of all requests to a collector that
+answers at once; the two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control_path.latency import sequential_latency
+from benchmarks.control_path.process_cpu import cpu_of
+from benchmarks.control_path.serve_cluster import serve_cluster
+from benchmarks.control_path.wiring import build_stub_app, stub_config
+from benchmarks.load.client import Target
+from benchmarks.machine import describe_machine, machine_line
+from cluster.config import Config
+from cluster.tracing_config import TracingConfig
+
+_APPS = ("off", "on")
+_STEP_S = 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("benchmarks.control_path.tracing_cost", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="of 50 requests each")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    with collector() as (endpoint, received):
+        result = measure(endpoint, options.rounds)
+    machine = describe_machine()
+    print(machine_line(machine))
+    for name, row in result.items():
+        print(
+            f"traces {name:<3} p50 {row['p50_ms']:.2f} ms  p90 {row['p90_ms']:.2f} ms  p99 {row['p99_ms']:.2f} ms  "
+            f"ingress {row['ingress_cpu_ms']:.2f} ms CPU a request ({row['requests']} requests)"
+        )
+    print(f"the collector got {sum(received):,} bytes in {len(received)} exports")
+    if options.output:
+        options.output.write_text(json.dumps({"machine": machine, "tracing_cost": result}, indent=1) + "\n")
+    return 0 if received else 1
+
+
+def measure(endpoint: str, num_rounds: int) -> dict[str, dict[str, Any]]:
+    """Latency, and CPU time of the ingress, by whether requests are traced. Blocks for a minute or more."""
+    off = stub_config()
+    on = off.model_copy(update={"tracing": TracingConfig(endpoint=endpoint)})
+    with serve_cluster() as cluster:
+        targets = {name: Target(f"{cluster.url}/{name}", off.model.name) for name in _APPS}
+        with (
+            cluster.application(_app(off), "off", targets["off"]),
+            cluster.application(_app(on), "on", targets["on"]),
+        ):
+            sequential_latency(targets, 2)  # warm
+            before = {name: cpu_of(f"{name}:ingress") for name in _APPS}
+            rows = sequential_latency(targets, num_rounds)
+            used = {name: cpu_of(f"{name}:ingress") - before[name] for name in _APPS}
+    num_counted = next(iter(rows.values()))["requests"]
+    num_sent = num_counted * (num_rounds + 1) / num_rounds  # its first round is not in the latencies
+    return {name: {**rows[name], "ingress_cpu_ms": 1000 * used[name] / num_sent} for name in _APPS}
+
+
+def _app(config: Config) -> Any:
+    return build_stub_app(config, _STEP_S, 1)
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[int]]]:
+    """The base URL of an OTLP/HTTP collector on loopback, and the size of each export that it gets."""
+    received: list[int] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:  # noqa: N802  # http.server's name
+            received.append(len(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
