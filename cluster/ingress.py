@@ -81,6 +81,7 @@ class Ingress:
             has_prefill_pool=prefill is not None,
             local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
             fallback_to_decode=config.routing.fallback_to_decode,
+            other_node_penalty=config.routing.other_node_penalty,
         )
         self._router = Router(
             decode=self._pools["decode"],

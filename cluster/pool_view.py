@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import DecodeCandidate, PrefillCandidate
@@ -44,10 +45,10 @@ class PoolView:
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
-        return [self._decode_candidate(name, metadata["num_blocks"]) for name, metadata in self._decodes().items()]
+        return [self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
-        return [self._prefill_candidate(name, metadata["num_blocks"]) for name, metadata in self._prefills().items()]
+        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
 
     @property
     def unheard_blocks(self) -> int:
@@ -121,10 +122,11 @@ class PoolView:
         self._agent_names[replica_id] = peer.agent_name
         return peer
 
-    def _decode_candidate(self, replica_id: str, total_blocks: int) -> DecodeCandidate:
+    def _decode_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> DecodeCandidate:
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
         if replica_id not in self._heard:
-            return DecodeCandidate(replica_id, total_blocks, total_blocks - unheard, num_in_flight)
+            return DecodeCandidate(replica_id, total_blocks, total_blocks - unheard, num_in_flight, node_id=node_id)
         load = self._heard[replica_id].load
         return DecodeCandidate(
             replica_id=replica_id,
@@ -135,13 +137,16 @@ class PoolView:
             later_free_blocks=tuple(free - unheard for free in load.later_free_blocks),
             expected_tokens=load.expected_tokens,
             step_s=load.step_s,
+            node_id=node_id,
         )
 
-    def _prefill_candidate(self, replica_id: str, total_blocks: int) -> PrefillCandidate:
+    def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         ours = self._prompt_tokens[replica_id]
         if replica_id not in self._heard:
-            return PrefillCandidate(replica_id, total_blocks, ours)
+            return PrefillCandidate(replica_id, total_blocks, ours, node_id=node_id)
         heard = self._heard[replica_id]
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
-        return PrefillCandidate(replica_id, total_blocks, max(heard.load.queued_prompt_tokens - done, ours), rate)
+        queued = max(heard.load.queued_prompt_tokens - done, ours)
+        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)
