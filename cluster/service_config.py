@@ -122,8 +122,8 @@ class RoutingConfig(Section):
         ge=0,
         le=100,
         description="How many times more a prompt counts at a prefill replica that is not on the decode replica's Ray "
-        "node (a pod is one). For pools over several nodes whose KV moves by TCP: as often as a prompt's transfer takes "
-        "the time of computing it. 0: nodes do not matter",
+        "node (a pod is one). For pools over several nodes whose KV moves by TCP: how often computing a prompt goes "
+        "into the time of its transfer. 0: nodes do not matter",
     )
 
 

@@ -34,6 +34,10 @@ WRONG = {
     "loopback only": ("config: {server: {host: 127.0.0.1}}", "config.server.host"),
     "tokens to loopback": ("config: {ingress: {channel_host: 127.0.0.1}}", "config.ingress.channel_host"),
     "keys nobody reads": ("apiKey: {existingSecret: keys}", "config.auth.api_keys_env"),
+    "Prometheus locked out": (
+        "networkPolicy: {httpFrom: [{podSelector: {}}]}\nmetrics: {serviceMonitor: {enabled: true}}",
+        "networkPolicy.metricsFrom",
+    ),
     "separate without labels": ("placement: separate", "config.pools.prefill.node_labels"),
     "labels of no group": (
         "config: {pools: {decode: {node_labels: {splitserve.io/pool: decode}}}}",
