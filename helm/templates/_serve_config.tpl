@@ -35,7 +35,7 @@ applications:
         {{- $most = $ingress.autoscaling.max_replicas }}
         {{- end }}
         autoscaling_config:
-          {{- include "splitserve.bounds" (dict "least" $least "most" $most "first" $least) | nindent 10 }}
+          {{- include "splitserve.bounds" (dict "least" $least "most" $most "first" $least "where" "ingress") | nindent 10 }}
           metrics_interval_s: 1.0
           look_back_period_s: 10.0
         {{- else }}
@@ -57,7 +57,7 @@ applications:
         {{- with $pool.autoscaling }}
         {{- $least := dig "min_replicas" 1 . }}
         autoscaling_config:
-          {{- include "splitserve.bounds" (dict "least" $least "most" .max_replicas "first" (dig "initial_replicas" $least .)) | nindent 10 }}
+          {{- include "splitserve.bounds" (dict "least" $least "most" .max_replicas "first" (dig "initial_replicas" $least .) "where" (printf "pools.%s" $name)) | nindent 10 }}
         {{- else }}
         num_replicas: {{ dig "replicas" 1 $pool }}
         {{- end }}
@@ -73,7 +73,7 @@ applications:
 {{/* The delays are our policy's, not Serve's. */}}
 {{- define "splitserve.bounds" -}}
 min_replicas: {{ .least }}
-max_replicas: {{ .most }}
+max_replicas: {{ required (printf "config.%s.autoscaling.max_replicas: missing" .where) .most }}
 initial_replicas: {{ .first }}
 upscale_delay_s: 0.0
 downscale_delay_s: 0.0
