@@ -22,16 +22,14 @@ from benchmarks.control_path.serve_cluster import serve_cluster
 from benchmarks.control_path.wiring import build_stub_app, stub_config
 from benchmarks.load.client import Target
 from benchmarks.machine import describe_machine, machine_line
-from cluster.config import Config
 from cluster.tracing_config import TracingConfig
 
-_APPS = ("off", "on")
-_STEP_S = 0.0
+_TURNS = 3
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("benchmarks.control_path.tracing_cost", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="of 50 requests each")
+    parser.add_argument("--rounds", type=int, default=10, help="of 50 requests each, in each of the turns")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
     with collector() as (endpoint, received):
@@ -41,7 +39,7 @@ def main() -> int:
     for name, row in result.items():
         print(
             f"traces {name:<3} p50 {row['p50_ms']:.2f} ms  p90 {row['p90_ms']:.2f} ms  p99 {row['p99_ms']:.2f} ms  "
-            f"ingress {row['ingress_cpu_ms']:.2f} ms CPU a request ({row['requests']} requests)"
+            f"ingress {row['ingress_cpu_ms']:.2f} ms CPU a request ({_TURNS} x {row['requests']:.0f} requests)"
         )
     print(f"the collector got {sum(received):,} bytes in {len(received)} exports")
     if options.output:
@@ -50,26 +48,26 @@ def main() -> int:
 
 
 def measure(endpoint: str, num_rounds: int) -> dict[str, dict[str, Any]]:
-    """Latency, and CPU time of the ingress, by whether requests are traced. Blocks for a minute or more."""
+    """Latency, and CPU time of the ingress, by whether requests are traced: means over the turns. Blocks for minutes."""
     off = stub_config()
-    on = off.model_copy(update={"tracing": TracingConfig(endpoint=endpoint)})
+    configs = {"off": off, "on": off.model_copy(update={"tracing": TracingConfig(endpoint=endpoint)})}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
     with serve_cluster() as cluster:
-        targets = {name: Target(f"{cluster.url}/{name}", off.model.name) for name in _APPS}
-        with (
-            cluster.application(_app(off), "off", targets["off"]),
-            cluster.application(_app(on), "on", targets["on"]),
-        ):
-            sequential_latency(targets, 2)  # warm
-            before = {name: cpu_of(f"{name}:ingress") for name in _APPS}
-            rows = sequential_latency(targets, num_rounds)
-            used = {name: cpu_of(f"{name}:ingress") - before[name] for name in _APPS}
-    num_counted = next(iter(rows.values()))["requests"]
-    num_sent = num_counted * (num_rounds + 1) / num_rounds  # its first round is not in the latencies
-    return {name: {**rows[name], "ingress_cpu_ms": 1000 * used[name] / num_sent} for name in _APPS}
+        for _ in range(_TURNS):
+            for name, config in configs.items():
+                target = Target(f"{cluster.url}/{name}", config.model.name)
+                with cluster.application(build_stub_app(config, 0.0, 1), name, target):
+                    turns[name].append(_turn(name, target, num_rounds))
+    return {name: {key: sum(row[key] for row in rows) / _TURNS for key in rows[0]} for name, rows in turns.items()}
 
 
-def _app(config: Config) -> Any:
-    return build_stub_app(config, _STEP_S, 1)
+def _turn(name: str, target: Target, num_rounds: int) -> dict[str, Any]:
+    sequential_latency({name: target}, 2)  # warm
+    before_s = cpu_of(f"{name}:ingress")
+    row = sequential_latency({name: target}, num_rounds)[name]
+    used_s = cpu_of(f"{name}:ingress") - before_s
+    num_sent = row["requests"] * (num_rounds + 1) / num_rounds  # its first round is not in the latencies
+    return {**row, "ingress_cpu_ms": 1000 * used_s / num_sent}
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class Loaded:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     folder = tmp_path_factory.mktemp("live")
     with (
-        run_server("local-2p2d.yaml", folder, {"slo.ttft_s": 2.0, "slo.tpot_s": 0.1, "slo.e2e_s": 8.0}) as server,
+        run_server("local-2p2d.yaml", folder, {"slo.ttft_s": 4.0, "slo.tpot_s": 0.3, "slo.e2e_s": 15.0}) as server,
         run_prometheus(server.url.removeprefix("http://"), folder) as prometheus,
     ):
         prometheus.wait_for_scrape()
