@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def measure(endpoint: str, num_rounds: int) -> dict[str, dict[str, Any]]:
-    """Latency, and CPU time of the ingress, by whether requests are traced: means over the turns. Blocks for minutes."""
+    """Latency and CPU time of the ingress, by whether requests are traced: means over turns. Blocks for minutes."""
     off = stub_config()
     configs = {"off": off, "on": off.model_copy(update={"tracing": TracingConfig(endpoint=endpoint)})}
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
