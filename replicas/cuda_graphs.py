@@ -2,7 +2,7 @@
 
 Decode: one graph for each size of batch. Prefill: one for each size of a single fresh prompt, which without a graph
 would wait for the host at every layer: launching a pass by hand takes longer than computing some hundred tokens. A step
-of rows and a prompt or two is several passes, one behind the other. What a pass is made of goes into one static tensor
+of rows and a short prompt or two is several passes, one behind the other. What a pass is made of goes into one static tensor
 by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens are drawn behind
 it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import CudaStep, Launches
+from replicas.cuda_step import CudaStep, Launches, tokens_while_launching
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
@@ -97,6 +97,8 @@ class StepGraphs:
         self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
         self._batch_sizes = batch_sizes(len(slots.sampling))
         self._lengths = [n for n in _PREFILL_LENGTHS if n <= max_prefill]
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._most_beside_rows = tokens_while_launching(num_parameters, model.config.num_hidden_layers)
         self._decode: dict[int, StepGraph] = {}
         self._prefill: dict[int, StepGraph] = {}
 
@@ -124,6 +126,8 @@ class StepGraphs:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
         if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > self._batch_sizes[-1]:
             return None
+        if plan.rows and plan.num_prefill_tokens > self._most_beside_rows:
+            return None  # launching is hidden behind so many tokens: one pass for all reads the weights once
         planned = [self._plan_prefill(chunk) for chunk in plan.chunks]
         if plan.rows:
             planned.insert(0, self._plan_decode(plan.rows))

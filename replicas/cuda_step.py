@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # milliseconds, so there must be few. The rest of the prompt is a chunk over the pool.
 _FRESH_MULTIPLE = 256
 _MIN_FRESH = 512
+# As seen on an H200: the host launches a layer by hand in so long; the card computes so many operations a second.
+_LAUNCH_S, _OPERATIONS_PER_S = 1e-3, 7e14
 
 
 class CudaStep(NamedTuple):
@@ -66,12 +68,12 @@ class Launches:
     fresh: tuple[tuple[int, int, int], ...]
 
     def pack(self) -> torch.Tensor:
-        head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk]
+        head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk, len(self.fresh)]
         return torch.tensor(head + [number for run in self.fresh for number in run], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Launches:
-        num_rows, num_pieces, tile_len, num_chunks, longest, *rest = packed.tolist()
+        num_rows, num_pieces, tile_len, num_chunks, longest, _, *rest = packed.tolist()
         fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
         return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh)
 
@@ -129,6 +131,11 @@ class ChunkLayout:
             first += tail.end - tail.start
         parts = [part for length in sorted(heads) for part in heads[length]]
         return cls((*parts, *tails), tuple(fresh), paged)
+
+
+def tokens_while_launching(num_parameters: int, num_layers: int) -> int:
+    """How many prompt tokens the card computes while the host launches a model's layers by hand."""
+    return int(num_layers * _LAUNCH_S * _OPERATIONS_PER_S / (2 * num_parameters))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import ChunkLayout, Launches, build_cuda_inputs
+from replicas.cuda_step import ChunkLayout, Launches, build_cuda_inputs, tokens_while_launching
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan
 
 SHARING: Any = SimpleNamespace(
@@ -77,3 +77,8 @@ def test_no_two_sizes_of_the_step_that_is_compiled_are_equal(length: int) -> Non
     sizes = [length] + [size for tensor in step for size in tensor.shape]
     assert len(sizes) == len(set(sizes)), sizes
     assert all(tensor.storage_offset() == 0 for tensor in step[1:])
+
+
+def test_the_larger_the_model_the_fewer_tokens_hide_a_launch_by_hand() -> None:
+    llama, qwen = tokens_while_launching(8_030_000_000, 32), tokens_while_launching(596_000_000, 28)
+    assert 1024 < llama < 2048 < qwen
