@@ -38,6 +38,8 @@ serve: $(STAMP) ## start the server: make serve CONFIG=configs/local.yaml PORT=8
 # Fixed, so that a run does not depend on what lies in ~/.ray or on how full the machine's memory is; and with no
 # network but loopback, since Ray binds some of its ports to every interface. Replicas at the priority of any process:
 # the other lane of tests has a lower one.
+# One thread for each process: two lanes share two cores, and a model this small gains nothing from a second one.
+test: export OMP_NUM_THREADS := 1
 test: export HF_HUB_OFFLINE := 1
 test: export RAY_worker_niceness := 0
 test: export RAY_AUTH_MODE := disabled

@@ -12,6 +12,7 @@ from cluster.generation_service import GenerationService
 from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
 from cluster.metrics_merge import merge
+from cluster.no_torch import no_torch
 from cluster.otel_tracing import open_tracing
 from cluster.pool_client import ServePool
 from cluster.readiness import PoolHealth, Readiness, readiness
@@ -62,7 +63,7 @@ class Ingress:
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer = await asyncio.to_thread(Tokenizer, folder, config.model.trust_remote_code)
+        tokenizer = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
@@ -216,3 +217,10 @@ def model_source(config: Config) -> str:
     """The path or Hub id behind model.source."""
     path = config.model.local_path()
     return str(path) if path is not None else config.model.source
+
+
+def _load_tokenizer(folder: str, trust_remote_code: bool) -> Tokenizer:
+    if trust_remote_code:  # which may want torch
+        return Tokenizer(folder, trust_remote_code)
+    with no_torch():
+        return Tokenizer(folder)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from replicas.engine_watch import EngineWatch
-from tests.engines.local_system import LocalSystem, collect, settings, touch
-from tests.golden.golden_set import load_goldens
-
-GOLDENS = [golden for golden in load_goldens() if 15 <= len(golden.prompt_ids) <= 33][:3]
+from tests.engines.local_system import LocalSystem, collect, touch
+from tests.engines.tiny_goldens import TinyGoldens
+from tests.engines.tiny_model import tiny_settings
+from tests.golden.golden_set import Golden
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,16 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def system(faults: Path) -> Iterator[LocalSystem]:
-    system = LocalSystem(settings("decode", fault_dir=str(faults)), settings("prefill", fault_dir=str(faults)))
+def goldens(tiny_goldens: TinyGoldens) -> list[Golden]:
+    return [tiny_goldens.of(num_tokens) for num_tokens in (15, 16, 33)]
+
+
+@pytest.fixture(scope="module")
+def system(faults: Path, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
+    decode, prefill = (
+        tiny_settings(pool, tiny_goldens.folder, fault_dir=str(faults)) for pool in ("decode", "prefill")
+    )
+    system = LocalSystem(decode, prefill)
     yield system
     system.close()
 
@@ -35,7 +43,9 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_prefill_is_drained_only_when_its_readers_are_done(system: LocalSystem, faults: Path) -> None:
+def test_prefill_is_drained_only_when_its_readers_are_done(
+    system: LocalSystem, goldens: list[Golden], faults: Path
+) -> None:
     """The prompts are computed and answered: nothing is open but the leases, until decode has read."""
     assert system.prefill is not None
     prefill, decode = system.prefill, system.decode
@@ -44,14 +54,14 @@ def test_prefill_is_drained_only_when_its_readers_are_done(system: LocalSystem, 
         router = await system.start_router()
         try:
             touch(faults, "hold.start_read")
-            running = [asyncio.create_task(collect(router, system.spec(g.prompt_ids, 16))) for g in GOLDENS]
-            await until(lambda: prefill.transfers.snapshot().leases_open == len(GOLDENS))
+            running = [asyncio.create_task(collect(router, system.spec(g.prompt_ids, 16))) for g in goldens]
+            await until(lambda: prefill.transfers.snapshot().leases_open == len(goldens))
             await until(lambda: not prefill.engine.status.ledger.num_active)
             await asyncio.sleep(0.3)
             assert not prefill.is_drained
             assert not decode.is_drained
             (faults / "hold.start_read").unlink()
-            for golden, task in zip(GOLDENS, running, strict=True):
+            for golden, task in zip(goldens, running, strict=True):
                 assert (await task).token_ids == {0: golden.output_ids[:16]}
             await until(lambda: prefill.is_drained and decode.is_drained)
         finally:
@@ -61,24 +71,28 @@ def test_prefill_is_drained_only_when_its_readers_are_done(system: LocalSystem, 
     asyncio.run(run())
 
 
-def test_an_engine_that_stands_still_is_told_from_one_that_works(system: LocalSystem, faults: Path) -> None:
+def test_an_engine_that_stands_still_is_told_from_one_that_works(
+    system: LocalSystem, goldens: list[Golden], faults: Path
+) -> None:
     """Saturated first: no alarm. Then its thread is stopped in the middle: an alarm, and everything goes on after."""
     ends: list[int] = []
-    watch = EngineWatch(system.decode.watched(), 1.5, ends.append, interval_s=0.1)
+    watch_s = 1.5
+    watch = EngineWatch(system.decode.watched(), watch_s, ends.append, interval_s=0.1)
     watch.start()
 
     async def run() -> None:
         router = await system.start_router()
         try:
-            running = [asyncio.create_task(collect(router, system.spec([7] * 300, 40))) for _ in range(6)]
-            await asyncio.gather(*running)
+            busy_until_s = time.monotonic() + 2 * watch_s
+            while time.monotonic() < busy_until_s:
+                await asyncio.gather(*(collect(router, system.spec([7] * 300, 40)) for _ in range(6)))
             assert ends == []
-            golden = GOLDENS[0]
+            golden = goldens[0]
             task = asyncio.create_task(collect(router, system.spec(golden.prompt_ids, 64)))
             await until(lambda: system.decode.engine.status.ledger.num_active == 1)
             touch(faults, "freeze.decode.thread")
             await until(lambda: bool(ends), 30.0)
-            assert watch.stalled_s >= 1.5
+            assert watch.stalled_s >= watch_s
             (faults / "freeze.decode.thread").unlink()
             assert (await task).token_ids == {0: golden.output_ids}
         finally:

@@ -9,23 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from replicas.settings import EngineSettings
 from scheduler.sampling_params import SamplingParams
-from tests.engines.local_system import LocalSystem, settings, touch
-from tests.golden.golden_set import Golden, load_goldens
-
-GOLDENS = {golden.name: golden for golden in load_goldens()}
-
-
-def _golden_of(num_tokens: int) -> Golden:
-    return next(g for g in GOLDENS.values() if len(g.prompt_ids) == num_tokens)
+from tests.engines.local_system import LocalSystem, touch
+from tests.engines.tiny_goldens import TinyGoldens
+from tests.engines.tiny_model import tiny_settings
 
 
-def _system(fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
-    def one(pool: str) -> object:
-        base = settings(pool, lag=lag, fault_dir=str(fault_dir))
+def _system(model: Path, fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
+    def one(pool: str) -> EngineSettings:
+        base = tiny_settings(pool, model, lag=lag, fault_dir=str(fault_dir))
         return replace(base, transfer=replace(base.transfer, verify_digest=verify))
 
-    return LocalSystem(one("decode"), one("prefill"))  # type: ignore[arg-type]
+    return LocalSystem(one("decode"), one("prefill"))
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +30,8 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
-def system(request: pytest.FixtureRequest, fault_dir: Path) -> Iterator[LocalSystem]:
-    system = _system(fault_dir, lag=request.param)
+def system(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens, fault_dir: Path) -> Iterator[LocalSystem]:
+    system = _system(tiny_goldens.folder, fault_dir, lag=request.param)
     yield system
     system.close()
 
@@ -56,8 +52,8 @@ def _counts(system: LocalSystem) -> tuple[int, int, int, int]:
     )
 
 
-def test_decode_forwards_exactly_the_tokens_after_the_first(system: LocalSystem) -> None:
-    golden = _golden_of(300)
+def test_decode_forwards_exactly_the_tokens_after_the_first(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(300)
     forwarded, surplus, ready, bytes_read = _counts(system)
     (got,) = system.run([system.spec(golden.prompt_ids, 64)])
     golden.check(got.token_ids[0])
@@ -70,8 +66,8 @@ def test_decode_forwards_exactly_the_tokens_after_the_first(system: LocalSystem)
     assert system.decode.engine.steps.num_prefilled_tokens == 0
 
 
-def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem) -> None:
-    golden = _golden_of(32)
+def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(32)
     stop = next(t for i, t in enumerate(golden.output_ids) if i >= 4 and t not in golden.output_ids[:i])
     end = golden.output_ids.index(stop)
     forwarded, surplus, _, _ = _counts(system)
@@ -83,8 +79,8 @@ def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem) -> 
     assert _counts(system)[1] - surplus == system.decode.settings.lag
 
 
-def test_one_token_moves_nothing(system: LocalSystem) -> None:
-    golden = _golden_of(17)
+def test_one_token_moves_nothing(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(17)
     before = _counts(system)
     (got,) = system.run([system.spec(golden.prompt_ids, 1)])
     assert got.token_ids == {0: golden.output_ids[:1]}
@@ -93,8 +89,8 @@ def test_one_token_moves_nothing(system: LocalSystem) -> None:
     asyncio.run(system.wait_for_baseline())
 
 
-def test_a_first_token_that_stops_moves_nothing(system: LocalSystem) -> None:
-    golden = _golden_of(17)
+def test_a_first_token_that_stops_moves_nothing(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(17)
     before = _counts(system)
     (got,) = system.run([system.spec(golden.prompt_ids, 9, stop_token_ids=frozenset(golden.output_ids[:1]))])
     assert got.token_ids == {0: golden.output_ids[:1]}
@@ -104,14 +100,14 @@ def test_a_first_token_that_stops_moves_nothing(system: LocalSystem) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 33])
-def test_block_boundaries(system: LocalSystem, num_tokens: int) -> None:
-    golden = _golden_of(num_tokens)
+def test_block_boundaries(system: LocalSystem, num_tokens: int, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(num_tokens)
     (got,) = system.run([system.spec(golden.prompt_ids, 40)])
     assert got.token_ids[0] == golden.output_ids[:40]
 
 
-def test_choices_share_one_transfer(system: LocalSystem) -> None:
-    golden = _golden_of(33)
+def test_choices_share_one_transfer(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(33)
     sampling = SamplingParams(temperature=1.0, seed=11)
     _, _, ready, bytes_read = _counts(system)
     (together,) = system.run([system.spec(golden.prompt_ids, 24, sampling, num_choices=3)])
@@ -123,8 +119,8 @@ def test_choices_share_one_transfer(system: LocalSystem) -> None:
     asyncio.run(system.wait_for_baseline())
 
 
-def test_corruption_is_refused_and_retried(system: LocalSystem, fault_dir: Path) -> None:
-    golden = _golden_of(48)
+def test_corruption_is_refused_and_retried(system: LocalSystem, fault_dir: Path, tiny_goldens: TinyGoldens) -> None:
+    golden = tiny_goldens.of(48)
     corrupt = system.decode.transfers.snapshot().results.get("lost: digest mismatch", 0)
     touch(fault_dir, "corrupt.received")
     (got,) = system.run([system.spec(golden.prompt_ids, 32)])
@@ -134,19 +130,21 @@ def test_corruption_is_refused_and_retried(system: LocalSystem, fault_dir: Path)
     asyncio.run(system.wait_for_baseline())
 
 
-def test_zeroing_the_source_after_confirmation_changes_nothing(system: LocalSystem, fault_dir: Path) -> None:
-    golden = _golden_of(48)
+def test_zeroing_the_source_after_confirmation_changes_nothing(
+    system: LocalSystem, fault_dir: Path, tiny_goldens: TinyGoldens
+) -> None:
+    golden = tiny_goldens.of(48)
     touch(fault_dir, "zero.source")
     (got,) = system.run([system.spec(golden.prompt_ids, 32)])
     assert (fault_dir / "did.zero.source").exists()
     assert got.token_ids[0] == golden.output_ids[:32]
 
 
-def test_corruption_changes_the_output_when_nobody_verifies(tmp_path: Path) -> None:
+def test_corruption_changes_the_output_when_nobody_verifies(tmp_path: Path, tiny_goldens: TinyGoldens) -> None:
     """The counter-test: it is these very blocks that decode computes on."""
-    system = _system(tmp_path, verify=False)
+    system = _system(tiny_goldens.folder, tmp_path, verify=False)
     try:
-        golden = _golden_of(48)
+        golden = tiny_goldens.of(48)
         (clean,) = system.run([system.spec(golden.prompt_ids, 32)])
         assert clean.token_ids[0] == golden.output_ids[:32]
         touch(tmp_path, "corrupt.received")

@@ -11,18 +11,24 @@ import torch
 
 from cluster.api_error import ApiError
 from scheduler.plan import StepPlan
-from tests.engines.local_system import Generated, LocalSystem, collect, settings
-from tests.golden.golden_set import load_goldens
+from tests.engines.local_system import Generated, LocalSystem, collect
+from tests.engines.tiny_goldens import TinyGoldens
+from tests.engines.tiny_model import tiny_settings
+from tests.golden.golden_set import Golden
 
-GOLDENS = [golden for golden in load_goldens() if 15 <= len(golden.prompt_ids) <= 33][:4]
 POISON_PROMPT = [17] * 21
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
-def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
-    system = LocalSystem(settings("decode", lag=request.param), None)
+def system(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
+    system = LocalSystem(tiny_settings("decode", tiny_goldens.folder, lag=request.param), None)
     yield system
     system.close()
+
+
+@pytest.fixture(scope="module")
+def goldens(tiny_goldens: TinyGoldens) -> list[Golden]:
+    return [tiny_goldens.of(num_tokens) for num_tokens in (15, 16, 17, 33)]
 
 
 def _poisoned_rows(plan: StepPlan, poisoned: set[str]) -> list[int]:
@@ -31,12 +37,12 @@ def _poisoned_rows(plan: StepPlan, poisoned: set[str]) -> list[int]:
     return [index for index, name in enumerate(names) if name in poisoned]
 
 
-def _run_beside_poison(system: LocalSystem) -> tuple[list[Generated], ApiError]:
+def _run_beside_poison(system: LocalSystem, goldens: list[Golden]) -> tuple[list[Generated], ApiError]:
     async def run() -> tuple[list[Generated], ApiError]:
         router = await system.start_router(max_retries=0)
         try:
             bad = asyncio.create_task(collect(router, system.spec(POISON_PROMPT, 32)))
-            good = await asyncio.gather(*(collect(router, system.spec(g.prompt_ids, 24)) for g in GOLDENS))
+            good = await asyncio.gather(*(collect(router, system.spec(g.prompt_ids, 24)) for g in goldens))
             with pytest.raises(ApiError) as raised:
                 await bad
             await system.wait_for_baseline()
@@ -48,7 +54,9 @@ def _run_beside_poison(system: LocalSystem) -> tuple[list[Generated], ApiError]:
 
 
 @pytest.mark.parametrize("fault", ["raises", "not a number"])
-def test_a_poisoned_request_fails_alone(system: LocalSystem, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poisoned_request_fails_alone(
+    system: LocalSystem, goldens: list[Golden], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = system.decode.engine.runner
     forward = runner._forward
     poisoned: set[str] = set()
@@ -68,17 +76,17 @@ def test_a_poisoned_request_fails_alone(system: LocalSystem, fault: str, monkeyp
         return logits
 
     monkeypatch.setattr(runner, "_forward", faulty)
-    good, error = _run_beside_poison(system)
+    good, error = _run_beside_poison(system, goldens)
     assert hits
     assert error.status == 500
-    for golden, generated in zip(GOLDENS, good, strict=True):
+    for golden, generated in zip(goldens, good, strict=True):
         assert generated.token_ids == {0: golden.output_ids[:24]}
     assert system.decode.engine.is_healthy(max_silence_s=10)
 
 
-def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem) -> None:
+def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem, goldens: list[Golden]) -> None:
     """Masked keys and values are still multiplied: were they no numbers, the sums would not be either."""
     system.decode.engine.runner.pool.tensor.fill_(torch.nan)
-    generated = system.run([system.spec(golden.prompt_ids, 24) for golden in GOLDENS])
-    for golden, got in zip(GOLDENS, generated, strict=True):
+    generated = system.run([system.spec(golden.prompt_ids, 24) for golden in goldens])
+    for golden, got in zip(goldens, generated, strict=True):
         assert got.token_ids == {0: golden.output_ids[:24]}

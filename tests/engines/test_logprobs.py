@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,15 +25,18 @@ PROMPTS += [[4093], [4093, 30], list(range(1000, 1048)), list(range(1000, 1049))
 
 @dataclass
 class Reference:
-    """transformers' own model."""
+    """transformers' own model. Each text is computed once: every layout is compared with it."""
 
     model: Any
+    computed: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
         """float32 [n, V]: row i is of what follows token i."""
-        logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0]
-        return logits.float().log_softmax(-1)
+        if tuple(ids) not in self.computed:
+            logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+            self.computed[tuple(ids)] = logits.float().log_softmax(-1)
+        return self.computed[tuple(ids)]
 
 
 @pytest.fixture(scope="module")

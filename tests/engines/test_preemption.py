@@ -127,7 +127,7 @@ def test_preemptions_are_counted(tight: LocalSystem) -> None:
     assert counted == {"swap": preemption.num_swapped, "recompute": preemption.num_evicted}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_goldens() -> None:
     goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 40 and min(golden.margins) > 5e-3][:12]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,19 @@ OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
 
 @dataclass
 class Reference:
-    """transformers' own model, one whole forward pass a token."""
+    """transformers' own model, one whole forward pass a token. Each text once: every layout is compared with it."""
 
     model: Any
+    texts: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    def text(self, spec: GenerationSpec, choice: int) -> list[int]:
+        key = (spec.prompt_ids, spec.max_tokens, spec.stop_token_ids, spec.sampling, choice)
+        if key not in self.texts:
+            self.texts[key] = self._text(spec, choice)
+        return self.texts[key]
 
     @torch.inference_mode()
-    def text(self, spec: GenerationSpec, choice: int) -> list[int]:
+    def _text(self, spec: GenerationSpec, choice: int) -> list[int]:
         output: list[int] = []
         while len(output) < spec.max_tokens:
             ids = [*spec.prompt_ids, *output]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.golden.golden_set import Golden, load_goldens, load_sampled_requests
+from tests.server.conftest import OneServer
 from tests.server.generate import Completed, golden_request, post_all, stream_events
-from tests.server.running_server import RunningServer, run_server
+from tests.server.running_server import RunningServer
 
 GOLDENS = load_goldens()
 LAYOUTS = {"1p1d": "local.yaml", "2p2d": "local-2p2d.yaml", "colocated": "colocated.yaml"}
+# What 1P1D does, 2P2D does too; and the other files of this folder serve it.
+LONG = {"1p1d": [pytest.mark.exhaustive]}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with run_server(LAYOUTS[request.param], tmp_path_factory.mktemp(request.param)) as server:
-        yield server
+@pytest.fixture(scope="module", params=[pytest.param(name, id=name, marks=LONG.get(name, [])) for name in LAYOUTS])
+def server(request: pytest.FixtureRequest, one_server: OneServer) -> RunningServer:
+    return one_server.get(request.param, LAYOUTS[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def _check(goldens: list[Golden], answers: list[list[Completed]]) -> None:
 @pytest.mark.timeout(900)
 def test_sixteen_at_a_time_equal_transformers(server: RunningServer, request: pytest.FixtureRequest) -> None:
     # A part of them, the larger in one layout: `make test` is to stay under 15 minutes. All: see the exhaustive one.
-    goldens = GOLDENS[:: 4 if request.node.callspec.params["server"] == "1p1d" else 8]
+    goldens = GOLDENS[:: 8 if request.node.callspec.params["server"] == "colocated" else 4]
     _check(goldens, post_all(server, [golden_request(golden) for golden in goldens], num_at_once=16))
     server.wait_for_baseline()
 

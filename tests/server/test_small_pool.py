@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from tests.golden.golden_set import load_goldens
+from tests.server.conftest import NUM_QUEUED, SMALL_CAPACITY_TOKENS
 from tests.server.generate import golden_request, post, post_all
-from tests.server.running_server import RunningServer, run_server
-
-CAPACITY_TOKENS = 640
+from tests.server.running_server import RunningServer
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    changes = {
-        "model.max_model_len": 512,
-        "pools.decode.kv_capacity_tokens": CAPACITY_TOKENS,
-        "pools.prefill.kv_capacity_tokens": 512,
-        "ingress.queue_timeout_s": 300.0,
-        "ingress.max_queued_requests": 14,
-    }
-    with run_server("local.yaml", tmp_path_factory.mktemp("small"), changes) as server:
-        yield server
+@pytest.fixture
+def server(small_server: RunningServer) -> RunningServer:
+    small_server.clear_faults()
+    return small_server
 
 
 @pytest.mark.timeout(600)
@@ -55,21 +46,23 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers(server: RunningS
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert "960" in message  # 18 shared blocks and 3 x 14 of their own, of 16 tokens
-    assert str(CAPACITY_TOKENS) in message
+    assert str(SMALL_CAPACITY_TOKENS) in message
     assert elapsed_s < 2.0
     server.wait_for_baseline()
 
 
 def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) -> None:
-    """One runs, 14 may wait: of 24 that come while nothing moves, 9 are turned away at once."""
+    """One runs, so many may wait: of ten more that come while nothing moves, nine are turned away at once."""
+    num_requests = NUM_QUEUED + 10
+    before = server.total("splitserve_request_rejections_total", reason="queue_full")
     body = {"prompt": [5] * 100, "max_tokens": 400, "temperature": 0}
     server.hold("decode.step")
-    with server.client() as client, ThreadPoolExecutor(24) as pool:
-        futures = [pool.submit(client.post, "/v1/completions", json=body, timeout=10) for _ in range(24)]
+    with server.client() as client, ThreadPoolExecutor(num_requests) as pool:
+        futures = [pool.submit(client.post, "/v1/completions", json=body, timeout=10) for _ in range(num_requests)]
         answers = [future.result() for future in futures if not isinstance(future.exception(), httpx.TimeoutException)]
     server.clear_faults()
     assert [answer.status_code for answer in answers] == [429] * 9
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
     assert all(answer.json()["error"]["code"] == "queue_full" for answer in answers)
-    assert server.total("splitserve_request_rejections_total", reason="queue_full") == 9
+    assert server.total("splitserve_request_rejections_total", reason="queue_full") == before + 9
     server.wait_for_baseline(timeout_s=5)
