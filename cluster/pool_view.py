@@ -48,9 +48,7 @@ class PoolView:
 
     def decode_candidates(self) -> list[DecodeCandidate]:
         known = self._candidates
-        return [
-            known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()
-        ]
+        return [known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
         return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
