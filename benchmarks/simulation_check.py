@@ -3,6 +3,9 @@
 One server (configs/local.yaml, which records its steps). First a calibration load at another rate, with requests of
 its own: it gives the step times, as they are while both engines share the cores, and the constants of the control path
 and the transfer. Then the load that is compared. Only what the calibration gave is simulated.
+
+With --keep FOLDER all that was measured stays there; `--kept FOLDER ...` judges such folders again, without a server,
+and says how far the same load was from itself where it was measured more than once.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.kept_loads import keep_records, kept_records
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Target
 from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import LoadResult, run_load
+from benchmarks.load.processes import run_load
 from benchmarks.load.report import latencies_s
+from benchmarks.load.request_record import RequestRecord
 from benchmarks.load.workload import LengthRange
 from benchmarks.machine import describe_machine, machine_line
 from benchmarks.real_server import real_server
@@ -64,51 +70,75 @@ def main() -> int:
     parser.add_argument("--input-len", type=LengthRange.parse, default="32:256")
     parser.add_argument("--output-len", type=LengthRange.parse, default="16:96")
     parser.add_argument("--output", type=Path, help="JSON file")
+    parser.add_argument("--keep", type=Path, help="folder for what is measured; made if it is not there")
+    parser.add_argument("--kept", type=Path, nargs="+", help="folders that were kept, instead of a server")
     given = parser.parse_args()
     options = CheckOptions(
         given.rate, given.duration_s, given.calibration_rate, given.calibration_s, given.input_len, given.output_len
     )
     machine = describe_machine()
     print(machine_line(machine), flush=True)
-    result = run_check(options)
-    print(check_table(result))
+    results = [judge(folder) for folder in given.kept] if given.kept else [run_check(options, given.keep)]
+    for result in results:
+        print(check_table(result))
+    if len(results) > 1:
+        print(spread_table(results))
     if given.output:
-        given.output.write_text(json.dumps({"machine": machine, "simulation_check": result}, indent=1) + "\n")
-    return 0 if all(abs(row["ratio"] - 1) <= _WANTED for row in result["rows"]) else 1
+        given.output.write_text(json.dumps({"machine": machine, "simulation_check": results}, indent=1) + "\n")
+    return 0 if all(abs(row["ratio"] - 1) <= _WANTED for result in results for row in result["rows"]) else 1
 
 
-def run_check(options: CheckOptions) -> dict[str, Any]:
+def run_check(options: CheckOptions, keep: Path | None = None) -> dict[str, Any]:
     """Starts a server: 3 GiB, both cores. Blocks for the two loads and two minutes. Raises ServerFailed."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        steps = folder / "steps"
-        steps.mkdir()
-        config = yaml.safe_load(_CONFIG.read_text())
-        config["testing"] = {"step_record_dir": str(steps)}
-        with real_server(config, folder) as url:
-            _say("server is ready; calibrating")
-            probes = run_load(_probe_plan(url, options))
-            calibration = run_load(_plan(url, options, options.calibration_rate_per_s, options.calibration_s, seed=1))
-            costs, lines = fit_costs(steps, _KV_BYTES_PER_TOKEN)
-            for line in lines:
-                _say(line)
-            costs = _with_constants(costs, probes, config)
-            _say(
-                f"control path: {1000 * costs.control.ingress_s:.1f} ms more than the calls; "
-                f"handoff: {1000 * costs.transfer.latency_s:.1f} ms"
-            )
-            _say("the load that is compared")
-            real = run_load(_plan(url, options, options.rate_per_s, options.duration_s, seed=2))
-    parts = {"calibration": calibration, "compared": real}
-    simulated = {name: _simulate(costs, result, config) for name, result in parts.items()}
-    rows = _rows(real, simulated["compared"])
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        measure(options, keep)
+        return judge(keep)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options, Path(folder))
+        return judge(Path(folder))
+
+
+def measure(options: CheckOptions, folder: Path) -> None:
+    """The server's steps and what its clients saw, into the folder. As run_check."""
+    steps = folder / "steps"
+    steps.mkdir()
+    config = yaml.safe_load(_CONFIG.read_text())
+    config["testing"] = {"step_record_dir": str(steps)}
+    with real_server(config, folder) as url:
+        _say("server is ready")
+        plans = {
+            "probes": _probe_plan(url, options),
+            "calibration": _plan(url, options, options.calibration_rate_per_s, options.calibration_s, seed=1),
+            "compared": _plan(url, options, options.rate_per_s, options.duration_s, seed=2),
+        }
+        for name, plan in plans.items():
+            _say(name)
+            keep_records(folder / f"{name}.json", run_load(plan).records)
+
+
+def judge(folder: Path) -> dict[str, Any]:
+    """The loads that were measured, beside their simulation. Of the steps only those before the compared load count."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    probes, calibration, compared = (
+        kept_records(folder / f"{name}.json") for name in ("probes", "calibration", "compared")
+    )
+    until_s = min(record.sent_s for record in compared)
+    costs, lines = fit_costs(folder / "steps", _KV_BYTES_PER_TOKEN, until_s)
+    for line in lines:
+        _say(line)
+    costs = _with_constants(costs, probes, config)
+    _say(
+        f"control path: {1000 * costs.control.ingress_s:.1f} ms more than the calls; "
+        f"handoff: {1000 * costs.transfer.latency_s:.1f} ms"
+    )
     return {
-        "options": {"rate_per_s": options.rate_per_s, "duration_s": options.duration_s},
-        "requests": len(real.records),
-        "failed": sum(not record.is_ok for record in real.records),
+        "folder": str(folder),
+        "requests": len(compared),
+        "failed": sum(not record.is_ok for record in compared),
         "costs": costs.model_dump(),
-        "rows": rows,
-        "calibration_rows": _rows(calibration, simulated["calibration"]),
+        "rows": _rows(compared, _simulate(costs, compared, config)),
+        "calibration_rows": _rows(calibration, _simulate(costs, calibration, config)),
     }
 
 
@@ -121,6 +151,16 @@ def check_table(result: dict[str, Any]) -> str:
     ]
     text = table(["", "real ms", "simulated ms", "simulated / real"], rows)
     return f"{result['requests']} requests, {result['failed']} failed\n{text}"
+
+
+def spread_table(results: Sequence[dict[str, Any]]) -> str:
+    """The same load on the real system, measured more than once: what no simulator can be nearer to than by luck."""
+    rows = []
+    for measured in zip(*(result["rows"] for result in results), strict=True):
+        real_ms = [row["real_ms"] for row in measured]
+        listed = " / ".join(f"{value:.0f}" for value in real_ms)
+        rows.append([measured[0]["name"], listed, f"{max(real_ms) / min(real_ms):.2f}"])
+    return table(["the same load", "real ms, each time", "most / least"], rows)
 
 
 def _plan(url: str, options: CheckOptions, rate_per_s: float, duration_s: float, seed: int) -> LoadPlan:
@@ -144,10 +184,10 @@ def _probe_plan(url: str, options: CheckOptions) -> LoadPlan:
     return replace(plan, arrival=Arrival.CONSTANT, inputs=probe, outputs=LengthRange(4, 4))
 
 
-def _with_constants(costs: CostModel, probes: LoadResult, config: dict[str, Any]) -> CostModel:
+def _with_constants(costs: CostModel, probes: Sequence[RequestRecord], config: dict[str, Any]) -> CostModel:
     """What the probes took longer than their simulation says: to the first token, and from there to the second."""
     simulated = _simulate(costs, probes, config)
-    good = [(record, client) for record, client in zip(probes.records, simulated, strict=True) if record.is_ok]
+    good = [(record, client) for record, client in zip(probes, simulated, strict=True) if record.is_ok]
     if not good:
         raise SystemExit("every probe failed; see the server's log")
     to_first_s = statistics.median(record.token_times_s[0] - record.sent_s - client.ttft_s for record, client in good)
@@ -160,10 +200,10 @@ def _with_constants(costs: CostModel, probes: LoadResult, config: dict[str, Any]
     return costs.model_copy(update={"control": control, "transfer": transfer})
 
 
-def _simulate(costs: CostModel, real: LoadResult, config: dict[str, Any]) -> list[Client]:
+def _simulate(costs: CostModel, real: Sequence[RequestRecord], config: dict[str, Any]) -> list[Client]:
     """The requests that were really sent, at the times when they were."""
-    first_s = min(record.sent_s for record in real.records)
-    order = sorted(real.records, key=lambda record: record.sent_s)
+    first_s = min(record.sent_s for record in real)
+    order = sorted(real, key=lambda record: record.sent_s)
     jobs = [
         Job(index, record.sent_s - first_s, record.num_input_tokens, record.num_wanted_tokens, record.num_wanted_tokens)
         for index, record in enumerate(order)
@@ -171,11 +211,11 @@ def _simulate(costs: CostModel, real: LoadResult, config: dict[str, Any]) -> lis
     shape = shape_of(Config.model_validate(config | {"testing": {}}), costs.kv_bytes_per_token)
     clients = SimulatedSystem(shape, costs).run(jobs).clients
     by_record = {record.index: client for record, client in zip(order, clients, strict=True)}
-    return [by_record[record.index] for record in real.records]
+    return [by_record[record.index] for record in real]
 
 
-def _rows(real: LoadResult, simulated: list[Client]) -> list[dict[str, Any]]:
-    latencies = latencies_s([record for record in real.records if record.is_ok])
+def _rows(real: Sequence[RequestRecord], simulated: list[Client]) -> list[dict[str, Any]]:
+    latencies = latencies_s([record for record in real if record.is_ok])
     finished = [client for client in simulated if client.status is ClientStatus.FINISHED]
     ours = {
         "ttft": [client.ttft_s for client in finished],

@@ -96,8 +96,11 @@ class FrameIntake:
             if replica_id not in decodes and replica_id not in leaving:
                 self.receiver.disallow(metadata["channel_public_key"])
                 self.receiver.forget(replica_id, metadata["peer"]["epoch"])
-        for metadata in decodes.values():
+        for replica_id, metadata in decodes.items():
             self.receiver.allow(metadata["channel_public_key"])
+            if replica_id not in self._admitted:
+                # Serve takes a replica off the table for a moment when it gives it new options.
+                self.receiver.resume(replica_id, metadata["peer"]["epoch"])
         self._admitted = {**leaving, **decodes}
 
     def _fetch(self, replica_id: str, epoch: str, from_seq: int) -> None:

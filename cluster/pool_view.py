@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import DecodeCandidate, PrefillCandidate
@@ -37,6 +38,8 @@ class PoolView:
         self._prefills = prefills
         self._clock = clock
         self._heard: dict[str, _Heard] = {}
+        # Of decode, until one of the figures that it is made of changes: of a thousand few do between two requests.
+        self._candidates: dict[str, DecodeCandidate] = {}
         self._agent_names: dict[str, str] = {}
         self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
         self._in_flight: Counter[str] = Counter()
@@ -44,10 +47,11 @@ class PoolView:
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
-        return [self._decode_candidate(name, metadata["num_blocks"]) for name, metadata in self._decodes().items()]
+        known = self._candidates
+        return [known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
-        return [self._prefill_candidate(name, metadata["num_blocks"]) for name, metadata in self._prefills().items()]
+        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
 
     @property
     def unheard_blocks(self) -> int:
@@ -76,19 +80,22 @@ class PoolView:
         return self._peer(self._prefills(), replica_id)
 
     def heard(self, frame: Frame) -> None:
-        self._heard[frame.replica_id] = _Heard(frame.load, self._clock())
+        self.heard_load(frame.replica_id, frame.load)
 
     def heard_load(self, replica_id: str, load: EngineLoad) -> None:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
+        self._candidates.pop(replica_id, None)
 
     def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+        self._candidates.pop(replica_id, None)
         self._in_flight[replica_id] += 1
         self._unheard_blocks[replica_id] += blocks
         self.num_waiting += must_wait
 
     def admitted(self, replica_id: str, blocks: int, must_wait: bool) -> None:
         """No longer unheard: the replica's own figures cover it (or it is over). Once for each `sent`."""
+        self._candidates.pop(replica_id, None)
         self._unheard_blocks[replica_id] -= blocks
         self.num_waiting -= must_wait
         assert self._unheard_blocks[replica_id] >= 0, "admitted twice"
@@ -96,6 +103,7 @@ class PoolView:
 
     def ended(self, replica_id: str) -> None:
         """Once for each `sent`, after its `admitted`."""
+        self._candidates.pop(replica_id, None)
         self._in_flight[replica_id] -= 1
         assert self._in_flight[replica_id] >= 0, "ended twice"
         if not self._in_flight[replica_id]:
@@ -114,6 +122,7 @@ class PoolView:
     def forget(self, replica_id: str) -> str | None:
         """The replica has died. Returns the name of its transfer agent, if it was ever used. Mutates."""
         self._heard.pop(replica_id, None)
+        self._candidates.pop(replica_id, None)
         return self._agent_names.pop(replica_id, None)
 
     def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
@@ -121,27 +130,36 @@ class PoolView:
         self._agent_names[replica_id] = peer.agent_name
         return peer
 
-    def _decode_candidate(self, replica_id: str, total_blocks: int) -> DecodeCandidate:
+    def _decode_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> DecodeCandidate:
+        """Remembers it. Mutates."""
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
-        if replica_id not in self._heard:
-            return DecodeCandidate(replica_id, total_blocks, total_blocks - unheard, num_in_flight)
-        load = self._heard[replica_id].load
-        return DecodeCandidate(
-            replica_id=replica_id,
-            total_blocks=total_blocks,
-            free_blocks=load.free_blocks - unheard,
-            num_in_flight=num_in_flight,
-            num_queued=load.num_queued,
-            later_free_blocks=tuple(free - unheard for free in load.later_free_blocks),
-            expected_tokens=load.expected_tokens,
-            step_s=load.step_s,
-        )
+        heard = self._heard.get(replica_id)
+        if heard is None:
+            free_blocks = total_blocks - unheard
+            candidate = DecodeCandidate(replica_id, total_blocks, free_blocks, num_in_flight, node_id=node_id)
+        else:
+            candidate = DecodeCandidate(
+                replica_id=replica_id,
+                total_blocks=total_blocks,
+                free_blocks=heard.load.free_blocks - unheard,
+                num_in_flight=num_in_flight,
+                num_queued=heard.load.num_queued,
+                later_free_blocks=tuple(free - unheard for free in heard.load.later_free_blocks),
+                expected_tokens=heard.load.expected_tokens,
+                step_s=heard.load.step_s,
+                node_id=node_id,
+            )
+        self._candidates[replica_id] = candidate
+        return candidate
 
-    def _prefill_candidate(self, replica_id: str, total_blocks: int) -> PrefillCandidate:
+    def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         ours = self._prompt_tokens[replica_id]
         if replica_id not in self._heard:
-            return PrefillCandidate(replica_id, total_blocks, ours)
+            return PrefillCandidate(replica_id, total_blocks, ours, node_id=node_id)
         heard = self._heard[replica_id]
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
-        return PrefillCandidate(replica_id, total_blocks, max(heard.load.queued_prompt_tokens - done, ours), rate)
+        queued = max(heard.load.queued_prompt_tokens - done, ours)
+        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)

@@ -70,6 +70,8 @@ def _start_ray(config: Config) -> None:
         "RAY_COLOR_PREFIX": "0",
         "NIXL_LOG_LEVEL": "WARN",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.proxy_headers:middlewares",
+        # Scores of a long prompt (prompt_logprobs) take more than Serve's 4 MiB.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     }.items():
         os.environ.setdefault(name, value)
     import ray

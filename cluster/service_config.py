@@ -117,6 +117,14 @@ class RoutingConfig(Section):
         default=False,
         description="Let decode replicas compute prompts while no prefill replica lives. false: status 503",
     )
+    other_node_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="How many times more a prompt counts at a prefill replica that is not on the decode replica's Ray "
+        "node (a pod is one). For pools over several nodes whose KV moves by TCP: how often computing a prompt goes "
+        "into the time of its transfer. 0: nodes do not matter",
+    )
 
 
 class LimitsConfig(Section):

@@ -28,13 +28,34 @@ class ReplicaGone(Exception):
         return f"replica {self.replica_id} is not in its pool"
 
 
+class ReplicaUnreachable(Exception):
+    """No connection to the named replica, or it broke before the call was taken: the process may be dead or not."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.replica_id = replica_id
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} cannot be reached"
+
+
 class TargetRouter(PowerOfTwoChoicesRequestRouter):
     """Calls without a target go where Serve's default would send them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
+        self._unreachable: set[str] = set()  # replicas that a call has just failed to reach
+
+    def on_replica_actor_unavailable(self, replica_id: Any) -> None:
+        """Serve's hook. It would try the call again and again until the controller has found the replica dead."""
+        super().on_replica_actor_unavailable(replica_id)
+        self._unreachable.add(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Serve's hook: the pool's running replicas changed."""
         super().update_replicas(replicas)
         table = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
+        self._unreachable &= table.keys()
         # Through the module: this class is pickled by value, and a name imported from it would be a copy.
         replica_registry.REGISTRY.update(self._deployment_id.name, table)
 
@@ -42,8 +63,11 @@ class TargetRouter(PowerOfTwoChoicesRequestRouter):
         target = pending_request.metadata.session_id
         if not target:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        if is_retry:  # the replica was full (max_ongoing_requests)
-            await asyncio.sleep(_FULL_REPLICA_RETRY_S)
+        if is_retry:
+            if target in self._unreachable:
+                self._unreachable.discard(target)
+                raise ReplicaUnreachable(target)
+            await asyncio.sleep(_FULL_REPLICA_RETRY_S)  # the replica was full (max_ongoing_requests)
         for replica in self._replicas_list:
             if replica.replica_id.unique_id == target:
                 return replica

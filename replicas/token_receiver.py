@@ -92,6 +92,7 @@ class TokenReceiver:
         self._allowed = CurveAllowSet()
         self._streams: dict[StreamKey, _Stream] = {}
         self._forgotten: dict[StreamKey, None] = {}  # in order of insertion
+        self._resumed: set[StreamKey] = set()  # were forgotten, and have sent nothing since they were taken back
         self.counts = ReceiverCounts()
         self._public_key, self._secret_key = zmq.curve_keypair()
         # A context of its own: ZAP has one handler per context.
@@ -145,9 +146,19 @@ class TokenReceiver:
         """This engine is gone or given up: its held frames are dropped, and so is whatever still arrives of it."""
         key = (replica_id, epoch)
         self._streams.pop(key, None)
+        self._resumed.discard(key)
         self._forgotten[key] = None
         if len(self._forgotten) > MAX_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
+
+    def resume(self, replica_id: str, epoch: str) -> None:
+        """This engine is back: its frames are taken again, from whichever comes first. What it sent meanwhile is lost,
+        so nobody may be waiting for it. Does nothing for one that was not forgotten.
+        """
+        key = (replica_id, epoch)
+        if key in self._forgotten:
+            del self._forgotten[key]
+            self._resumed.add(key)
 
     def deliver_replayed(self, frames: Iterable[Frame]) -> None:
         """Frames that the replica replayed over a trusted call: they fill a gap; those already seen are dropped."""
@@ -233,7 +244,8 @@ class TokenReceiver:
             return
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(sender)
+            stream = self._streams[key] = _Stream(sender, frame.seq if key in self._resumed else 0)
+            self._resumed.discard(key)
         if stream.public_key != sender:
             self.counts.unauthorized += 1
             return

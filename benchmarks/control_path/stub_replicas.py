@@ -15,6 +15,7 @@ from replicas.messages import (
     GenerateReply,
     PrefillCall,
     PrefillReply,
+    Pulse,
     TransferPeer,
 )
 from replicas.token_sender import TokenSender
@@ -40,6 +41,9 @@ class StubDecodeReplica:
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
         return self._engine.replay(router_id, from_seq)
 
+    async def pulse(self) -> Pulse:
+        return Pulse(stub_load(), 0.0)
+
     async def forget_peer(self, agent_name: str) -> None:
         pass
 
@@ -60,6 +64,9 @@ class StubPrefillReplica:
         token_id = call.request.prompt_ids[0]
         first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
         return PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load())
+
+    async def pulse(self) -> Pulse:
+        return Pulse(stub_load(), 0.0)
 
     async def forget_peer(self, agent_name: str) -> None:
         pass

@@ -25,7 +25,7 @@ from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
 from cluster.simulation.traces import read_trace
 
-TTFT_S, TPOT_S = 3.0, 0.15
+TPOT_S = 0.15
 START_DELAY_S = 45.0
 MAX_REPLICAS = 16
 
@@ -34,7 +34,8 @@ MAX_REPLICAS = 16
 class Scenario:
     """A trace on a machine: one that takes so many times as long for a step as the H100 that was measured, so that an
     hour of the trace takes several replicas. decode_tokens: KV cache of a decode replica. ongoing: targets of Serve's
-    policy, tuned by hand: calls in progress that a decode and a prefill replica carry well.
+    policy, tuned by hand: calls in progress that a decode and a prefill replica carry well. ttft_s: the objective;
+    Mooncake's is its paper's (FAST'25), as most of its prompts take longer than three seconds by themselves here.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Scenario:
     decode_tokens: int
     max_model_len: int
     ongoing: Mapping[str, float]
+    ttft_s: float = 3.0
 
 
 TRACES = AZURE_CONVERSATION.parent
@@ -50,7 +52,9 @@ TRACES = AZURE_CONVERSATION.parent
 SCENARIOS = (
     Scenario("Azure conversation", AZURE_CONVERSATION.name, 8.0, 160_000, 8_192, {"decode": 60, "prefill": 2}),
     Scenario("Azure code", "AzureLLMInferenceTrace_code.csv", 8.0, 160_000, 8_192, {"decode": 30, "prefill": 2}),
-    Scenario("Mooncake", "mooncake_conversation_trace.jsonl", 4.0, 400_000, 131_072, {"decode": 15, "prefill": 2}),
+    Scenario(
+        "Mooncake", "mooncake_conversation_trace.jsonl", 4.0, 400_000, 131_072, {"decode": 15, "prefill": 2}, 30.0
+    ),
 )
 
 
@@ -88,7 +92,8 @@ def slower_costs(factor: float) -> CostModel:
     costs = h100_costs()
 
     def slower(steps: StepModel) -> StepModel:
-        return StepModel(**{name: value * factor for name, value in steps.model_dump().items()})
+        times_s = {name: value for name, value in steps.model_dump().items() if name.endswith("_s")}
+        return steps.model_copy(update={name: value * factor for name, value in times_s.items()})
 
     return costs.model_copy(update={"decode": slower(costs.decode), "prefill": slower(costs.prefill)})
 
@@ -104,7 +109,7 @@ def _config(scenario: Scenario) -> Config:
     return Config.model_validate(
         {
             "model": {"source": "bundled", "max_model_len": scenario.max_model_len},
-            "slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S},
+            "slo": {"ttft_s": scenario.ttft_s, "tpot_s": TPOT_S},
             "ingress": {"max_queued_requests": 100_000, "queue_timeout_s": 120.0},
             "transfer": {"handoff_timeout_s": 120.0},
             "pools": {
@@ -128,8 +133,8 @@ def _run(
     return {
         "hours": hours,
         "replica_hours": sum(hours.values()),
-        "attained": sum(_is_good(client) for client in clients) / len(clients),
-        "ttft_attained": sum(client.first_s > 0.0 and client.ttft_s <= TTFT_S for client in clients) / len(clients),
+        "attained": sum(_is_good(client, scenario.ttft_s) for client in clients) / len(clients),
+        "ttft_attained": sum(c.first_s > 0.0 and c.ttft_s <= scenario.ttft_s for c in clients) / len(clients),
         "lost": sum(client.status is not ClientStatus.FINISHED for client in clients),
         "num_changes": sum(before != after for before, after in pairwise(targets)),
         "duration_s": scaler.samples[-1].time_s,
@@ -141,9 +146,9 @@ def _run(
     }
 
 
-def _is_good(client: Client) -> bool:
+def _is_good(client: Client, ttft_s: float) -> bool:
     is_whole = client.status is ClientStatus.FINISHED
-    return is_whole and client.ttft_s <= TTFT_S and (client.tpot_s is None or client.tpot_s <= TPOT_S)
+    return is_whole and client.ttft_s <= ttft_s and (client.tpot_s is None or client.tpot_s <= TPOT_S)
 
 
 def autoscaling_table(results: Sequence[dict[str, Any]]) -> str:

@@ -42,13 +42,11 @@ class CostModel(Section):
     prefill: StepModel = Field(description="Steps of a prefill engine; unused when colocated")
     transfer: TransferCosts = Field(default=TransferCosts(), description="The handoff")
     control: ControlCosts = Field(default=ControlCosts(), description="The control path")
-    contention: float = Field(
-        default=1.0,
-        ge=1,
-        le=10,
-        description="How many times as long a step takes that starts while an engine of the other pool is in a step: "
-        "pools that share a machine's cores or memory bandwidth. 1: they do not",
-    )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the pools share a machine and slow each other down."""
+        return max(self.decode.contention, self.prefill.contention) > 1.0
 
     def read_s(self, num_tokens: int) -> float:
         """A read of so many tokens' KV."""

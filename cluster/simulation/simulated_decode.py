@@ -14,7 +14,7 @@ from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.outcome import TokenEvent
-from scheduler.plan import SampledToken, StepOutput
+from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import RequestState
 from scheduler.steady_steps import num_steady_steps, take_steady_steps
 
@@ -107,6 +107,9 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
     def _on_planned(self, now_s: float) -> None:
         self._frame.evicted += [self.attempts[request.request_id] for request in self.scheduler.take_evicted()]
 
+    def _goes_on(self, plan: StepPlan) -> bool:
+        return True  # that all rows end with one step is rare
+
     def _output(self, step: StepInFlight) -> StepOutput:
         tokens = []
         for request_id in step.request_ids:
@@ -174,7 +177,7 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
     def _steady_stretch(self, now_s: float) -> _Stretch | None:
         """When the steady steps to come begin and end, if there are some."""
         requests = self.scheduler.batch.requests
-        if len(self._in_flight) != self.lag or not requests or self.costs.contention > 1.0:
+        if len(self._in_flight) != self.lag or not requests or self.costs.is_shared:
             return None
         running = [self.attempts[request.request_id] for request in requests]
         if any(attempt.last_token_s != self._last_commit_s for attempt in running):

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
+from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
 from replicas.engine_status import StepClock
 from replicas.messages import EngineLoad
@@ -45,19 +46,6 @@ class EngineCounts:
     busy_s: float = 0.0  # in iterations with something to compute
     num_rows: int = 0
     num_prompt_tokens: int = 0
-
-
-@dataclass(slots=True)
-class SharedMachine:
-    """Which engines of a pool are in a step, for pools that slow each other down."""
-
-    busy_until_s: dict[str, float] = field(default_factory=dict)
-
-    def is_busy(self, now_s: float, but: str) -> bool:
-        return any(until_s > now_s for pool, until_s in self.busy_until_s.items() if pool != but)
-
-    def note(self, pool: str, until_s: float) -> None:
-        self.busy_until_s[pool] = max(until_s, self.busy_until_s.get(pool, 0.0))
 
 
 class SimulatedEngine(ABC, Generic[SchedulerT]):
@@ -153,16 +141,16 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         shape = StepShape.of(plan)
         step_s = self._swap_s(plan) if plan.is_empty else self.steps.step_s(*shape) + self._swap_s(plan)
         start_s = max(now_s, self._device_free_s)
-        if self.costs.contention > 1.0 and self._machine.is_busy(start_s, but=self.pool):
-            step_s *= self.costs.contention
-        end_s = self._device_free_s = start_s + step_s
-        if self.costs.contention > 1.0:
-            self._machine.note(self.pool, end_s)
+        end_s = start_s + step_s
+        if self.costs.is_shared:
+            contention, goes_on = self.steps.contention, self._goes_on(plan)
+            end_s = self._machine.launch(self.key, self.pool, start_s, step_s, contention, goes_on)
+        self._device_free_s = end_s
         request_ids = [row.request_id for row in plan.rows]
         request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
         self._in_flight.append(StepInFlight(plan.step_id, tuple(request_ids), end_s))
         if shape.num_prompt_tokens:
-            self._prompt_clock.count(plan, step_s)
+            self._prompt_clock.count(plan, end_s - start_s)
         self.counts.num_steps += 1
         self.counts.num_rows += shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens
@@ -214,6 +202,10 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
     @abstractmethod
     def _on_planned(self, now_s: float) -> None:
         """A plan was made, or there was nothing to plan."""
+
+    @abstractmethod
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether another step follows this one, as far as can be told when it is launched."""
 
     @abstractmethod
     def _output(self, step: StepInFlight) -> StepOutput:

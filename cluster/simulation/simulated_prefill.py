@@ -8,7 +8,7 @@ from cluster.simulation.client import Attempt
 from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
 from scheduler.outcome import PromptDone
-from scheduler.plan import SampledToken, StepOutput
+from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import RequestState
 
@@ -39,6 +39,9 @@ class SimulatedPrefill(SimulatedEngine[PrefillScheduler]):
 
     def _on_planned(self, now_s: float) -> None:
         pass
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        return self.scheduler.queued_prompt_tokens > 0
 
     def _output(self, step: StepInFlight) -> StepOutput:
         attempts = self.attempts

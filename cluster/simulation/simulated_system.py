@@ -16,8 +16,8 @@ from cluster.simulation.client import Attempt, Client, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
 from cluster.simulation.gap_histogram import GapHistogram
+from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
-from cluster.simulation.simulated_engine import SharedMachine
 from cluster.simulation.simulated_prefill import SimulatedPrefill
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import SystemShape

@@ -7,7 +7,7 @@ import re
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -67,36 +67,41 @@ def read_records(folder: Path) -> dict[str, list[list[StepRecord]]]:
     return pools
 
 
-def fit_costs(folder: Path, kv_bytes_per_token: int) -> tuple[CostModel, list[str]]:
-    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it.
+def fit_costs(folder: Path, kv_bytes_per_token: int, until_s: float = math.inf) -> tuple[CostModel, list[str]]:
+    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it. Steps that
+    end after until_s are left out.
 
-    Contention is the factor under which the steps of both pools are explained best, a step that the other pool's steps
-    overlap in part being slowed in part. Raises UserError.
+    A pool's contention is the factor under which its steps are explained best, a step that the other pool's steps
+    overlap in part being slowed for that part. Raises UserError.
     """
-    pools = read_records(folder)
+    pools = {
+        pool: [[record for record in engine if record.end_s <= until_s] for engine in engines]
+        for pool, engines in read_records(folder).items()
+    }
     for pool, engines in pools.items():
         if sum(map(len, engines)) < _FEWEST_STEPS:
             raise UserError(f"{folder}: too few steps of {pool} to fit, {_FEWEST_STEPS} are needed")
     records = {pool: [record for engine in engines for record in engine] for pool, engines in pools.items()}
-    overlaps = {pool: _overlaps(pool, records) for pool in records}
-    tried = []
-    for contention in _CONTENTIONS if len(pools) > 1 else [1.0]:
-        fits = {
-            pool: fit_steps(records[pool], [1 + (contention - 1) * share for share in overlaps[pool]])
-            for pool in records
-        }
-        tried.append((sum(fit.squares for fit in fits.values()), contention, fits))
-    _, contention, fits = min(tried, key=lambda found: found[:2])
+    fits = {pool: _fit_pool(records[pool], _overlaps(pool, records)) for pool in records}
     models = {pool: fit.model.model_copy(update={"overhead_s": _overhead_s(pools[pool])}) for pool, fit in fits.items()}
     costs = CostModel(
         source=f"fitted to {', '.join(f'{fit.num_steps} steps of {pool}' for pool, fit in fits.items())} in {folder}",
         kv_bytes_per_token=kv_bytes_per_token,
         decode=models["decode"],
         prefill=models.get("prefill", models["decode"]),
-        contention=round(contention, 2),
     )
-    lines = [_describe(pool, fit, models[pool]) for pool, fit in fits.items()]
-    return costs, [*lines, f"contention: {contention:.2f} times as long while the other pool computes"]
+    return costs, [_describe(pool, fit, models[pool]) for pool, fit in fits.items()]
+
+
+def _fit_pool(records: Sequence[StepRecord], overlaps: Sequence[float]) -> StepFit:
+    """overlaps: share of each step's time that passed beside another pool's steps."""
+    tried = []
+    for contention in _CONTENTIONS if any(overlaps) else [1.0]:
+        # Of a second beside the others a step gets 1 / contention of what it gets alone.
+        fit = fit_steps(records, [1 / (1 - share * (1 - 1 / contention)) for share in overlaps])
+        tried.append((fit.squares, contention, fit))
+    _, contention, fit = min(tried, key=lambda found: found[:2])
+    return replace(fit, model=fit.model.model_copy(update={"contention": round(contention, 2)}))
 
 
 def fit_steps(records: Sequence[StepRecord], slowdowns: Sequence[float]) -> StepFit:
@@ -206,4 +211,5 @@ def _overhead_s(engines: list[list[StepRecord]]) -> float:
 
 def _describe(pool: str, fit: StepFit, model: StepModel) -> str:
     parts = ", ".join(f"{name[:-2]} {1e6 * getattr(model, name):.4g}" for name in (*_COEFFICIENTS, "overhead_s"))
-    return f"{pool}: {fit.num_steps} steps, error {100 * fit.error:.1f} % of their time; in us: {parts}"
+    beside = f"{model.contention:.2f} times as long beside another pool's"
+    return f"{pool}: {fit.num_steps} steps, error {100 * fit.error:.1f} % of their time, {beside}; in us: {parts}"

@@ -33,6 +33,13 @@ class StepModel(Section):
     overhead_s: Cost = Field(
         default=0.0, description="Host work between two steps; with lag 1 it is hidden behind the step in flight"
     )
+    contention: float = Field(
+        default=1.0,
+        ge=1,
+        le=10,
+        description="How many times as long a step takes beside a step of another pool: pools that share "
+        "a machine's cores or memory bandwidth. 1: they do not",
+    )
 
     def step_s(self, num_rows: int, num_context_tokens: int, num_prompt_tokens: int = 0, num_pairs: int = 0) -> float:
         """Seconds of a step of this StepShape."""

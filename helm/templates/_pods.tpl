@@ -10,6 +10,8 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: NIXL_LOG_LEVEL, value: WARN}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.proxy_headers:middlewares"}
+{{- /* As cluster/serve_command.py: scores of a long prompt (prompt_logprobs) take more than Serve's 4 MiB. */}}
+- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "268435456"}
 {{- if ne $values.serve.mode "default" }}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
 {{- end }}
@@ -115,7 +117,7 @@ spec:
   restartPolicy: Never
   serviceAccountName: {{ include "splitserve.serviceAccountName" $root }}
   automountServiceAccountToken: false
-  terminationGracePeriodSeconds: {{ include "splitserve.graceSeconds" $root }}
+  terminationGracePeriodSeconds: {{ add (include "splitserve.graceSeconds" $root | int) $values.lifecycle.replacementSeconds }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
@@ -154,6 +156,7 @@ spec:
               - -m
               - cluster.node_drain
               - --delay-s={{ $values.lifecycle.preStopDelaySeconds }}
+              - --replacement-s={{ $values.lifecycle.replacementSeconds }}
               - --timeout-s={{ include "splitserve.drainSeconds" $root }}
       resources:
         {{- include "splitserve.workerResources" $group | nindent 8 }}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks import simulation_check
-from benchmarks.load.processes import ClientUsage, LoadResult
+from benchmarks.kept_loads import keep_records, kept_records
 from benchmarks.load.request_record import RequestRecord
 from cluster.simulation.client import Client
 from cluster.simulation.cost_model import ControlCosts, CostModel, TransferCosts
@@ -37,10 +38,10 @@ def records(gap_s: float, count: int) -> list[RequestRecord]:
     ]
 
 
-def measured(gap_s: float, count: int) -> LoadResult:
+def measured(gap_s: float, count: int) -> list[RequestRecord]:
     """As if TRUTH had been measured."""
-    result = LoadResult(records(gap_s, count), [ClientUsage(0.1, 1.0)], duration_s=1.0)
-    for record, client in zip(result.records, simulation_check._simulate(TRUTH, result, CONFIG), strict=True):
+    result = records(gap_s, count)
+    for record, client in zip(result, simulation_check._simulate(TRUTH, result, CONFIG), strict=True):
         record.num_output_tokens = record.num_wanted_tokens
         record.token_times_s = array("d", times_of(client, record.num_wanted_tokens))
     return result
@@ -63,3 +64,9 @@ def test_the_same_system_has_ratios_of_one() -> None:
     assert [row["ratio"] for row in rows] == pytest.approx([1.0] * 4)
     slower = simulation_check._rows(real, simulation_check._simulate(GUESS, real, CONFIG))
     assert slower[0]["ratio"] < 0.95
+
+
+def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+    real = measured(gap_s=0.4, count=5)
+    keep_records(tmp_path / "compared.json", real)
+    assert kept_records(tmp_path / "compared.json") == real

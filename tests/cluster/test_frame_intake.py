@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from cluster.attempt_mailboxes import FrameIntake, Mailboxes
@@ -9,6 +10,7 @@ from cluster.pool_client import PoolClient
 from cluster.replica_registry import ReplicaTable
 from replicas.messages import EngineLoad, Frame
 from replicas.token_receiver import TokenReceiver
+from replicas.token_sender import TokenSender
 
 
 class _NoPool(PoolClient):
@@ -46,3 +48,35 @@ async def test_a_replica_that_left_is_shut_out_when_it_has_nothing_of_ours() -> 
     frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
     intake.receiver.deliver_replayed([frame])
     assert intake.receiver.counts.forgotten == 1
+
+
+async def test_a_replica_that_comes_back_is_heard_again() -> None:
+    """Serve takes one off the table while it gives it new options, and puts it back a moment later."""
+    heard: list[Frame] = []
+    intake = FrameIntake(
+        "r", "127.0.0.1", _NoPool(), Mailboxes(), on_frame=heard.append, on_gap=lambda: None, replay_timeout_s=1.0
+    )
+    await intake.receiver.start()
+    sender = TokenSender("a", "e")
+    table = {"a": {"channel_public_key": sender.public_key, "peer": {"epoch": "e"}}}
+    try:
+        for decodes in (table, {}, table, {}, table):
+            intake.admit(decodes)
+        sender.open(intake.address)
+        deadline_s = asyncio.get_running_loop().time() + 10
+        while len(heard) < 2:
+            assert asyncio.get_running_loop().time() < deadline_s, "no frame has come"
+            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+            sender.flush()
+            await asyncio.sleep(0.05)
+        intake.admit({})
+        intake.admit(table)
+        num_before = len(heard)
+        while len(heard) == num_before:
+            assert asyncio.get_running_loop().time() < deadline_s, "no frame has come since it is back"
+            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+            sender.flush()
+            await asyncio.sleep(0.05)
+    finally:
+        sender.shut_down()
+        await intake.receiver.stop()

@@ -85,6 +85,14 @@ def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
     assert pools.decode == DecodeCandidate("d", 100, 10, 1, 0, (20, 30), 30, 0.0)
 
 
+def test_candidates_say_on_which_node_they_are() -> None:
+    table = {"x": {"num_blocks": 100, "node_id": "n1"}}
+    view = PoolView(lambda: table, lambda: table)
+    for _ in range(2):  # before and after they are heard
+        assert [candidate.node_id for candidate in view.decode_candidates() + view.prefill_candidates()] == ["n1"] * 2
+        view.heard_load("x", load())
+
+
 def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_we_wait_for() -> None:
     pools = Pools()
     pools.view.heard_load("p", load(tokens=90, prefill_tokens_per_s=10.0))
@@ -173,13 +181,13 @@ class FakeResponse:
 
 
 class FakeHandle:
-    """A Serve handle: every call gets the one response."""
+    """A Serve handle: every call gets the one response, an actor call the other if there is one."""
 
-    def __init__(self, response: FakeResponse) -> None:
-        self.response = response
+    def __init__(self, response: FakeResponse, by_reference: FakeResponse | None = None) -> None:
+        self.response, self.by_reference = response, by_reference or response
 
-    def options(self, **_: str) -> FakeHandle:
-        return self
+    def options(self, *, _by_reference: bool, **_: str) -> FakeHandle:
+        return FakeHandle(self.by_reference) if _by_reference else self
 
     def remote(self, *_: object) -> FakeResponse:
         return self.response
@@ -203,10 +211,23 @@ async def test_serve_cancels_by_itself_or_for_us() -> None:
 async def test_serve_says_who_is_lost() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from cluster.target_router import ReplicaGone
+    from cluster.target_router import ReplicaGone, ReplicaUnreachable
 
-    cases = [(ReplicaGone("r"), False), (ActorUnavailableError("m", b"x" * 16), False), (ActorDiedError(), True)]
-    for error, is_dead in cases:
+    broken = ActorUnavailableError("m", b"x" * 16)
+    # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.
+    cases: list[tuple[BaseException, BaseException | None, tuple[bool, bool, bool]]] = [
+        (ReplicaGone("r"), None, (False, True, False)),
+        (broken, None, (False, False, True)),
+        (broken, ReplicaGone("r"), (True, False, True)),
+        (broken, ActorDiedError(), (True, False, True)),
+        (broken, asyncio.CancelledError(), (False, False, True)),
+        (ReplicaUnreachable("r"), ReplicaUnreachable("r"), (False, False, True)),
+        (ReplicaUnreachable("r"), ReplicaGone("r"), (True, False, True)),
+        (ActorDiedError(), None, (True, False, True)),
+    ]
+    for error, asked, expected in cases:
+        handle = FakeHandle(FakeResponse(error), FakeResponse(asked or error))
         with pytest.raises(ReplicaLost) as caught:
-            await ServePool(FakeHandle(FakeResponse(error)), "decode").call("r", "generate")
-        assert (caught.value.replica_id, caught.value.is_dead) == ("r", is_dead)
+            await ServePool(handle, "decode").call("r", "generate")
+        lost = caught.value
+        assert (lost.replica_id, lost.is_dead, lost.has_left, lost.is_unreachable) == ("r", *expected)

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from cluster.text_length import size_up_to
-from cluster.work_lanes import LONG, WorkLanes
+from cluster.work_lanes import LONG, SHORT, WorkLanes
 
 
 async def test_short_work_passes_long_work() -> None:
@@ -30,7 +30,12 @@ async def test_short_work_passes_long_work() -> None:
     assert await asyncio.gather(*long) == [1] * 40
 
 
-@pytest.mark.parametrize("size", [0, LONG + 1])
+async def test_very_short_work_takes_no_thread() -> None:
+    lanes, here = WorkLanes(), threading.get_ident()
+    assert [await lanes.run(size, threading.get_ident) == here for size in (0, SHORT, SHORT + 1)] == [True, True, False]
+
+
+@pytest.mark.parametrize("size", [0, SHORT + 1, LONG + 1])
 async def test_what_work_raises_comes_through(size: int) -> None:
     with pytest.raises(ValueError, match="no"):
         await WorkLanes().run(size, int, "no")

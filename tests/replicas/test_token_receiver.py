@@ -98,6 +98,24 @@ async def test_epochs_are_separate_and_a_forgotten_one_stays_so() -> None:
             assert router.receiver.counts.forgotten == 2
 
 
+async def test_one_that_comes_back_is_heard_from_where_it_is() -> None:
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            send(encode_frame(frame_of(0, epoch="e1")))
+            await until(lambda: len(router.frames) == 1)
+            router.receiver.forget("decode", "e1")
+            send(encode_frame(frame_of(1, epoch="e1")))
+            await until(lambda: router.receiver.counts.forgotten == 1)
+            router.receiver.resume("decode", "e1")
+            router.receiver.resume("decode", "e2")  # was never forgotten: it begins at its beginning
+            for seq in (2, 3):
+                send(encode_frame(frame_of(seq, epoch="e1")))
+            send(encode_frame(frame_of(1, epoch="e2")))
+            await until(lambda: len(router.gaps) == 1)
+            assert [(frame.epoch, frame.seq) for frame in router.frames] == [("e1", 0), ("e1", 2), ("e1", 3)]
+            assert router.gaps == [("decode", "e2", 0)]
+
+
 async def test_a_callback_may_forget_and_may_fail() -> None:
     router = Router()
 

@@ -145,7 +145,8 @@ def test_slowed_down_by_the_other_pool() -> None:
     jobs = [Job(0, 0.0, 16, 100, 100), Job(1, 0.2, 200, 1, 1)]
     ttfts_s = []
     for contention in (1.0, 2.0):
-        costs = COSTS.model_copy(update={"contention": contention})
+        prefill = COSTS.prefill.model_copy(update={"contention": contention})
+        costs = COSTS.model_copy(update={"prefill": prefill})
         ttfts_s.append(SimulatedSystem(shape(), costs).run(jobs).clients[1].ttft_s)
     alone_s = COSTS.prefill.step_s(0, 0, 200, prompt_pairs(0, 200))
     # Admission waits for the decode step under way, so only the prompt's own step can be told exactly.

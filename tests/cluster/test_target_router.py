@@ -1,0 +1,62 @@
+"""Which replica a call goes to, and what becomes of one that cannot be reached. Serve's part of it is not made."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at import
+
+
+def _replica(name: str) -> Any:
+    from ray.serve._private.common import DeploymentID, ReplicaID
+
+    return SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("decode", "app")))
+
+
+def _router(*names: str) -> Any:
+    from ray.serve._private.request_router.common import ReplicaQueueLengthCache
+
+    from cluster.target_router import TargetRouter
+
+    router = TargetRouter.__new__(TargetRouter)
+    router._replicas_list = [_replica(name) for name in names]
+    router._replica_queue_len_cache = ReplicaQueueLengthCache()
+    router._queue_len_gauge_last_update = {}
+    router._unreachable = set()
+    return router
+
+
+def _call(target: str) -> Any:
+    return SimpleNamespace(metadata=SimpleNamespace(session_id=target))
+
+
+def _choose(router: Any, target: str, is_retry: bool = False) -> Any:
+    return asyncio.run(router._choose_replica_for_request(_call(target), is_retry=is_retry))
+
+
+def test_a_call_goes_to_the_replica_that_was_named() -> None:
+    router = _router("a", "b")
+    assert _choose(router, "b").replica_id.unique_id == "b"
+    assert _choose(router, "a", is_retry=True).replica_id.unique_id == "a", "it was full, and may not be any more"
+
+
+def test_one_that_is_not_there_is_said_to_be_gone() -> None:
+    from cluster.target_router import ReplicaGone
+
+    with pytest.raises(ReplicaGone, match="c is not in its pool"):
+        _choose(_router("a"), "c")
+
+
+def test_one_that_could_not_be_reached_is_not_tried_for_ever() -> None:
+    from cluster.target_router import ReplicaUnreachable
+
+    router = _router("a", "b")
+    router.on_replica_actor_unavailable(_replica("a").replica_id)
+    assert _choose(router, "b", is_retry=True).replica_id.unique_id == "b"
+    with pytest.raises(ReplicaUnreachable, match="a cannot be reached"):
+        _choose(router, "a", is_retry=True)
+    assert _choose(router, "a").replica_id.unique_id == "a", "the next call may find it"
