@@ -46,6 +46,7 @@ def refused(client: httpx.Client, body: dict[str, Any], path: str = TEXT) -> str
 # -- several choices -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_choice_is_the_same_among_fewer_and_more(client: httpx.Client) -> None:
     three = both(client, STORY | {"n": 3})
     assert both(client, STORY) == three[:1]
@@ -54,6 +55,7 @@ def test_a_choice_is_the_same_among_fewer_and_more(client: httpx.Client) -> None
     assert best in three
 
 
+@pytest.mark.exhaustive
 def test_a_stop_string_ends_its_own_choice_only(client: httpx.Client) -> None:
     free = post(client, TEXT, STORY | {"n": 4})
     for chosen in free:
@@ -66,18 +68,18 @@ def test_a_stop_string_ends_its_own_choice_only(client: httpx.Client) -> None:
 
 
 def test_choices_up_to_the_edge_of_the_context(client: httpx.Client) -> None:
-    body = {"prompt": [9] * (CONTEXT - 6), "n": 8, "ignore_eos": True, "return_token_ids": True}
-    assert [len(choice.token_ids) for choice in post(client, TEXT, body | {"max_tokens": 6})] == [6] * 8
-    assert refused(client, body | {"max_tokens": 7}) == "max_tokens"
-    assert refused(client, body | {"max_tokens": 7, "use_beam_search": True}) == "max_tokens"
-    beams = body | {"n": 2, "best_of": 8, "use_beam_search": True, "max_tokens": 6}
-    assert [len(choice.token_ids) for choice in both(client, beams)] == [6] * 2
+    body = {"prompt": [9] * (CONTEXT - 3), "n": 8, "ignore_eos": True, "return_token_ids": True}
+    assert [len(choice.token_ids) for choice in post(client, TEXT, body | {"max_tokens": 3})] == [3] * 8
+    assert refused(client, body | {"max_tokens": 4}) == "max_tokens"
+    assert refused(client, body | {"max_tokens": 4, "use_beam_search": True}) == "max_tokens"
+    beams = body | {"n": 2, "best_of": 8, "use_beam_search": True, "max_tokens": 3}
+    assert [len(choice.token_ids) for choice in post(client, TEXT, beams)] == [3] * 2
 
 
 def test_echoes_of_several_prompts(client: httpx.Client) -> None:
     prompts = ["One two", "The sun", "é🌶"]
-    body = {"prompt": prompts, "n": 2, "echo": True, "max_tokens": 4, "temperature": 0, "logprobs": 1}
-    plain = both(client, {"prompt": prompts, "max_tokens": 4, "temperature": 0, "return_token_ids": True})
+    body = {"prompt": prompts, "n": 2, "echo": True, "max_tokens": 2, "temperature": 0, "logprobs": 1}
+    plain = post(client, TEXT, {"prompt": prompts, "max_tokens": 2, "temperature": 0, "return_token_ids": True})
     echoed = both(client, body | {"return_token_ids": True})
     assert [choice.text for choice in echoed] == [
         prompt + choice.text for prompt, choice in zip(prompts, plain, strict=True) for _ in range(2)
@@ -88,15 +90,15 @@ def test_echoes_of_several_prompts(client: httpx.Client) -> None:
 
 
 def test_beams_with_all_that_goes_with_them(client: httpx.Client) -> None:
-    beams = {"use_beam_search": True, "best_of": 4, "n": 2, "max_tokens": 6, "return_token_ids": True}
-    one, other = both(client, beams | {"prompt": "The sun is"}), both(client, beams | {"prompt": "One two"})
-    assert both(client, beams | {"prompt": ["The sun is", "One two"]}) == one + other
-    echoed = both(client, beams | {"prompt": "The sun is", "echo": True})
+    beams = {"use_beam_search": True, "best_of": 4, "n": 2, "max_tokens": 4, "return_token_ids": True}
+    one, other = (post(client, TEXT, beams | {"prompt": prompt}) for prompt in ("The sun is", "One two"))
+    assert stream(client, TEXT, beams | {"prompt": ["The sun is", "One two"]}) == one + other
+    echoed = post(client, TEXT, beams | {"prompt": "The sun is", "echo": True})
     assert [choice.text for choice in echoed] == [f"The sun is{choice.text}" for choice in one]
     only = post(client, TEXT, beams | {"prompt": "The sun is", "echo": True, "max_tokens": 0})
     assert [(choice.text, choice.token_ids) for choice in only] == [("The sun is", [])] * 2
     stop_id = one[0].token_ids[2]
-    stopped = both(client, beams | {"prompt": "The sun is", "stop_token_ids": [stop_id]})
+    stopped = post(client, TEXT, beams | {"prompt": "The sun is", "stop_token_ids": [stop_id]})
     assert all((stop_id in choice.token_ids) == (choice.finish_reason == "stop") for choice in stopped)
     for fields in ({"stop": "a"}, {"logprobs": 1}, {"temperature": 1}, {"min_tokens": 2}, {"best_of": 1}):
         assert refused(client, beams | {"prompt": "x"} | fields) == next(iter(fields))
@@ -117,14 +119,15 @@ def test_biases_of_the_end_token(client: httpx.Client) -> None:
     (end,) = client.post("/tokenize", json={"prompt": "<|im_end|>"}).json()["tokens"]
     body = STORY | {"logit_bias": {str(end): 100}}
     assert both(client, body) == [Completed("", [end], "stop")]
-    (longer,) = both(client, body | {"min_tokens": 3})
+    (longer,) = post(client, TEXT, body | {"min_tokens": 3})
     assert (len(longer.token_ids), longer.token_ids[-1], end in longer.token_ids[:-1]) == (4, end, False)
-    (ignored,) = both(client, body | {"ignore_eos": True})
-    assert (ignored.token_ids, ignored.text, ignored.finish_reason) == ([end] * 12, "", "length")
+    (ignored,) = both(client, body | {"ignore_eos": True, "max_tokens": 3})
+    assert (ignored.token_ids, ignored.text, ignored.finish_reason) == ([end] * 3, "", "length")
     shown = post(client, TEXT, body | {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 2})
     assert shown[0].text == "<|im_end|>" * 2
 
 
+@pytest.mark.exhaustive
 def test_a_stop_string_of_a_character_that_is_several_tokens(client: httpx.Client) -> None:
     ids = client.post("/tokenize", json={"prompt": "a🌶b"}).json()["tokens"]
     assert len(ids) > 3
@@ -161,7 +164,7 @@ def test_odd_prompts(client: httpx.Client) -> None:
         assert back == text or "\0" in text
 
 
-@pytest.mark.parametrize("text", ODD_TEXTS)
+@pytest.mark.parametrize("text", ODD_TEXTS[::2])
 def test_odd_texts_elsewhere(text: str, client: httpx.Client) -> None:
     messages = [{"role": "user", "content": text, "name": text}]
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -229,14 +232,10 @@ def _compare(client: httpx.Client, rng: random.Random, num_requests: int) -> Non
     assert num_compared >= num_requests / 4
 
 
-def test_streamed_and_whole_answers_agree(client: httpx.Client) -> None:
-    _compare(client, random.Random(1), 8)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [2, pytest.param(None, id="random")])
 def test_streamed_and_whole_answers_agree_on_many(client: httpx.Client, seed: int | None) -> None:
     chosen = random.randrange(2**32) if seed is None else seed
     print("seed", chosen)
-    _compare(client, random.Random(chosen), 100)
+    _compare(client, random.Random(chosen), 50)
