@@ -91,6 +91,8 @@ class Attempt:
             self._reader = self._view.decode_peer(self.route.decode_id)
         self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
         self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+        if self.route.prefill_id is not None:
+            self._view.prompt_coming(self.route.prefill_id, len(self._request.prompt_ids))
         self._trace = self._leg.spec.trace.attempt(self.route)
 
     async def run(self) -> None:
@@ -247,6 +249,8 @@ class Attempt:
         if self._is_unheard:
             self._is_unheard = False
             self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+            if self.route.prefill_id is not None:
+                self._view.prompt_came(self.route.prefill_id, len(self._request.prompt_ids))
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class PoolView:
         self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
         self._in_flight: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
+        self._coming_tokens: Counter[str] = Counter()  # to be sent there as soon as decode has admitted them
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
@@ -110,6 +111,17 @@ class PoolView:
             assert not self._unheard_blocks[replica_id], "ended before admitted"
             del self._in_flight[replica_id], self._unheard_blocks[replica_id]
 
+    def prompt_coming(self, replica_id: str, num_tokens: int) -> None:
+        """A prompt was routed there: those who come until decode has admitted it are not all to follow it."""
+        self._coming_tokens[replica_id] += num_tokens
+
+    def prompt_came(self, replica_id: str, num_tokens: int) -> None:
+        """It is sent now, or never will be. Once for each `prompt_coming`."""
+        self._coming_tokens[replica_id] -= num_tokens
+        assert self._coming_tokens[replica_id] >= 0, "came twice"
+        if not self._coming_tokens[replica_id]:
+            del self._coming_tokens[replica_id]
+
     def prompt_sent(self, replica_id: str, num_tokens: int) -> None:
         self._prompt_tokens[replica_id] += num_tokens
 
@@ -155,11 +167,11 @@ class PoolView:
 
     def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
         total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
-        ours = self._prompt_tokens[replica_id]
-        if replica_id not in self._heard:
-            return PrefillCandidate(replica_id, total_blocks, ours, node_id=node_id)
-        heard = self._heard[replica_id]
+        ours, coming = self._prompt_tokens[replica_id], self._coming_tokens[replica_id]
+        heard = self._heard.get(replica_id)
+        if heard is None:
+            return PrefillCandidate(replica_id, total_blocks, ours + coming, node_id=node_id)
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
-        queued = max(heard.load.queued_prompt_tokens - done, ours)
+        queued = max(heard.load.queued_prompt_tokens - done, ours) + coming
         return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)

@@ -101,6 +101,8 @@ class SimulatedRouter:
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
         self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
+        if route.prefill_id is not None:
+            self.view.prompt_coming(route.prefill_id, prompt_len)
         deadline_s = job.arrival_s + self._times.request_s
         decode = self._decodes[route.decode_id]
         self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
@@ -248,7 +250,10 @@ class SimulatedRouter:
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
-            self.view.admitted(attempt.route.decode_id, attempt.route.decode_blocks, attempt.route.must_wait)
+            route = attempt.route
+            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait)
+            if route.prefill_id is not None:
+                self.view.prompt_came(route.prefill_id, attempt.prompt_len)
 
     # -- sending -----------------------------------------------------------------------------------
 

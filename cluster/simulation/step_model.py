@@ -41,6 +41,11 @@ class StepModel(Section):
         "a machine's cores or memory bandwidth. 1: they do not",
     )
 
+    def slower(self, factor: float) -> StepModel:
+        """The same steps, so many times as long; below 1, shorter."""
+        times_s = {name: value for name, value in self.model_dump().items() if name.endswith("_s")}
+        return self.model_copy(update={name: value * factor for name, value in times_s.items()})
+
     def step_s(self, num_rows: int, num_context_tokens: int, num_prompt_tokens: int = 0, num_pairs: int = 0) -> float:
         """Seconds of a step of this StepShape."""
         return (
