@@ -1,7 +1,7 @@
 """The whole configuration. Pure values: imports neither Ray nor torch, and reads no file.
 
-`cluster.config_file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code,
-with the same checks except those that look at files.
+`config_file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code, with the same
+checks except those that look at files.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ class Ingress:
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
-        scales. Asked every second where anything scales.
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which the autoscaling policy scales.
+        Asked every second where anything scales.
         """
         rules = self._scaling_rules.to_stats() if self._scaling_rules is not None else {}
         return self._router.demand.report().to_stats() | rules

@@ -1,4 +1,4 @@
-"""`python -m cluster.node_drain`: empties this machine's Ray node before it goes. The preStop hook of worker pods.
+"""`python -m` this: empties this machine's Ray node before it goes. The preStop hook of worker pods.
 
 Kubernetes kills a pod's processes once this returns, or at the end of the grace period, which is longer. Ray Serve
 starts replicas elsewhere for those on a draining node, and when these have come, or as long before the deadline as a

@@ -1,7 +1,7 @@
 """How many replicas Ray Serve is told to run of each deployment, and what each of them takes of a node. Pure.
 
-Delays and demand are the policy's (cluster.autoscaling_policy), so Serve's own delays are 0: it applies what the policy
-says at once, within the bounds.
+Delays and demand are the policy's (`autoscaling_policy`), so Serve's own delays are 0: it applies what the policy says
+at once, within the bounds.
 """
 
 from __future__ import annotations
