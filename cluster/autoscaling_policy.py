@@ -1,7 +1,7 @@
 """The application-level autoscaling policy that a Serve config file names. It runs in Serve's controller.
 
-Only an adapter: Serve's contexts in, numbers of replicas out; `cluster.pool_scaler` decides. Ray carries this module to
-the controller by value, and what it imports by name, so `cluster` must be importable there.
+Only an adapter: Serve's contexts in, numbers of replicas out; `pool_scaler` beside it decides. Ray carries this module
+to the controller by value, and what it imports by name, so `cluster` must be importable there.
 """
 
 from __future__ import annotations

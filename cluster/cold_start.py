@@ -21,19 +21,17 @@ _LOOK_AGAIN_S = 1.0
 class ColdStart:
     """One per router, on its event loop. Whom it holds is in the demand that autoscaling sees."""
 
-    def __init__(
-        self,
-        pools: Mapping[str, Callable[[], ReplicaTable]],
-        rules: RoutingRules,
-        timeout_s: float,
-        metrics: IngressMetrics,
-    ) -> None:
-        """pools: replicas of those that may be empty while all is well, by name; not those that are leaving."""
-        self._pools, self._rules, self._timeout_s, self._metrics = pools, rules, timeout_s, metrics
+    def __init__(self, rules: RoutingRules, timeout_s: float, metrics: IngressMetrics) -> None:
+        self._rules, self._timeout_s, self._metrics = rules, timeout_s, metrics
+        self._pools: Mapping[str, Callable[[], ReplicaTable]] = {}
         self._came = asyncio.Event()
         self.num_held = 0
         self.held_blocks = 0  # what they will use on decode
         self.held_prompt_tokens = 0
+
+    def watch(self, pools: Mapping[str, Callable[[], ReplicaTable]]) -> None:
+        """pools: replicas of those that may be empty while all is well, by name; not those that are leaving."""
+        self._pools = pools
 
     def wake(self) -> None:
         """A pool has changed."""

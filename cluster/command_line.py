@@ -7,14 +7,16 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from cluster.config import Config
-from cluster.config_file import load_config, load_for_elsewhere
+from cluster.config_file import config_of, load_config, load_for_elsewhere
 from cluster.config_summary import summarize
-from cluster.serve_config import as_yaml, serve_config
+from cluster.serve_config import as_yaml, config_values, serve_config
 from cluster.simulation.command import add_fit_options, add_simulate_options, run_fit, run_simulate
 from cluster.user_error import UserError
 from cluster.version import VERSION
+from cluster.yaml_document import YamlError, parse_yaml
 
 _INTERRUPTED = 130
 
@@ -38,13 +40,23 @@ def _run(arguments: argparse.Namespace) -> int:
         return _deploy(arguments.config, arguments.output)
     if arguments.command == "simulate":
         return run_simulate(load_config(arguments.config, {}), arguments, print)
-    config = load_config(arguments.config, _overrides(arguments))
     if arguments.command == "check":
+        served = _of_serve_config(arguments.config)
+        config = load_config(arguments.config, _overrides(arguments)) if served is None else config_of(served)
         print(summarize(config))
         print("ok")
         return 0
+    config = load_config(arguments.config, _overrides(arguments))
     _check_package_roots()
     return _serve(config)
+
+
+def _of_serve_config(path: str) -> dict[str, Any] | None:
+    """The values of a Serve config file; None if the file is another, or can't be read: whoever loads it says why."""
+    try:
+        return config_values(parse_yaml(Path(path).read_text(encoding="utf-8")).values)
+    except (OSError, UnicodeDecodeError, YamlError):
+        return None
 
 
 def _deploy(path: str, output: Path | None) -> int:
@@ -100,8 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="start the server and run until interrupted")
     check = commands.add_parser("check", help="check a config file and say what it would run, without starting it")
-    for command in (serve, check):
-        command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
+    file = "YAML file, such as configs/local.yaml"
+    for command, what in ((serve, file), (check, f"{file}, or what `splitserve deploy` made of one")):
+        command.add_argument("config", metavar="CONFIG", help=what)
         command.add_argument("--host", help="address to listen on, instead of the file's server.host")
         command.add_argument("--port", type=int, help="TCP port, instead of the file's server.port")
     deploy = commands.add_parser("deploy", help="print the Ray Serve config file that runs a config on a Ray cluster")

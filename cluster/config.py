@@ -1,14 +1,14 @@
 """The whole configuration. Pure values: imports neither Ray nor torch, and reads no file.
 
-`cluster.config_file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code,
-with the same checks except those that look at files.
+`config_file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code, with the same
+checks except those that look at files.
 """
 
 from __future__ import annotations
 
 import math
 from itertools import chain
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -24,53 +24,19 @@ from cluster.config_conflicts import (
     size_conflicts,
     timeout_conflicts,
 )
-from cluster.config_section import Section
-from cluster.fairness_config import FairnessConfig
-from cluster.http_config import AuthConfig, CorsConfig
-from cluster.lifecycle_config import LifecycleConfig, lifecycle_conflicts
-from cluster.model_config import ModelConfig
+from cluster.lifecycle_config import lifecycle_conflicts
 from cluster.pool_config import PoolsConfig
-from cluster.service_config import (
-    FaultsConfig,
-    IngressConfig,
-    KVConfig,
-    LimitsConfig,
-    LoggingConfig,
-    RayConfig,
-    RoutingConfig,
-    ServerConfig,
-    TransferConfig,
-)
-from cluster.slo_config import SloConfig
-from cluster.tracing_config import TracingConfig
+from cluster.service_config import RayConfig
+from cluster.serving_config import ServingConfig
 
 CONFLICT_ERROR_TYPE = "conflict"
 
 
-class Config(Section):
+class Config(ServingConfig):
     """Everything that can be configured. An instance is consistent: its conflicts were checked when it was made."""
 
-    model: ModelConfig = Field(default=ModelConfig(), description="The model that is served")
-    layout: Literal["split", "colocated"] = Field(
-        default="split",
-        description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
-    )
-    server: ServerConfig = Field(default=ServerConfig(), description="Where HTTP is served")
-    auth: AuthConfig = Field(default=AuthConfig(), description="Who may call the API, by API keys")
-    cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
-    ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     pools: PoolsConfig = Field(description="The pools of engine replicas")
-    slo: SloConfig = Field(default=SloConfig(), description="What users are promised")
-    kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
-    transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
-    routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
-    fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
-    lifecycle: LifecycleConfig = Field(default=LifecycleConfig(), description="How replicas leave, and their health")
-    limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
-    logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
-    tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
     ray: RayConfig = Field(default=RayConfig(), description="The Ray instance that `splitserve serve` starts")
-    testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
 
     @model_validator(mode="after")
     def _check_conflicts(self) -> Self:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.config import CONFLICT_ERROR_TYPE, Config
 from cluster.config_problems import Problem, explain_errors, show
+from cluster.config_section import Section
 from cluster.key_tree import KeyTree
 from cluster.key_tree import Path as KeyPath
 from cluster.user_error import ConfigError
 from cluster.yaml_document import YamlDocument, YamlError, parse_yaml
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 def load_config(path: str | Path, overrides: Mapping[str, object] | None = None) -> Config:
@@ -93,22 +96,27 @@ def _validate(values: dict[Any, Any], base_dir: Path | None) -> tuple[Config | N
 
     base_dir: folder from which relative paths count; None: files are not looked for.
     """
-    context = {"base_dir": base_dir}
-    try:
-        return Config.model_validate(values, context=context), []
-    except ValidationError as error:
-        errors = error.errors(include_url=False)
-    tree = KeyTree(Config.model_json_schema())
-    problems = explain_errors(errors, tree)
+    config, problems = problems_with(Config, values, base_dir)
     doubtful = {path for problem in problems for path in problem.doubtful}
     if doubtful:
         # Conflicts were not looked for, as they need valid values: leave out what is wrong and try again.
         try:
-            Config.model_validate(_without(values, (problem.path for problem in problems)), context=context)
+            rest = _without(values, (problem.path for problem in problems))
+            Config.model_validate(rest, context={"base_dir": base_dir})
         except ValidationError as error:
             conflicts = (found for found in error.errors(include_url=False) if _is_certain(found, doubtful))
-            problems += explain_errors(conflicts, tree)
-    return None, problems
+            problems += explain_errors(conflicts, KeyTree(Config.model_json_schema()))
+    return config, problems
+
+
+def problems_with(
+    kind: type[SectionT], values: Mapping[Any, Any], base_dir: Path | None = None
+) -> tuple[SectionT | None, list[Problem]]:
+    """A section of the config, or what is wrong with it by itself."""
+    try:
+        return kind.model_validate(values, context={"base_dir": base_dir}), []
+    except ValidationError as error:
+        return None, explain_errors(error.errors(include_url=False), KeyTree(kind.model_json_schema()))
 
 
 def _is_certain(error: ErrorDetails, doubtful: Iterable[KeyPath]) -> bool:

@@ -25,9 +25,9 @@ from cluster.text_length import size_up_to
 from cluster.work_lanes import LONG
 
 if TYPE_CHECKING:
-    from cluster.config import Config
     from cluster.ingress_metrics import IngressMetrics
     from cluster.request_trace import RequestTrace
+    from cluster.serving_config import ServingConfig
     from cluster.tokenizer import Tokenizer
     from cluster.work_lanes import WorkLanes
     from scheduler.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ class GenerationService:
 
     def __init__(
         self,
-        config: Config,
+        config: ServingConfig,
         tokenizer: Tokenizer,
         source: TokenSource,
         metrics: IngressMetrics,

@@ -13,11 +13,13 @@ from cluster.http_auth import AuthMiddleware, load_api_keys
 from cluster.http_request_id import RequestIdCheck, RequestIdMiddleware
 
 if TYPE_CHECKING:
-    from cluster.config import Config
     from cluster.http_config import CorsConfig
+    from cluster.serving_config import ServingConfig
 
 
-def add_middleware(app: ASGIApp, config: Config, on_refusal: Callable[[], None], sends_request_id: bool) -> ASGIApp:
+def add_middleware(
+    app: ASGIApp, config: ServingConfig, on_refusal: Callable[[], None], sends_request_id: bool
+) -> ASGIApp:
     """Around the whole app, its answers to unexpected errors included.
 
     on_refusal: a request came without a key. sends_request_id: whether the server does so, see RequestIdMiddleware.

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cluster.attempt import AttemptLimits
+from cluster.config_file import config_of
+from cluster.config_parts import with_live_part
 from cluster.generation_service import GenerationService
 from cluster.ingress_drain import IngressDrain
 from cluster.ingress_metrics import IngressMetrics
@@ -19,19 +23,22 @@ from cluster.readiness import PoolHealth, Readiness, readiness
 from cluster.replica_registry import ReplicaTable
 from cluster.router import Router, RouterLimits
 from cluster.routing_policy import RoutingRules
-from cluster.scaling_rules import scaling_rules
+from cluster.scaling_rules import ScalingRules, scaling_rules
 from cluster.scaling_targets import ScalingTargets
 from cluster.tokenize_service import TokenizeService
 from cluster.tokenizer import Tokenizer
+from cluster.user_error import ConfigError
 from cluster.version import VERSION
 from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from cluster.config import Config
     from cluster.service_config import LimitsConfig
+    from cluster.serving_config import ServingConfig, SharedConfig
     from replicas.metric_set import FamilySnapshot
+
+logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
 
@@ -40,9 +47,12 @@ class Ingress:
     """Serve deployment; `__serve_build_asgi_app__` is Serve's hook for an app that needs the instance."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: Config, decode: Any, prefill: Any | None = None
+        self, settings: ServingConfig | Callable[[], ServingConfig], decode: Any, prefill: Any | None = None
     ) -> None:
-        """decode, prefill: Serve handles of the pools; no prefill handle when colocated. Blocks for seconds."""
+        """settings: the config but for the pools, or what finds it in this process; of the pools Serve tells it by
+        `reconfigure`. decode, prefill: Serve handles of the pools; no prefill handle when colocated. Blocks for
+        seconds.
+        """
         import ray
         from ray import serve
 
@@ -50,6 +60,7 @@ class Ingress:
         from replicas.structured_log import configure_logging
         from replicas.termination import Termination
 
+        config = settings() if callable(settings) else settings
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
         self.config = config
@@ -71,8 +82,8 @@ class Ingress:
             has_prefill_pool=prefill is not None,
             local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
             fallback_to_decode=config.routing.fallback_to_decode,
+            other_node_penalty=config.routing.other_node_penalty,
         )
-        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -88,10 +99,11 @@ class Ingress:
             ),
             metrics=self.metrics,
             channel_host=channel_host(config),
-            may_be_empty=self._may_be_empty,
         )
-        self._scaling_rules = scaling_rules(config)
-        self._targets = ScalingTargets(context.app_name, config, self.metrics)
+        # Until it is told of the pools.
+        self._may_be_empty: list[str] = []
+        self._scaling_rules: ScalingRules | None = None
+        self._targets = ScalingTargets(context.app_name, self.metrics)
         self.lanes = WorkLanes()
         self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
         self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
@@ -113,7 +125,25 @@ class Ingress:
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
-        self._targets.start()
+
+    async def reconfigure(self, live: Mapping[str, Any]) -> None:
+        """Serve's hook, at the start and whenever that part of the config changes (`config_parts.live_part`).
+
+        Raises ConfigError at the start. Later a wrong one is logged and changes nothing: raising would end a replica
+        that serves.
+        """
+        values = self.config.model_dump(mode="json", exclude_unset=True)
+        try:
+            config = config_of(with_live_part(values, live))
+        except ConfigError as error:
+            if self._scaling_rules is None:
+                raise
+            logger.error("the new config is wrong", extra={"event": "config_refused", "reason": str(error)})
+            return
+        self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
+        self._router.let_be_empty(self._may_be_empty)
+        self._scaling_rules = scaling_rules(config)
+        self._targets.follow(config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         from cluster.http_app import build_http_app
@@ -165,6 +195,13 @@ class Ingress:
         if not self._router.is_healthy:
             raise RuntimeError("the token channel of this ingress is dead")
 
+    async def __del__(self) -> None:
+        """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
+        tracing = getattr(self, "tracing", None)  # it may not have started
+        if tracing is not None:
+            self.tracing = None  # the garbage collector comes too
+            await asyncio.to_thread(tracing.stop)
+
     # -- what other processes ask ------------------------------------------------------------------
 
     async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
@@ -181,10 +218,11 @@ class Ingress:
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
-        scales. Asked every second where anything scales.
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which the autoscaling policy scales.
+        Asked every second where anything scales.
         """
-        return self._router.demand.report().to_stats() | self._scaling_rules.to_stats()
+        rules = self._scaling_rules.to_stats() if self._scaling_rules is not None else {}
+        return self._router.demand.report().to_stats() | rules
 
     async def describe(self) -> dict[str, list[dict[str, Any]]]:
         """Metadata of every replica by pool, for the start-up lines."""
@@ -204,7 +242,7 @@ class Ingress:
             return [error]
 
 
-def channel_host(config: Config) -> str:
+def channel_host(config: ServingConfig) -> str:
     """The address that decode replicas send tokens to: as configured, or this node's own as Ray knows it."""
     if config.ingress.channel_host != "auto":
         return config.ingress.channel_host
@@ -213,7 +251,7 @@ def channel_host(config: Config) -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def model_source(config: Config) -> str:
+def model_source(config: SharedConfig) -> str:
     """The path or Hub id behind model.source."""
     path = config.model.local_path()
     return str(path) if path is not None else config.model.source

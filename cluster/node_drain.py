@@ -1,7 +1,8 @@
-"""`python -m cluster.node_drain`: empties this machine's Ray node before it goes. The preStop hook of worker pods.
+"""`python -m` this: empties this machine's Ray node before it goes. The preStop hook of worker pods.
 
 Kubernetes kills a pod's processes once this returns, or at the end of the grace period, which is longer. Ray Serve
-starts replicas elsewhere for those on a draining node, and stops these when they have no request left.
+starts replicas elsewhere for those on a draining node, and when these have come, or as long before the deadline as a
+drain may take, stops the old ones, which end their requests first.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ _POLL_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Blocks until the node has no replica or time is up. Returns 0 when it has none."""
     arguments = _parser().parse_args(argv)
-    deadline_s = time.monotonic() + arguments.timeout_s
-    not_before_s = time.monotonic() + arguments.delay_s
-    reason = ask_to_drain(arguments.timeout_s, arguments.node_id)
+    begun_s = time.monotonic()
+    not_before_s = begun_s + arguments.delay_s
+    whole_s = arguments.timeout_s + arguments.replacement_s
+    reason = ask_to_drain(whole_s, arguments.node_id)
     if reason:
         print(f"splitserve: Ray does not drain this node: {reason}", file=sys.stderr)
+    # Nobody starts replacements then, as when a whole cluster is deleted: what has begun may end, no more.
+    deadline_s = begun_s + (arguments.timeout_s if reason else whole_s)
     is_empty = wait_until(lambda: not replica_pids(), deadline_s, time.monotonic, time.sleep)
     time.sleep(max(0.0, not_before_s - time.monotonic()))
     return 0 if is_empty else 1
@@ -83,7 +87,10 @@ def wait_until(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cluster.node_drain", description=__doc__)
-    parser.add_argument("--timeout-s", type=float, required=True, help="longest wait for replicas to end")
+    parser.add_argument(
+        "--timeout-s", type=float, required=True, help="longest wait for replicas to end, once they are stopped"
+    )
+    parser.add_argument("--replacement-s", type=float, default=0.0, help="longest wait for others to start elsewhere")
     parser.add_argument("--delay-s", type=float, default=0.0, help="shortest time before it returns")
     parser.add_argument("--node-id", help="Ray's id of the node; default: this one")
     return parser

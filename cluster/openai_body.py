@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from cluster.api_error import ApiError
+from cluster.json_weight import has_more_values
 from cluster.openai_object import TOGETHER
 from cluster.openai_unsupported import refuse_unsupported
 
@@ -37,7 +38,8 @@ _SUBJECT = re.compile(r"^(Input|List) should")
 
 
 def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], limits: LimitsConfig) -> Body:
-    """Raises ApiError: 415 for another content type, 413 for too many bytes, 400 for everything else.
+    """Raises ApiError: 415 for another content type, 413 for too many bytes, 400 for everything else. What has too many
+    values is refused before it is parsed.
 
     A missing content type is taken for JSON. Of duplicate keys the last one counts. NaN and Infinity, numbers beyond
     double precision, lone surrogates, invalid UTF-8 and more than 1,024 levels of nesting are not valid JSON here.
@@ -46,6 +48,9 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
     if len(raw) > limits.max_body_bytes:
         message = f"the body has {len(raw)} bytes; at most {limits.max_body_bytes} are allowed"
         raise ApiError(413, message, code="body_too_large")
+    if has_more_values(raw, limits.max_body_values):
+        message = f"the body has more than {limits.max_body_values} values, where 16 numbers count as one"
+        raise ApiError(400, message, code="too_many_values")
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.replica_registry import ReplicaTable
 from cluster.routing_policy import DecodeCandidate, PrefillCandidate
@@ -48,13 +49,10 @@ class PoolView:
 
     def decode_candidates(self) -> list[DecodeCandidate]:
         known = self._candidates
-        return [
-            known.get(name) or self._decode_candidate(name, metadata["num_blocks"])
-            for name, metadata in self._decodes().items()
-        ]
+        return [known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
-        return [self._prefill_candidate(name, metadata["num_blocks"]) for name, metadata in self._prefills().items()]
+        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
 
     @property
     def unheard_blocks(self) -> int:
@@ -144,39 +142,36 @@ class PoolView:
         self._agent_names[replica_id] = peer.agent_name
         return peer
 
-    def _decode_candidate(self, replica_id: str, total_blocks: int) -> DecodeCandidate:
+    def _decode_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> DecodeCandidate:
         """Remembers it. Mutates."""
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
         heard = self._heard.get(replica_id)
         if heard is None:
-            candidate = DecodeCandidate(replica_id, total_blocks, total_blocks - unheard, num_in_flight)
+            free_blocks = total_blocks - unheard
+            candidate = DecodeCandidate(replica_id, total_blocks, free_blocks, num_in_flight, node_id=node_id)
         else:
-            candidate = _decode_candidate(replica_id, total_blocks, heard.load, unheard, num_in_flight)
+            candidate = DecodeCandidate(
+                replica_id=replica_id,
+                total_blocks=total_blocks,
+                free_blocks=heard.load.free_blocks - unheard,
+                num_in_flight=num_in_flight,
+                num_queued=heard.load.num_queued,
+                later_free_blocks=tuple(free - unheard for free in heard.load.later_free_blocks),
+                expected_tokens=heard.load.expected_tokens,
+                step_s=heard.load.step_s,
+                node_id=node_id,
+            )
         self._candidates[replica_id] = candidate
         return candidate
 
-    def _prefill_candidate(self, replica_id: str, total_blocks: int) -> PrefillCandidate:
+    def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         ours, coming = self._prompt_tokens[replica_id], self._coming_tokens[replica_id]
         heard = self._heard.get(replica_id)
         if heard is None:
-            return PrefillCandidate(replica_id, total_blocks, ours + coming)
+            return PrefillCandidate(replica_id, total_blocks, ours + coming, node_id=node_id)
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
         queued = max(heard.load.queued_prompt_tokens - done, ours) + coming
-        return PrefillCandidate(replica_id, total_blocks, queued, rate)
-
-
-def _decode_candidate(
-    replica_id: str, total_blocks: int, load: EngineLoad, unheard_blocks: int, num_in_flight: int
-) -> DecodeCandidate:
-    """unheard_blocks: what we sent there that is not in its figures yet."""
-    return DecodeCandidate(
-        replica_id=replica_id,
-        total_blocks=total_blocks,
-        free_blocks=load.free_blocks - unheard_blocks,
-        num_in_flight=num_in_flight,
-        num_queued=load.num_queued,
-        later_free_blocks=tuple(free - unheard_blocks for free in load.later_free_blocks),
-        expected_tokens=load.expected_tokens,
-        step_s=load.step_s,
-    )
+        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)

@@ -2,12 +2,15 @@
 
 Serve's proxy reads some headers of every request by itself. Clients must not steer it by them, and it answers 500 where
 one is no UTF-8. `middlewares` is what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names; `splitserve serve` sets it.
+Serve calls it before it makes the proxy's server.
 """
 
 from __future__ import annotations
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.proxy_protocol import bound_request_heads
 
 _REQUEST_ID = b"x-request-id"
 # Which replica a request goes to, how long the proxy waits for it, and whether it notices that the client has gone.
@@ -38,7 +41,8 @@ class ProxyHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its proxy."""
+    """What Serve puts around its proxy. Bounds the length of a request's headers, too."""
+    bound_request_heads()
     return [Middleware(ProxyHeaders)]
 
 

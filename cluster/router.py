@@ -68,17 +68,14 @@ class Router:
         limits: RouterLimits,
         metrics: IngressMetrics,
         channel_host: str,
-        may_be_empty: Collection[str] = (),
     ) -> None:
-        """may_be_empty: pools whose first replica a request waits for, if they have none."""
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
         self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
-        empty = {pool.name: pool.staying for pool in self.pools if pool.name in may_be_empty}
-        self._cold_start = ColdStart(empty, rules, limits.cold_start_s, metrics)
+        self._cold_start = ColdStart(rules, limits.cold_start_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(
@@ -102,6 +99,10 @@ class Router:
         for pool in self.pools:
             await pool.stop()
         await self._intake.receiver.stop()
+
+    def let_be_empty(self, names: Collection[str]) -> None:
+        """Of these pools a request waits for the first replica, if they have none. On the router's event loop."""
+        self._cold_start.watch({pool.name: pool.staying for pool in self.pools if pool.name in names})
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""

@@ -55,6 +55,7 @@ class DecodeCandidate:
     later_free_blocks: tuple[int, ...] = ()
     expected_tokens: int = 0
     step_s: float = 0.0
+    node_id: str = ""
 
     def must_wait(self, need: Need) -> bool:
         """Whether a request that comes now is not admitted at once."""
@@ -88,6 +89,7 @@ class PrefillCandidate:
     total_blocks: int
     queued_tokens: int
     tokens_per_s: float = 0.0
+    node_id: str = ""
 
 
 class RouteKind(StrEnum):
@@ -128,11 +130,15 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """From the config. has_prefill_pool is false when colocated."""
+    """From the config. has_prefill_pool is false when colocated.
+
+    other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's.
+    """
 
     has_prefill_pool: bool
     local_prefill_max_tokens: int
     fallback_to_decode: bool
+    other_node_penalty: float = 0.0
 
 
 def choose_route(
@@ -152,7 +158,7 @@ def choose_route(
 
     if not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens:
         return route(RouteKind.LOCAL)
-    prefill = choose_prefill(need, prefills, excluded)
+    prefill = choose_prefill(need, prefills, excluded, decode.node_id, rules.other_node_penalty)
     if isinstance(prefill, PrefillCandidate):
         return route(RouteKind.REMOTE, prefill.replica_id)
     if isinstance(prefill, Unavailable) and rules.fallback_to_decode:
@@ -181,9 +187,14 @@ def choose_decode(
 
 
 def choose_prefill(
-    need: Need, candidates: Sequence[PrefillCandidate], excluded: Collection[str] = ()
+    need: Need,
+    candidates: Sequence[PrefillCandidate],
+    excluded: Collection[str] = (),
+    decode_node_id: str = "",
+    other_node_penalty: float = 0.0,
 ) -> PrefillCandidate | NeverFits | Unavailable:
-    """The replica at which the prompt is computed soonest: what waits there and itself, at the rate measured there.
+    """The replica at which the prompt is computed soonest: what waits there and itself, at the rate measured there; on
+    another node than decode's with the penalty, which stands for the longer way of its KV.
 
     Where no rate is known yet it is taken to be the mean of the others'; then whoever has the fewest tokens waiting.
     """
@@ -191,7 +202,8 @@ def choose_prefill(
     typical = sum(known) / len(known) if known else 1.0
 
     def cost(candidate: PrefillCandidate) -> tuple[object, ...]:
-        num_tokens = candidate.queued_tokens + need.prompt_tokens
+        penalty = other_node_penalty if candidate.node_id != decode_node_id else 0.0
+        num_tokens = candidate.queued_tokens + need.prompt_tokens * (1.0 + penalty)
         return num_tokens / (candidate.tokens_per_s or typical), candidate.queued_tokens
 
     return _choose("prefill", need.prefill_blocks, candidates, excluded, cost)

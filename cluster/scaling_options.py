@@ -1,7 +1,7 @@
-"""How many replicas Ray Serve is told to run of each deployment. Pure.
+"""How many replicas Ray Serve is told to run of each deployment, and what each of them takes of a node. Pure.
 
-Delays and demand are the policy's (cluster.autoscaling_policy), so Serve's own delays are 0: it applies what the policy
-says at once, within the bounds.
+Delays and demand are the policy's (`autoscaling_policy`), so Serve's own delays are 0: it applies what the policy says
+at once, within the bounds.
 """
 
 from __future__ import annotations
@@ -10,23 +10,38 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.pool_config import PoolConfig
+from cluster.service_config import IngressConfig
 
 # How often an ingress tells the controller its demand, and how long the controller keeps what it was told.
 _REPORT_INTERVAL_S = 1.0
 _KEPT_S = 10.0
 
 
-def pool_options(pool: PoolConfig) -> dict[str, Any]:
+def pool_deployment(pool: PoolConfig) -> dict[str, Any]:
     """Options of `serve.deployment`."""
+    return {**_pool_replicas(pool), "ray_actor_options": _takes(pool, num_gpus=pool.num_gpus)}
+
+
+def ingress_deployment(config: Config) -> dict[str, Any]:
+    """Options of `serve.deployment`."""
+    return {**_ingress_replicas(config), "ray_actor_options": _takes(config.ingress)}
+
+
+def _takes(of: PoolConfig | IngressConfig, **resources: float) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": of.num_cpus, **resources}
+    return options | {"label_selector": dict(of.node_labels)} if of.node_labels else options
+
+
+def _pool_replicas(pool: PoolConfig) -> dict[str, Any]:
     scaling = pool.autoscaling
     if scaling is None:
         return {"num_replicas": pool.replicas}
     return {"autoscaling_config": _bounds(scaling.min_replicas, scaling.max_replicas, scaling.at_start)}
 
 
-def ingress_options(config: Config) -> dict[str, Any]:
-    """Options of `serve.deployment`. Where a pool scales, ingresses report its demand, which takes an
-    autoscaling_config of theirs even if their number is fixed.
+def _ingress_replicas(config: Config) -> dict[str, Any]:
+    """Where a pool scales, ingresses report its demand, which takes an autoscaling_config of theirs even if their
+    number is fixed.
     """
     ingress = config.ingress
     if not config.autoscales:

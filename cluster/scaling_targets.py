@@ -17,15 +17,19 @@ logger = logging.getLogger(__name__)
 class ScalingTargets:
     """On the ingress's event loop. Asks only where something scales; other numbers are the config's."""
 
-    def __init__(self, app_name: str, config: Config, metrics: IngressMetrics, interval_s: float = 5.0) -> None:
+    def __init__(self, app_name: str, metrics: IngressMetrics, interval_s: float = 5.0) -> None:
         self._app_name, self._metrics, self._interval_s = app_name, metrics, interval_s
-        self._autoscales = config.autoscales
         self._task: asyncio.Task[None] | None = None
+        self._pools: list[str] = []
+
+    def follow(self, config: Config) -> None:
+        """These are the pools from now on."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
         self._pools = list(config.pools.deployed())
         self._show({name: pool.first_replicas for name, pool in config.pools.deployed().items()})
-
-    def start(self) -> None:
-        if self._autoscales:
+        if config.autoscales:
             self._task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     async def _run(self) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.app import build_app
-from cluster.config_file import config_of
+from cluster.app import build_shared_app
+from cluster.config_parts import checked
+from cluster.serving_config import SharedConfig
 from cluster.user_error import ConfigError
 
 
 def build(args: Mapping[str, Any]) -> Any:
-    """The application of args["config"], a SplitServe config as a mapping. Raises ConfigError, all that is wrong.
+    """The application of args["config"], the shared part of a SplitServe config. Raises ConfigError, all that is wrong.
 
     Files that the config names are looked for by the replicas, not here: this machine may not have them.
     """
     unknown = [name for name in args if name != "config"]
     if unknown or not isinstance(args.get("config"), Mapping):
-        raise ConfigError(f"args: expected exactly the key config with a SplitServe config, found {sorted(args)}")
-    return build_app(config_of(args["config"]))
+        raise ConfigError(
+            f"args: expected exactly the key config with a part of a SplitServe config, found {sorted(args)}"
+        )
+    return build_shared_app(checked(SharedConfig, args["config"]), args["config"])

@@ -1,9 +1,11 @@
 """The config file of Ray Serve that runs a SplitServe config: what `serve deploy` takes, and a RayService's
-serveConfigV2. One application; its deployments' options are set in `cluster.app`, from the same config.
+serveConfigV2. One application; what concerns one deployment only lies with it (`config_parts`), so that a new
+file restarts no more than it must.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import yaml
 from pydantic import BaseModel
 
 from cluster.config import Config
+from cluster.config_parts import OWN_PART_VARIABLE, as_environment, live_part, shared_part, with_live_part
 from cluster.model_config import SourceKind
+from cluster.scaling_options import ingress_deployment, pool_deployment
 from cluster.user_error import ConfigError
 
 APP_NAME = "splitserve"
@@ -27,7 +31,8 @@ def serve_config(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
         "name": APP_NAME,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
-        "args": {"config": dict(values)},
+        "args": {"config": shared_part(values)},
+        "deployments": _deployments(values, config),
     }
     if config.autoscales:
         # Ray 2.60 takes it for a whole application, though its schema's text says not yet.
@@ -40,10 +45,30 @@ def serve_config(values: Mapping[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
+def _deployments(values: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
+    options = {"ingress": ingress_deployment(config) | {"user_config": live_part(values)}}
+    options |= {name: pool_deployment(pool) for name, pool in config.pools.deployed().items()}
+    for name, of in options.items():
+        of["ray_actor_options"] |= {"runtime_env": {"env_vars": as_environment(values, name)}}
+    return [{"name": name, **of} for name, of in options.items()]
+
+
 def serve_logging(config: Config) -> dict[str, Any]:
     """Serve's own lines per request and per change say little that ours and the metrics do not."""
     encoding = "JSON" if config.logging.format == "json" else "TEXT"
     return {"log_level": "WARNING", "encoding": encoding, "enable_access_log": False}
+
+
+def config_values(document: Any) -> dict[str, Any] | None:
+    """The SplitServe config of a Serve config file, its parts put together; None if it is no such file."""
+    try:
+        (application,) = document["applications"]
+        ingress = next(of for of in application["deployments"] if of["name"] == "ingress")
+        own = json.loads(ingress["ray_actor_options"]["runtime_env"]["env_vars"][OWN_PART_VARIABLE])
+        values = with_live_part(application["args"]["config"] | own, ingress["user_config"])
+    except (KeyError, TypeError, ValueError, StopIteration):
+        return None
+    return values
 
 
 def as_yaml(document: Mapping[str, Any], source: str) -> str:

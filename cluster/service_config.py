@@ -117,6 +117,14 @@ class RoutingConfig(Section):
         default=False,
         description="Let decode replicas compute prompts while no prefill replica lives. false: status 503",
     )
+    other_node_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="How many times more a prompt counts at a prefill replica that is not on the decode replica's Ray "
+        "node (a pod is one). For pools over several nodes whose KV moves by TCP: how often computing a prompt goes "
+        "into the time of its transfer. 0: nodes do not matter",
+    )
 
 
 class LimitsConfig(Section):
@@ -125,6 +133,12 @@ class LimitsConfig(Section):
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1_024, le=1024**3, description="Largest request body")
     body_timeout_s: Seconds = Field(
         default=30.0, description="Longest time in which a request's body must have come. Beyond: status 408"
+    )
+    max_body_values: int = Field(
+        default=65_536,
+        ge=1_024,
+        description="Most strings (keys included), objects and arrays in a request body, of numbers 16 times as many. "
+        "Counted before the body is parsed, which would take long",
     )
     max_prompts: int = Field(default=32, ge=1, le=4_096, description="Most prompts in one completion request")
     max_choices: int = Field(

@@ -10,7 +10,7 @@ from cluster.text_length import size_up_to
 from cluster.work_lanes import LONG
 
 if TYPE_CHECKING:
-    from cluster.config import Config
+    from cluster.serving_config import ServingConfig
     from cluster.tokenize_request import DetokenizeBody, TokenizeBody
     from cluster.tokenizer import Tokenizer
     from cluster.work_lanes import WorkLanes
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class TokenizeService:
     """One per ingress replica. Stateless but for its tokenizer, which works in threads: texts may be long."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, lanes: WorkLanes) -> None:
+    def __init__(self, config: ServingConfig, tokenizer: Tokenizer, lanes: WorkLanes) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._lanes = lanes

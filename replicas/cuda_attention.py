@@ -59,8 +59,7 @@ def cuda_attention(
         value[0].transpose(0, 1),
         module.paged_kv,
         paged.block_table,
-        paged.token_slots,
-        paged.positions,
+        paged.places,
         paged.chunks,
         paged.shares,
         paged.layout,
@@ -78,8 +77,7 @@ def attend_over_pool(
     value: torch.Tensor,
     kv: torch.Tensor,
     block_table: torch.Tensor,
-    token_slots: torch.Tensor,
-    positions: torch.Tensor,
+    places: torch.Tensor,
     chunks: torch.Tensor,
     shares: torch.Tensor,
     layout: torch.Tensor,
@@ -88,6 +86,7 @@ def attend_over_pool(
     """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool, the
     rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
     launches = Launches.unpack(layout)
+    token_slots, positions = places.chunk(2)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     rows = launches.num_rows
     if rows:
@@ -101,6 +100,7 @@ def attend_over_pool(
             positions[:rows],
             shares,
             launches.num_pieces,
+            launches.tile_len,
             scale,
             out,
         )
@@ -108,7 +108,10 @@ def attend_over_pool(
         write_kv(key[rows:], value[rows:], kv, block_table, token_slots[rows:], positions[rows:])
     for first, length, count in launches.fresh:
         span = slice(first, first + length * count)
-        out[span] = _attend_fresh(query[span], key[span], value[span], count, scale)
+        attended = _attend_fresh(query[span], key[span], value[span], count, scale)
+        if attended.shape == out.shape:
+            return attended  # nothing else is in the step: nothing to copy
+        out[span] = attended
     if launches.num_chunks:
         paged_prefill(
             query, kv, block_table, token_slots, chunks, launches.num_chunks, launches.longest_chunk, scale, out
@@ -123,8 +126,7 @@ def _shape_of_attend(
     value: torch.Tensor,
     kv: torch.Tensor,
     block_table: torch.Tensor,
-    token_slots: torch.Tensor,
-    positions: torch.Tensor,
+    places: torch.Tensor,
     chunks: torch.Tensor,
     shares: torch.Tensor,
     layout: torch.Tensor,
@@ -146,5 +148,5 @@ def _attend_fresh(
         out = F.scaled_dot_product_attention(
             by_prompt(query), by_prompt(key), by_prompt(value), is_causal=True, scale=scale, enable_gqa=True
         )
-    by_token: torch.Tensor = out.transpose(1, 2).flatten(0, 1)
+    by_token: torch.Tensor = out.transpose(1, 2).flatten(0, 1).contiguous()
     return by_token

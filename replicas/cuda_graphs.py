@@ -1,27 +1,30 @@
 """CUDA graphs of whole passes, from a step's slots and positions to its logits.
 
-Decode: one graph for each size of batch. Prefill: one for each size of a single fresh
-prompt, which without a graph would wait for the host at every layer of a small model. What a step is made of goes into
-one static tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens
-are drawn behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
+Decode: one graph for each size of batch. Prefill: one for each size of a single fresh prompt, which without a graph
+would wait for the host at every layer: launching a pass by hand takes longer than computing some hundred tokens. A step
+of rows and a short prompt or two is several passes, one behind the other. What a pass is made of goes into one static
+tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens are drawn
+behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import CudaStep, Launches
+from replicas.cuda_step import CudaStep, Launches, tokens_while_launching
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
-from scheduler.plan import PrefillChunk, StepPlan
+from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 
-_PREFILL_LENGTHS = (64, 128, 256, 512, 1024, 2048)
+_PREFILL_LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# Each pass reads all weights: more prompts than these are computed together, by hand.
+_MOST_PROMPTS = 2
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -66,6 +69,20 @@ class StepGraph:
         return self._pass
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """A pass that a graph does for a plan. num_samples: of how many of its rows of logits, the first ones, the plan
+    wants tokens."""
+
+    graph: StepGraph
+    values: list[list[int]] | list[int]
+    num_samples: int
+
+    def launch(self) -> Pass:
+        """Does not wait. What the last pass of any graph gave is overwritten."""
+        return self.graph.replay(torch.tensor(self.values, dtype=torch.int32))
+
+
 class StepGraphs:
     """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
 
@@ -80,6 +97,8 @@ class StepGraphs:
         self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
         self._batch_sizes = batch_sizes(len(slots.sampling))
         self._lengths = [n for n in _PREFILL_LENGTHS if n <= max_prefill]
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._most_beside_rows = tokens_while_launching(num_parameters, model.config.num_hidden_layers)
         self._decode: dict[int, StepGraph] = {}
         self._prefill: dict[int, StepGraph] = {}
 
@@ -103,20 +122,21 @@ class StepGraphs:
                     has_sampled=kinds[0], has_filtered=kinds[1],
                 )  # fmt: skip
 
-    def launch(self, plan: StepPlan) -> Pass | None:
-        """The plan's pass, after `slots.apply(plan)`; None if no graph does it."""
-        if plan.rows and not plan.chunks:
-            return self._launch_decode(plan)
-        if not plan.rows and len(plan.chunks) == 1:
-            return self._launch_prefill(plan.chunks[0])
-        return None
+    def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
+        """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
+        if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > self._batch_sizes[-1]:
+            return None
+        if plan.rows and plan.num_prefill_tokens > self._most_beside_rows:
+            return None  # launching is hidden behind so many tokens: one pass for all reads the weights once
+        planned = [self._plan_prefill(chunk) for chunk in plan.chunks]
+        if plan.rows:
+            planned.insert(0, self._plan_decode(plan.rows))
+        found = [one for one in planned if one is not None]
+        return found if len(found) == len(planned) else None
 
     # -- decode ------------------------------------------------------------------------------------
 
-    def _launch_decode(self, plan: StepPlan) -> Pass | None:
-        rows = plan.rows
-        if len(rows) > self._batch_sizes[-1]:
-            return None
+    def _plan_decode(self, rows: Sequence[DecodeRow]) -> PlannedPass:
         size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
         padding = size - len(rows)
         values = [
@@ -124,17 +144,17 @@ class StepGraphs:
             [row.position for row in rows] + [-1] * padding,
             [row.choice for row in rows] + [0] * padding,
         ]
-        return self._decode[size].replay(torch.tensor(values, dtype=torch.int32))
+        return PlannedPass(self._decode[size], values, len(rows))
 
     def _capture_decode(self, size: int) -> StepGraph:
-        layout = Launches(size, self._sharing.most_pieces(size), 0, 0, ()).pack()
+        layout = Launches(size, self._sharing.most_pieces(size), self._sharing.tile_len(size), 0, 0, ()).pack()
         rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
         rows[0], rows[1] = self._slots.padding_slot, -1
 
         def run() -> Pass:
             slots, positions, choices = rows
             shares = self._sharing.share_out(positions)
-            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, shares, layout)
+            step = CudaStep(self._slots.block_table, rows[:2].view(-1), self._no_chunks, shares, layout)
             input_ids = self._slots.last_token.index_select(0, slots)
             logits = self._forward(input_ids, positions, 0, step)
             return Pass(logits, slots, positions, choices)
@@ -143,28 +163,29 @@ class StepGraphs:
 
     # -- prefill -----------------------------------------------------------------------------------
 
-    def _launch_prefill(self, chunk: PrefillChunk) -> Pass | None:
+    def _plan_prefill(self, chunk: PrefillChunk) -> PlannedPass | None:
+        """None unless it is a whole prompt of one choice, not scored, that is no longer than the largest graph's."""
         length = len(chunk.token_ids)
         index = bisect_left(self._lengths, length)
         is_whole = chunk.start == 0 and len(chunk.targets) == 1 and chunk.targets[0].slot == chunk.slot
-        if index == len(self._lengths) or not is_whole:
+        if index == len(self._lengths) or not is_whole or chunk.scored_ids is not None:
             return None
         padding = [0] * (self._lengths[index] - length)
         values = [*chunk.token_ids, *padding, length, chunk.slot, chunk.targets[0].choice]
-        return self._prefill[self._lengths[index]].replay(torch.tensor(values, dtype=torch.int32))
+        return PlannedPass(self._prefill[self._lengths[index]], values, 1)
 
     def _capture_prefill(self, length: int) -> StepGraph:
         device = self._slots.state.device
         packed = torch.zeros(length + 3, dtype=torch.int32, device=device)  # ids, then length, slot, choice
         packed[length + 1] = self._slots.padding_slot
-        layout = Launches(0, 0, 0, 0, ((0, length, 1),)).pack()
+        layout = Launches(0, 0, 0, 0, 0, ((0, length, 1),)).pack()
         places = torch.arange(length, dtype=torch.int32, device=device)
 
         def run() -> Pass:
             count, slot, choice = packed[length:].split(1)
             positions = torch.where(places < count, places, -1)
-            slots = slot.expand(length).contiguous()
-            step = CudaStep(self._slots.block_table, slots, positions, self._no_chunks, self._no_shares, layout)
+            tokens = torch.cat([slot.expand(length), positions])
+            step = CudaStep(self._slots.block_table, tokens, self._no_chunks, self._no_shares, layout)
             last = count - 1
             logits = self._forward(packed[:length], positions, last.clamp(min=0).long(), step)
             return Pass(logits, slot, last, choice)

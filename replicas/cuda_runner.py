@@ -1,8 +1,8 @@
 """The model runner on a CUDA card: the same plans, over kernels, compiled layers and graphs.
 
-A step that a graph knows is one replay. Any other (prompt chunks, chunks and rows mixed, parameters that the drawing
-kernel does not know) takes the base's way, layer by layer, with the same kernels. Either way nothing waits for the
-device: a step's tokens come through pinned memory and an event.
+A step that graphs know is a replay or some. Any other (chunks of prompts, many prompts) takes the base's way, layer by
+layer, with the same kernels. Either way nothing waits for the device: a step's tokens come through pinned memory and an
+event.
 """
 
 from __future__ import annotations
@@ -57,21 +57,25 @@ class CudaRunner(ModelRunner):
         use_skinny_products(loaded.model)
 
     def _compute(self, plan: StepPlan) -> StepHandle:
-        is_scored = any(chunk.scored_ids is not None for chunk in plan.chunks)
-        launched = self._graphs.launch(plan) if self._graphs and not is_scored else None
-        if launched is None:
+        passes = self._graphs.passes(plan) if self._graphs else None
+        if not passes:
             return super()._compute(plan)
-        num_samples = len(plan.rows) or 1
         kinds = self._slots.kinds(plan)
+        tokens, logits = [], []
+        for planned in passes:
+            launched = planned.launch()
+            if kinds.is_plain:
+                drawn = draw_tokens(
+                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                    has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
+                )  # fmt: skip
+                tokens.append(drawn[: planned.num_samples])
+            else:  # a copy: the next pass overwrites them
+                logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))
         if kinds.is_plain:
-            tokens = draw_tokens(
-                launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
-            )  # fmt: skip
-            choice = TokenChoice(tokens[:num_samples])
+            choice = TokenChoice(torch.cat(tokens))
         else:
-            logits = launched.logits[:num_samples].float()
-            choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+            choice = choose_tokens(torch.cat(logits), SamplePlace.all_of(plan), self._slots)
         return StepHandle(plan, *self._on_the_way(choice, ()))
 
     def _on_the_way(

@@ -35,14 +35,18 @@ ReplyT = TypeVar("ReplyT")
 class EngineReplica(ABC, Generic[EngineT]):
     """Loads its engine in the constructor (blocks until it can serve)."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
+        """settings: or what finds them in this process."""
         # Imported here: a head node without torch must be able to import this module to deploy it.
+        import ray
         from ray import serve
 
         from replicas.structured_log import configure_logging
         from replicas.termination import Termination
 
+        settings = settings() if callable(settings) else settings
         configure_logging(settings.log_level, settings.log_format)
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
         # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
@@ -62,7 +66,7 @@ class EngineReplica(ABC, Generic[EngineT]):
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
-        return self._built.metadata()
+        return {**self._built.metadata(), "node_id": self._node_id}
 
     @property
     def is_leaving(self) -> bool:

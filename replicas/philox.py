@@ -65,3 +65,12 @@ def token_noise(
     key = ((seed & WORD).unsqueeze(1), ((seed >> 32) & WORD).unsqueeze(1))
     lanes = torch.stack(philox4x32(counter, key), dim=-1)
     return lanes.flatten(1)[:, :vocab_size]
+
+
+def noise_of_tokens(
+    seed: Tensor, choice: Tensor, position: Tensor, token_id: Tensor, purpose: Purpose = Purpose.TOKEN
+) -> Tensor:
+    """The words that token_noise has for some tokens: int64 [N], of int64 [N] each. A token costs as four do there."""
+    counter = (token_id >> 2, position, choice, torch.full_like(token_id, int(purpose)))
+    lanes = torch.stack(philox4x32(counter, (seed & WORD, (seed >> 32) & WORD)), dim=-1)
+    return lanes.gather(1, (token_id & 3).unsqueeze(1)).squeeze(1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from replicas.device_copy import to_device
-from replicas.philox import token_noise
+from replicas.philox import noise_of_tokens, token_noise
 from scheduler.sampling_params import SamplingParams
 
 # Below this a row is greedy. Dividing by less overflows float32; and at 1e-5 a logit gap of 0.0003 already decides.
@@ -30,6 +30,8 @@ GREEDY_BELOW = 1e-5
 MAX_UNIFORM = 1.0 - 2.0**-24
 # Logits drawn at once on a CPU: so many stay in its cache, ten times as many take twice the time. A GPU wants them all.
 CPU_LOGITS_AT_ONCE = 200_000
+# What noise for a token alone costs, in that for one of many.
+_DEARER_ALONE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,16 @@ def _draw(logits: Tensor, batch: SamplingBatch, group: RowGroup) -> Tensor:
     if group.filtered:
         threshold = _threshold(scores, of_group(batch.top_k), of_group(batch.top_p))
         scores.masked_fill_(scores < threshold, -torch.inf)
-    noise = token_noise(of_group(batch.seed), of_group(batch.choice), of_group(batch.position), logits.shape[1])
-    gumbel = gumbel_from_words(noise).mul_(temperature >= GREEDY_BELOW)
-    return scores.add_(gumbel).argmax(dim=-1)
+    is_sampled = temperature >= GREEDY_BELOW
+    seed, choice, position = of_group(batch.seed), of_group(batch.choice), of_group(batch.position)
+    if scores.device.type == "cpu" and (group.filtered or group.has_min_p):  # a GPU would have to be waited for
+        row, token = (scores != -torch.inf).nonzero(as_tuple=True)
+        if len(token) * _DEARER_ALONE < scores.numel():
+            noise = noise_of_tokens(seed[row], choice[row], position[row], token)
+            scores[row, token] += gumbel_from_words(noise).mul_(is_sampled[row, 0])
+            return scores.argmax(dim=-1)
+    noise = token_noise(seed, choice, position, logits.shape[1])
+    return scores.add_(gumbel_from_words(noise).mul_(is_sampled)).argmax(dim=-1)
 
 
 def gumbel_from_words(words: Tensor) -> Tensor:

@@ -58,11 +58,22 @@ def _most_likely(logprobs: Tensor, k: int) -> Tensor:
     """int64 [n, k], ids of the k largest of each row, float32 [n, V]; of equal ones the smallest ids, in their order.
 
     topk alone takes any of equal ones, others for another k: then what one request is told would depend on the largest
-    k in its batch. So each number and its id are made one integer, and no two are equal.
+    k in its batch.
     """
-    vocab_size = logprobs.shape[1]
     if k == 0:
         return torch.empty(logprobs.shape[0], 0, dtype=torch.int64, device=logprobs.device)
+    if logprobs.device.type == "cpu":  # a GPU would have to be waited for
+        least = logprobs.topk(k, dim=-1).values[:, -1:]
+        ids = (logprobs >= least).nonzero()[:, 1]
+        if len(ids) == len(logprobs) * k:  # no row has several that equal its last one, or NaN
+            ids = ids.view(-1, k)
+            return ids.gather(1, logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
+    return _first_of_equal_ones(logprobs, k)
+
+
+def _first_of_equal_ones(logprobs: Tensor, k: int) -> Tensor:
+    """The same in any case: each number and its id are made one integer, and no two are equal."""
+    vocab_size = logprobs.shape[1]
     keys = (logprobs + 0.0).view(torch.int32).long()  # + 0.0: there is a -0.0, which equals 0.0
     keys ^= (keys >> 63) & 0x7FFFFFFF  # of negative floats the larger integer is the smaller number
     keys <<= 32

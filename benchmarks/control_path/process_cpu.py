@@ -34,16 +34,26 @@ class _Process:
 
 def cpu_by_kind() -> dict[str, float]:
     """Seconds so far."""
+    seconds: dict[str, float] = defaultdict(float)
+    for process in _descendants():
+        seconds[_kind(process.command)] += process.cpu_s
+    return dict(seconds)
+
+
+def cpu_of(part: str) -> float:
+    """Seconds so far of those whose command line contains this."""
+    return sum(process.cpu_s for process in _descendants() if part in process.command)
+
+
+def _descendants() -> Iterator[_Process]:
     children: dict[int, list[_Process]] = {}
     for process in _processes():
         children.setdefault(process.parent, []).append(process)
-    seconds: dict[str, float] = defaultdict(float)
     waiting = [os.getpid()]
     while waiting:
         for process in children.get(waiting.pop(), ()):
-            seconds[_kind(process.command)] += process.cpu_s
+            yield process
             waiting.append(process.pid)
-    return dict(seconds)
 
 
 def _kind(command: str) -> str:

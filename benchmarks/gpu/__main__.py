@@ -14,20 +14,25 @@ import random
 import shutil
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
-from benchmarks.gpu.step_times import GREEDY, SAMPLED, decode_ms, launch_cpu_us, prefill_ms, table
+from benchmarks.gpu.step_times import GREEDY, SAMPLED, decode_ms, launch_cpu_us, prefill_ms, prefill_plan, table
 
 _BATCHES = (1, 16, 64, 256)
 
 
 def kernels(with_tiles: bool) -> dict[str, Any]:
+    from benchmarks.gpu import card_limits
     from benchmarks.gpu import kernel_times as times
 
+    limits = {"bandwidths": card_limits.bandwidths(), "products": card_limits.products()}
+    print(limits["bandwidths"])
+    print(table(limits["products"]))
     rng = random.Random(3)
     uniform = [[context] * batch for batch, context in ((1, 1073), (16, 1073), (64, 1073), (256, 1073), (1, 32768))]
     mixed = [[rng.randrange(100, 2048) for _ in range(batch)] for batch in (40, 140)]
@@ -43,7 +48,13 @@ def kernels(with_tiles: bool) -> dict[str, Any]:
     print(table(prefill))
     draws = [times.token_draws(batch, 128_256) for batch in (1, 16, 64, 256)]
     print(table(draws))
-    return {"decode_attention": decode, "products": products, "prefill_attention": prefill, "token_draws": draws}
+    return {
+        "limits": limits,
+        "decode_attention": decode,
+        "products": products,
+        "prefill_attention": prefill,
+        "token_draws": draws,
+    }
 
 
 def shape(folder: Path, name: str, parts: set[str]) -> dict[str, Any]:
@@ -82,19 +93,21 @@ def shape(folder: Path, name: str, parts: set[str]) -> dict[str, Any]:
 
 
 def profile_steps(built: BareEngine) -> None:
-    """Where the device time of decode steps goes."""
+    """Where the device time of decode steps goes, and of a prompt step."""
     from torch.profiler import ProfilerActivity, profile
 
     from benchmarks.engine.step_plans import decode_step, set_up
 
-    for batch in (1, 64):
-        built.runner.launch(set_up(batch, 1073, 16)).result()
-        step = decode_step(batch, 1073)
+    steps = [(f"batch {batch}", set_up(batch, 1073, 16), decode_step(batch, 1073)) for batch in (1, 64)]
+    prompts = prefill_plan(8, 2048, 16)
+    steps.append(("prompts 8x2048", prompts, replace(prompts, slot_inits=(), table_writes=())))
+    for name, first, step in steps:
+        built.runner.launch(first).result()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
             for _ in range(5):
                 built.runner.launch(step)
             torch.cuda.synchronize()
-        print(f"batch {batch}")
+        print(name)
         print(recorded.key_averages().table(sort_by="self_cuda_time_total", row_limit=14, max_name_column_width=60))
 
 

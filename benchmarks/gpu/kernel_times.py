@@ -53,14 +53,19 @@ def decode_attention(
     k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
     sharing = WorkSharing.of(KvLayout(1, BLOCK, KV_HEADS, DIM, torch.bfloat16), 132, batch)
-    tile_len = tile[0] if tile else sharing.tile_len
-    sharing = replace(sharing, tile_len=tile_len, num_resident=num_resident or sharing.num_resident)
-    shares, num_pieces = sharing.share_out(positions), sharing.most_pieces(batch)
+    sharing = replace(sharing, num_resident=num_resident or sharing.num_resident)
+    if tile:
+        sharing = replace(sharing, short_tile=tile[0], long_tile=tile[0])
+    num_warps, num_stages = tile[1:] if tile else (4, 2)
+    shares, num_pieces, tile_len = sharing.share_out(positions), sharing.most_pieces(batch), sharing.tile_len(batch)
     layer = iter(range(10**9))
 
     def once() -> None:
         view = pool[:, next(layer) % layers]
-        paged_decode(q, k, k, view, block_table, slots, positions, shares, num_pieces, DIM**-0.5, out, tile)
+        paged_decode(
+            q, k, k, view, block_table, slots, positions, shares, num_pieces, tile_len, DIM**-0.5, out,
+            num_warps, num_stages,
+        )  # fmt: skip
 
     ms = graph_ms(once)
     gigabytes = sum(contexts) * KV_HEADS * DIM * 4 / 1e9

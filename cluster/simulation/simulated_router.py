@@ -1,4 +1,4 @@
-"""A router on the simulated clock: cluster.routing_policy over a cluster.pool_view, as cluster.router does it."""
+"""A router on the simulated clock: the shipped routing policy over a pool view, as the router itself does it."""
 
 from __future__ import annotations
 

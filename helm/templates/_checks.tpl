@@ -30,6 +30,11 @@
 {{- if and .Values.apiKey.existingSecret (not $env) -}}
 {{- fail "config.auth.api_keys_env: missing; apiKey.existingSecret is given, so name the variable for its keys, such as SPLITSERVE_API_KEYS" -}}
 {{- end -}}
+{{- with .Values.networkPolicy -}}
+{{- if and .enabled .httpFrom (not .metricsFrom) $.Values.metrics.serviceMonitor.enabled -}}
+{{- fail "networkPolicy.metricsFrom: missing; networkPolicy.httpFrom keeps Prometheus from the HTTP port, which metrics.serviceMonitor scrapes: say where Prometheus runs" -}}
+{{- end -}}
+{{- end -}}
 {{- $devices := list -}}
 {{- range $pool := include "splitserve.pools" . | fromJsonArray -}}
 {{- $devices = append $devices (dig "pools" $pool "device" "cpu" $config) -}}

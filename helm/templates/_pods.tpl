@@ -117,7 +117,7 @@ spec:
   restartPolicy: Never
   serviceAccountName: {{ include "splitserve.serviceAccountName" $root }}
   automountServiceAccountToken: false
-  terminationGracePeriodSeconds: {{ include "splitserve.graceSeconds" $root }}
+  terminationGracePeriodSeconds: {{ add (include "splitserve.graceSeconds" $root | int) $values.lifecycle.replacementSeconds }}
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
@@ -156,6 +156,7 @@ spec:
               - -m
               - cluster.node_drain
               - --delay-s={{ $values.lifecycle.preStopDelaySeconds }}
+              - --replacement-s={{ $values.lifecycle.replacementSeconds }}
               - --timeout-s={{ include "splitserve.drainSeconds" $root }}
       resources:
         {{- include "splitserve.workerResources" $group | nindent 8 }}

@@ -28,8 +28,11 @@ def _gemv(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=is_row)
 
 
-# Rows, columns and warps of a program: the fastest, or nearly, of seven for every layer of Llama-3.1-8B and Qwen3-0.6B.
-_TILE = (1, 1024, 4)
+def _tile_of(num_in: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a program: the fastest, or nearly, for every layer of Llama-3.1-8B and Qwen3-0.6B."""
+    if num_in <= 2048:
+        return 2, 1024, 4
+    return 1, 1024 if num_in < 4096 else 2048, 4
 
 
 def gemv(
@@ -40,7 +43,7 @@ def gemv(
     Sums in float32. Does not block.
     """
     num_out, num_in = weight.shape
-    block_n, block_k, num_warps = tile or _TILE
+    block_n, block_k, num_warps = tile or _tile_of(num_in)
     out = torch.empty(num_out, dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(num_out, block_n),)](
         x, weight, weight if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,

@@ -16,13 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.work_sharing import keys_at_once
-
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_piece(
     query,
     key,
@@ -173,18 +171,20 @@ def paged_decode(
     positions: torch.Tensor,
     shares: torch.Tensor,
     num_pieces: int,
+    tile_len: int,
     scale: float,
     out: torch.Tensor,
-    tile: tuple[int, int, int] | None = None,
+    num_warps: int = 4,
+    num_stages: int = 2,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
     query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's
     view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table: int64 [num_slots,
     max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and its output is left
-    as it is. shares: as a WorkSharing gives it for these positions; num_pieces: its `most_pieces` of R. out: contiguous
-    [R, num_heads, head_dim].
-    tile: keys at once (as in share_out), warps and stages of a program, for measurements.
+    as it is. shares: as a WorkSharing gives it for these positions; num_pieces, tile_len: its `most_pieces` and
+    `tile_len` of R. out: contiguous [R, num_heads, head_dim].
+    num_warps, num_stages: of a program, for measurements.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -192,7 +192,6 @@ def paged_decode(
     group = num_heads // num_kv_heads
     partial = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=query.device)
-    block_n, num_warps, num_stages = tile or (keys_at_once(kv.dtype, head_dim), 4, 2)
     constants: dict[str, Any] = {"HEAD_DIM": head_dim, "DIM_PADDED": triton.next_power_of_2(head_dim)}
     _attend_piece[(num_pieces * num_kv_heads,)](
         query,
@@ -219,7 +218,7 @@ def paged_decode(
         GROUP=group,
         GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         BLOCK_SIZE=block_size,
-        BLOCK_N=block_n,
+        BLOCK_N=tile_len,
         PRECISION="ieee",
         num_warps=num_warps,
         num_stages=num_stages,

@@ -13,7 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.token_search import GREEDY_BELOW, find_threshold, float_of, key_of, narrow, row_maximum
+from replicas.kernels.token_search import (
+    GREEDY_BELOW,
+    PIECE,
+    find_bound,
+    find_threshold,
+    float_of,
+    key_of,
+    narrow,
+    row_maximum,
+)
 from replicas.slot_columns import DROP_MASS, LAST_TOKEN, SEED, TEMPERATURE, TOP_K
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -43,9 +52,13 @@ def _gumbel(word, EXACT: tl.constexpr):
 
 @triton.jit
 def _best_of_block(
-    logits, values, indices, broken, logits_stride, VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """The largest logit of each block of the vocabulary, the lowest id of equal ones, and whether one is no number."""
+    logits, values, indices, broken, piece_maxima, logits_stride, VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_PIECES: tl.constexpr,
+) -> None:  # fmt: skip
+    """The largest logit of each block of the vocabulary, the lowest id of equal ones, and whether one is no number.
+
+    With HAS_PIECES also the largest of each piece.
+    """
     row, block = tl.program_id(0), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     is_id = ids < VOCAB
@@ -57,15 +70,20 @@ def _best_of_block(
     tl.store(values + out, best)
     tl.store(indices + out, block * BLOCK + at)
     tl.store(broken + out, tl.max(is_nan.to(tl.int32), 0))
+    if HAS_PIECES:
+        num_pieces: tl.constexpr = BLOCK // PIECE
+        places = out.to(tl.int64) * num_pieces + tl.arange(0, num_pieces)
+        tl.store(piece_maxima + places, tl.max(tl.reshape(x, [num_pieces, PIECE]), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions", "choices"])
 def _draw_of_block(
     logits,
     values,
     indices,
     sums,
     brackets,
+    bounds,
     partial_values,
     state,
     slots,
@@ -93,31 +111,36 @@ def _draw_of_block(
         if IS_FILTERED:
             top_k, drop_mass = tl.load(params + _TOP_K), float_of(tl.load(params + _DROP_MASS))
             threshold = find_threshold(
-                sums, brackets, maximum, top_k, drop_mass, row, num_rows, VOCAB, NUM_BLOCKS, BLOCKS_PADDED,
-                NUM_PASSES, SHIFT,
+                sums, brackets, tl.load(bounds + row), maximum, top_k, drop_mass, row, num_rows, VOCAB, NUM_BLOCKS,
+                BLOCKS_PADDED, NUM_PASSES, SHIFT,
             )  # fmt: skip
-        seed = tl.load(params + _SEED)
-        groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        position = tl.load(positions + row) + 1 + tl.zeros([BLOCK // 4], tl.int32)
-        choice = tl.load(choices + row) + tl.zeros([BLOCK // 4], tl.int32)
-        words = tl.philox(seed, groups, position, choice, tl.zeros([BLOCK // 4], tl.int32))
-        best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
-        lanes = tl.zeros([BLOCK // 4], tl.int32)
-        for lane in tl.static_range(4):
-            ids = groups * 4 + lane
-            x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            is_kept = (key_of(x, SHIFT) >= threshold) & (x == x)
-            scores = (x - maximum) / temperature + _gumbel(words[lane].to(tl.uint32), EXACT)
-            scores = tl.where(is_kept, scores, float("-inf"))
-            lanes = tl.where(scores > best, lane, lanes)
-            best = tl.maximum(best, scores)
-        top, at = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
-        lane = tl.sum(tl.where(tl.arange(0, BLOCK // 4) == at, lanes, 0), 0)
+        top = tl.full([], float("-inf"), tl.float32)
+        token = block * BLOCK
+        block_maximum = tl.load(partial_values + row * NUM_BLOCKS + block)
+        if key_of(block_maximum, SHIFT) >= threshold:
+            seed = tl.load(params + _SEED)
+            groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+            position = tl.load(positions + row) + 1 + tl.zeros([BLOCK // 4], tl.int32)
+            choice = tl.load(choices + row) + tl.zeros([BLOCK // 4], tl.int32)
+            words = tl.philox(seed, groups, position, choice, tl.zeros([BLOCK // 4], tl.int32))
+            best = tl.full([BLOCK // 4], float("-inf"), tl.float32)
+            lanes = tl.zeros([BLOCK // 4], tl.int32)
+            for lane in tl.static_range(4):
+                ids = groups * 4 + lane
+                x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+                is_kept = (key_of(x, SHIFT) >= threshold) & (x == x)
+                scores = (x - maximum) / temperature + _gumbel(words[lane].to(tl.uint32), EXACT)
+                scores = tl.where(is_kept, scores, float("-inf"))
+                lanes = tl.where(scores > best, lane, lanes)
+                best = tl.maximum(best, scores)
+            top, at = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
+            lane = tl.sum(tl.where(tl.arange(0, BLOCK // 4) == at, lanes, 0), 0)
+            token += at * 4 + lane
         tl.store(values + row * NUM_BLOCKS + block, top)
-        tl.store(indices + row * NUM_BLOCKS + block, block * BLOCK + at * 4 + lane)
+        tl.store(indices + row * NUM_BLOCKS + block, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _choose(
     tokens,
     greedy_values,
@@ -186,26 +209,34 @@ def draw_tokens(
     greedy_values, greedy_indices = empty(num_rows, num_blocks), empty(num_rows, num_blocks, dtype=torch.int32)
     broken = torch.empty_like(greedy_indices)
     every_block = (num_rows, num_blocks)
+    num_pieces = num_blocks * (_BLOCK // PIECE.value)
+    piece_maxima = empty(num_rows, num_pieces) if has_filtered else greedy_values
     _best_of_block[every_block](
-        logits, greedy_values, greedy_indices, broken, stride, VOCAB=vocab_size, NUM_BLOCKS=num_blocks, BLOCK=_BLOCK
-    )
+        logits, greedy_values, greedy_indices, broken, piece_maxima, stride, VOCAB=vocab_size, NUM_BLOCKS=num_blocks,
+        BLOCK=_BLOCK, HAS_PIECES=has_filtered,
+    )  # fmt: skip
     drawn_values, drawn_indices = greedy_values, greedy_indices
     if has_sampled:
         drawn_values, drawn_indices = torch.empty_like(greedy_values), torch.empty_like(greedy_indices)
-        sums, brackets = greedy_values, drawn_indices
+        sums = brackets = bounds = greedy_values  # never read
         search = {"VOCAB": vocab_size, "BLOCK": _BLOCK, "NUM_PASSES": num_passes, "SHIFT": 32 - 4 * num_passes, **sizes}
         if has_filtered:
             sums = empty(2 * num_passes, num_rows, num_blocks, 16)
             brackets = empty(2 * num_passes, num_rows, dtype=torch.int64)
+            bounds = empty(num_rows, dtype=torch.int64)
+            find_bound[(num_rows,)](
+                piece_maxima, bounds, state, slots, state_stride, VOCAB=vocab_size, NUM_PIECES=num_pieces,
+                PIECES_PADDED=triton.next_power_of_2(num_pieces), NUM_BITS=4 * num_passes, SHIFT=search["SHIFT"],
+            )  # fmt: skip
             for is_mass in (False, True):
                 for number in range(num_passes):
                     narrow[every_block](
-                        logits, sums, brackets, greedy_values, state, slots, stride, state_stride, num_rows,
-                        PASS=number, IS_MASS=is_mass, **search,
+                        logits, sums, brackets, bounds, piece_maxima, greedy_values, state, slots, stride,
+                        state_stride, num_rows, number, IS_MASS=is_mass, **search,
                     )  # fmt: skip
         _draw_of_block[every_block](
-            logits, drawn_values, drawn_indices, sums, brackets, greedy_values, state, slots, positions, choices,
-            stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=libdevice is not None, **search,
+            logits, drawn_values, drawn_indices, sums, brackets, bounds, greedy_values, state, slots, positions,
+            choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=libdevice is not None, **search,
         )  # fmt: skip
     tokens = empty(num_rows, dtype=torch.int64)
     _choose[(num_rows,)](

@@ -3,6 +3,10 @@
 The bits of its logit are found four at a time, from the highest down, by counts (top-k) or masses (top-p) of the
 tokens at each of the sixteen digits. Every pass runs in parallel over rows and blocks of the vocabulary; what a block
 found is summed in a fixed order, so the same logits always give the same token.
+
+With a top-k of k most of the vocabulary is never looked at: where k pieces of it have a token above some bound, the
+k-th token is above it too, so pieces without such a token hold none that counts. And what this bound and the largest
+logit have in common of their leading bits is known without a pass.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from replicas.slot_columns import DROP_MASS, TEMPERATURE, TOP_K
 
 GREEDY_BELOW = tl.constexpr(sampling.GREEDY_BELOW)
 _TOP_K, _TEMPERATURE, _DROP_MASS = tl.constexpr(TOP_K), tl.constexpr(TEMPERATURE), tl.constexpr(DROP_MASS)
+PIECE = tl.constexpr(256)  # tokens looked at, or not, at once
 
 
 @triton.jit
@@ -58,22 +63,72 @@ def _picked(sums, bracket, target, shift, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDE
     return bracket + (digit << shift)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def find_bound(
+    piece_maxima,
+    bounds,
+    state,
+    slots,
+    state_stride,
+    VOCAB: tl.constexpr,
+    NUM_PIECES: tl.constexpr,
+    PIECES_PADDED: tl.constexpr,
+    NUM_BITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+) -> None:
+    """A row's bound: the largest key that as many pieces reach as its top-k keeps tokens; 0 where it keeps too many.
+
+    Pieces whose largest key is below hold no token that the top-k keeps.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    params = state + tl.load(slots + row).to(tl.int64) * state_stride
+    top_k = tl.load(params + _TOP_K)
+    bound = tl.zeros([], tl.int64)
+    if (top_k > 0) & (top_k < VOCAB) & (float_of(tl.load(params + _TEMPERATURE)) >= GREEDY_BELOW):
+        pieces = tl.arange(0, PIECES_PADDED)
+        is_piece = pieces < NUM_PIECES
+        keys = key_of(tl.load(piece_maxima + row * NUM_PIECES + pieces, mask=is_piece, other=float("-inf")), SHIFT)
+        for number in range(NUM_BITS):
+            higher = bound + (tl.full([], 1, tl.int64) << (NUM_BITS - 1 - number))
+            reached = tl.sum((is_piece & (keys >= higher)).to(tl.int32), 0)
+            bound = tl.where(reached >= top_k, higher, bound)
+    tl.store(bounds + row, bound)
+
+
 @triton.jit
+def _last_of_top_k(
+    sums, brackets, bound, highest, top_k, row, num_rows, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr,
+    NUM_PASSES: tl.constexpr,
+):  # fmt: skip
+    """The key of the least likely token that a row's top-k keeps, after its passes."""
+    kept = bound
+    if bound < highest:
+        last = (NUM_PASSES - 1) * num_rows + row
+        kept = _picked(
+            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), top_k.to(tl.float32), 0,
+            NUM_BLOCKS, BLOCKS_PADDED, False,
+        )  # fmt: skip
+    return kept
+
+
+@triton.jit(do_not_specialize=["num_rows", "pass_number"], do_not_specialize_on_alignment=["slots"])
 def narrow(
     logits,
     sums,
     brackets,
+    bounds,
+    piece_maxima,
     partial_values,
     state,
     slots,
     logits_stride,
     state_stride,
     num_rows,
+    pass_number,
     VOCAB: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PASS: tl.constexpr,
     NUM_PASSES: tl.constexpr,
     SHIFT: tl.constexpr,
     IS_MASS: tl.constexpr,
@@ -96,47 +151,56 @@ def narrow(
         is_needed = (temperature >= GREEDY_BELOW) & has_top_k
         target = top_k.to(tl.float32)
     if is_needed:
-        sums_stride: tl.constexpr = NUM_BLOCKS * 16
-        first_pass: tl.constexpr = NUM_PASSES if IS_MASS else 0
-        kept = tl.zeros([], tl.int64)
+        maximum = row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
+        highest = key_of(maximum, SHIFT)
+        kept = tl.load(bounds + row)  # whatever is below is not kept
         if IS_MASS:  # noqa: SIM102 - two conditions of two times: compilation and run
             if has_top_k:
-                last = (NUM_PASSES - 1) * num_rows + row
-                kept = _picked(
-                    sums + last * sums_stride, tl.load(brackets + last), top_k.to(tl.float32), 0,
-                    NUM_BLOCKS, BLOCKS_PADDED, False,
-                )  # fmt: skip
-        bracket = tl.zeros([], tl.int64)
-        if PASS > 0:
-            before = (first_pass + PASS - 1) * num_rows + row
-            bracket = _picked(
-                sums + before * sums_stride, tl.load(brackets + before), target, 4 * (NUM_PASSES - PASS),
-                NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
-            )  # fmt: skip
-        place = (first_pass + PASS) * num_rows + row
-        tl.store(brackets + place, bracket)  # every block of the row stores the same
-        maximum = row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-        digits = tl.arange(0, 16)
-        total = tl.zeros([16, 256], tl.float32)
-        for first in range(0, BLOCK, 256):
-            ids = block * BLOCK + first + tl.arange(0, 256)
-            x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            key = key_of(x, SHIFT)
-            above = (key - bracket) >> (4 * (NUM_PASSES - 1 - PASS))
-            if IS_MASS:
-                mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
-                is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
-                total += tl.where(is_counted, mass[None, :], 0.0)
-            else:
-                is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
-                total += is_counted.to(tl.float32)
-        tl.store(sums + (place * NUM_BLOCKS + block) * 16 + digits, tl.sum(total, 1))
+                kept = _last_of_top_k(
+                    sums, brackets, kept, highest, top_k, row, num_rows, NUM_BLOCKS, BLOCKS_PADDED, NUM_PASSES
+                )
+        shift = 4 * (NUM_PASSES - 1 - pass_number)
+        if (kept >> shift) != (highest >> shift):  # else the pass's bits are known, and those before
+            first_pass: tl.constexpr = NUM_PASSES if IS_MASS else 0
+            place = (first_pass + pass_number) * num_rows + row
+            digits = tl.arange(0, 16)
+            total = tl.zeros([16, PIECE], tl.float32)
+            if key_of(tl.load(partial_values + row * NUM_BLOCKS + block), SHIFT) >= kept:
+                bracket = (kept >> (shift + 4)) << (shift + 4)
+                if (kept >> (shift + 4)) != (highest >> (shift + 4)):
+                    before = place - num_rows
+                    bracket = _picked(
+                        sums + before * NUM_BLOCKS * 16, tl.load(brackets + before), target, shift + 4,
+                        NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
+                    )  # fmt: skip
+                tl.store(brackets + place, bracket)  # every block that gets here stores the same
+                numbers = tl.arange(0, BLOCK // PIECE)
+                piece_keys = key_of(
+                    tl.load(piece_maxima + (row * NUM_BLOCKS + block) * (BLOCK // PIECE) + numbers), SHIFT
+                )
+                wanted = tl.sum(tl.where(piece_keys >= kept, 1 << numbers, 0), 0)  # a bit for each piece
+                for number in range(BLOCK // PIECE):
+                    if (wanted >> number) & 1:
+                        ids = block * BLOCK + number * PIECE + tl.arange(0, PIECE)
+                        x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf"))
+                        x = x.to(tl.float32)
+                        key = key_of(x, SHIFT)
+                        above = (key - bracket) >> shift
+                        if IS_MASS:
+                            mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
+                            is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
+                            total += tl.where(is_counted, mass[None, :], 0.0)
+                        else:
+                            is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
+                            total += is_counted.to(tl.float32)
+            tl.store(sums + (place * NUM_BLOCKS + block) * 16 + digits, tl.sum(total, 1))
 
 
 @triton.jit
 def find_threshold(
     sums,
     brackets,
+    bound,
     maximum,
     top_k,
     drop_mass,
@@ -149,17 +213,16 @@ def find_threshold(
     SHIFT: tl.constexpr,
 ):
     """The key of the least likely token that the row's top-k, then its top-p, keep; 0 when they keep all."""
-    threshold = tl.zeros([], tl.int64)
+    highest = key_of(maximum, SHIFT)
+    threshold = bound
     if (top_k > 0) & (top_k < VOCAB):
-        last = (NUM_PASSES - 1) * num_rows + row
-        threshold = _picked(
-            sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), top_k.to(tl.float32), 0,
-            NUM_BLOCKS, BLOCKS_PADDED, False,
-        )  # fmt: skip
-    if drop_mass >= 0:
+        threshold = _last_of_top_k(
+            sums, brackets, bound, highest, top_k, row, num_rows, NUM_BLOCKS, BLOCKS_PADDED, NUM_PASSES
+        )
+    if (drop_mass >= 0) & (threshold < highest):
         last = (2 * NUM_PASSES - 1) * num_rows + row
         found = _picked(
             sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), drop_mass, 0, NUM_BLOCKS, BLOCKS_PADDED, True
         )
-        threshold = tl.maximum(threshold, tl.minimum(found, key_of(maximum, SHIFT)))
+        threshold = tl.maximum(threshold, tl.minimum(found, highest))
     return threshold

@@ -115,8 +115,8 @@ async def running_router(
         ),
         metrics=metrics,
         channel_host="127.0.0.1",
-        may_be_empty=may_be_empty,
     )
+    router.let_be_empty(may_be_empty)
     rig = Rig(cluster, router, metrics)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: rig.problems.append(context))

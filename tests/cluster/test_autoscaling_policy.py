@@ -22,7 +22,7 @@ from cluster import autoscaling_policy
 from cluster.config import Config
 from cluster.config_file import config_of
 from cluster.demand_report import DemandReport, HeardFigures
-from cluster.scaling_options import ingress_options, pool_options
+from cluster.scaling_options import ingress_deployment, pool_deployment
 from cluster.scaling_rules import scaling_rules
 from cluster.serve_config import POLICY_FUNCTION
 
@@ -47,8 +47,8 @@ class Controller:
         self.manager, self.targets = AutoscalingStateManager(), {}
         self.rules = scaling_rules(config)
         self.manager.register_application("app", AutoscalingPolicy(policy_function=POLICY_FUNCTION))
-        options = {name: pool_options(pool) for name, pool in config.pools.deployed().items()}
-        for name, chosen in (options | {"ingress": ingress_options(config)}).items():
+        options = {name: pool_deployment(pool) for name, pool in config.pools.deployed().items()}
+        for name, chosen in (options | {"ingress": ingress_deployment(config)}).items():
             if "autoscaling_config" in chosen:
                 key = DeploymentID(name, "app")
                 scaling = AutoscalingConfig(**chosen["autoscaling_config"])

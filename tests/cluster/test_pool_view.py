@@ -85,6 +85,14 @@ def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
     assert pools.decode == DecodeCandidate("d", 100, 10, 1, 0, (20, 30), 30, 0.0)
 
 
+def test_candidates_say_on_which_node_they_are() -> None:
+    table = {"x": {"num_blocks": 100, "node_id": "n1"}}
+    view = PoolView(lambda: table, lambda: table)
+    for _ in range(2):  # before and after they are heard
+        assert [candidate.node_id for candidate in view.decode_candidates() + view.prefill_candidates()] == ["n1"] * 2
+        view.heard_load("x", load())
+
+
 def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_we_wait_for() -> None:
     pools = Pools()
     pools.view.heard_load("p", load(tokens=90, prefill_tokens_per_s=10.0))

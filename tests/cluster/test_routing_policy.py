@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,29 @@ def test_prefill_replica_by_expected_wait(candidates: Sequence[PrefillCandidate]
         decided = choose_prefill(NEED, order, set(excluded))
         assert isinstance(decided, PrefillCandidate)
         assert decided.replica_id == chosen
+
+
+@pytest.mark.parametrize(
+    ("queued_near", "queued_far", "penalty", "chosen"),
+    [
+        (0, 0, 2.0, "near"),
+        # 9 tokens count 27 far away: near is worth a wait of 18.
+        (17, 0, 2.0, "near"),
+        (19, 0, 2.0, "far"),
+        (17, 0, 0.0, "far"),
+    ],
+)
+def test_a_prefill_replica_on_decodes_node_is_worth_a_wait(
+    queued_near: int, queued_far: int, penalty: float, chosen: str
+) -> None:
+    rules = replace(SPLIT, other_node_penalty=penalty)
+    prefills = [
+        replace(P("near", queued_near), node_id="one"),
+        replace(P("far", queued_far), node_id="two"),
+    ]
+    route = choose_route(NEED, [D("d", 50, node_id="one")], prefills, rules)
+    assert isinstance(route, Route)
+    assert route.prefill_id == chosen
 
 
 def test_nobody_is_large_enough_or_there() -> None:

@@ -34,7 +34,7 @@ async def test_fixed_numbers_are_those_of_the_config_and_nobody_is_asked(monkeyp
     monkeypatch.setattr(scaling_targets, "_targets", never)
     metrics = IngressMetrics("model", "1", "2")
     config = config_of({"pools": {"prefill": FIXED | {"replicas": 1}, "decode": FIXED}})
-    ScalingTargets("app", config, metrics, interval_s=0.001).start()
+    ScalingTargets("app", metrics, interval_s=0.001).follow(config)
     await asyncio.sleep(0.02)
     assert shown(metrics) == {"prefill": 1, "decode": 2, "ratio": 0.5}
 
@@ -53,11 +53,26 @@ async def test_the_controller_is_asked_again_and_again_and_may_be_away(
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
     metrics = IngressMetrics("model", "1", "2")
-    targets = ScalingTargets("app", config_of({"pools": {"prefill": FIXED, "decode": SCALING}}), metrics, 0.01)
+    targets = ScalingTargets("app", metrics, 0.01)
+    targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
     assert shown(metrics) == {"prefill": 2, "decode": 4, "ratio": 0.5}
-    targets.start()
     await asyncio.sleep(0.005)
     assert shown(metrics) == {"prefill": 3, "decode": 4, "ratio": 0.75}
     await asyncio.sleep(0.1)
     assert "scaling targets unknown" in caplog.text
     assert shown(metrics) == {"prefill": 0, "decode": 0, "ratio": 0.75}, "a ratio of nothing stays what it was"
+
+
+async def test_another_config_is_followed_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(_: str) -> dict[str, int]:
+        return {"prefill": 7, "decode": 7}
+
+    monkeypatch.setattr(scaling_targets, "_targets", ask)
+    metrics = IngressMetrics("model", "1", "2")
+    targets = ScalingTargets("app", metrics, 0.001)
+    targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
+    await asyncio.sleep(0.01)
+    assert shown(metrics) == {"prefill": 7, "decode": 7, "ratio": 1}
+    targets.follow(config_of({"pools": {"prefill": FIXED, "decode": FIXED | {"replicas": 5}}}))
+    await asyncio.sleep(0.01)
+    assert shown(metrics) == {"prefill": 2, "decode": 5, "ratio": 0.4}, "nothing scales, so nobody is asked"

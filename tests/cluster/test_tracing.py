@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import inspect
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from cluster.config import Config
+from cluster.ingress import Ingress
 from cluster.ingress_metrics import IngressMetrics
 from cluster.otel_tracing import Tracing, open_tracing
 from cluster.tracing_config import TracingConfig
@@ -254,3 +256,17 @@ async def test_spans_reach_a_collector_over_http() -> None:
     raw = gzip.decompress(body) if b"content-encoding: gzip" in head.lower() else body
     (resource,) = ExportTraceServiceRequest.FromString(raw).resource_spans
     assert [span.name for span in resource.scope_spans[0].spans] == ["ingress"]
+
+
+async def test_an_ingress_sends_its_last_spans_when_it_leaves() -> None:
+    """A span waits up to a second to be sent with others; by Serve's hook for the end it is sent at once."""
+    exporter = Exporter()
+    ingress = object.__new__(Ingress)  # the rest of it needs Ray
+    metrics = IngressMetrics(MODEL, "1", "2")
+    ingress.tracing = Tracing(TracingConfig(), MODEL, metrics, exporter)
+    ingress.tracing.request(TEXT, {}).over("ok", ["stop"], 1)
+    assert not exporter.spans
+    assert inspect.iscoroutinefunction(Ingress.__del__), "Serve awaits no other"
+    await ingress.__del__()
+    assert [span.name for span in exporter.spans] == ["ingress"]
+    await ingress.__del__()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.kv_write import write_kv
 from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
-from replicas.kernels.work_sharing import WorkSharing, keys_at_once
+from replicas.kernels.work_sharing import WorkSharing
+from replicas.kv_pool import KvLayout
 
 pytestmark = pytest.mark.interpreted
 
@@ -36,6 +39,11 @@ def test_decode_with_any_grouping_of_heads(device: torch.device, heads: tuple[in
     check_decode(device, torch.float32, 64, heads, LENGTHS, 7)
 
 
+@pytest.mark.parametrize("num_resident", [3, 300])
+def test_decode_of_many_rows(device: torch.device, num_resident: int) -> None:
+    check_decode(device, torch.float16, 64, (2, 1), [1 + 37 * row % 300 for row in range(99)], num_resident)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too long for the interpreter")
 @pytest.mark.parametrize("num_resident", [1, 8, 82, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -50,7 +58,7 @@ UNEVEN = [7, 900, 20, 0, 1700, 64] * 9
 @pytest.mark.parametrize("lengths", [LENGTHS, [0], [1], [640], [64] * 16, [0, 0, 5, 0, 1000, 0], UNEVEN])
 def test_pieces_cover_every_context_once(device: torch.device, lengths: list[int], num_resident: int) -> None:
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
-    sharing = WorkSharing(num_resident, 64, most_rows=len(lengths))
+    sharing = WorkSharing(num_resident, 64, 64, most_rows=len(lengths))
     count = sharing.most_pieces(len(lengths))
     rows, firsts, ends, before = zip(*sharing.share_out(positions)[: count + 1].tolist(), strict=True)
     pieces = [piece for piece in zip(rows, firsts, ends, strict=True) if piece[1] < piece[2]]
@@ -84,10 +92,11 @@ def check_decode(
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
     before = case.kv.clone()
     scale = head_dim**-0.5
-    sharing = WorkSharing(num_resident, keys_at_once(dtype, head_dim), len(lengths))
+    sharing = WorkSharing.of(KvLayout(1, BLOCK_SIZE, num_kv_heads, head_dim, dtype), 132, len(lengths))
+    sharing = replace(sharing, num_resident=num_resident)
     paged_decode(
         query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions,
-        sharing.share_out(positions), sharing.most_pieces(len(lengths)), scale, out,
+        sharing.share_out(positions), sharing.most_pieces(len(lengths)), sharing.tile_len(len(lengths)), scale, out,
     )  # fmt: skip
     for row, length in enumerate(lengths):
         if length == 0:

@@ -12,6 +12,8 @@ from typing import Any
 import helm_python
 import yaml
 
+from cluster.config_parts import OWN_PART_VARIABLE, with_live_part
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
@@ -48,10 +50,12 @@ class Rendered:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The SplitServe config that is deployed."""
+        """The SplitServe config that is deployed: its parts, put together."""
         (application,) = self.serve_config["applications"]
-        values: dict[str, Any] = application["args"]["config"]
-        return values
+        ingress = application["deployments"][0]
+        own = json.loads(ingress["ray_actor_options"]["runtime_env"]["env_vars"][OWN_PART_VARIABLE])
+        values: dict[str, Any] = {**application["args"]["config"], **own}
+        return with_live_part(values, ingress["user_config"])
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name of the group and pod template, the head first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,25 @@ def test_goes_on_when_ray_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(node_drain, "replica_pids", list)
     assert node_drain.main(["--timeout-s=1"]) == 0
     assert "the head does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("reason", "waited_s"), [(None, 50.0), ("the head does not answer", 20.0)])
+def test_waits_for_replacements_only_if_there_will_be_any(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, waited_s: float
+) -> None:
+    asked, waits = [], []
+
+    def ask(timeout_s: float, node_id: str | None) -> str | None:
+        asked.append(timeout_s)
+        return reason
+
+    def wait(is_done: object, deadline_s: float, now: object, sleep: object) -> bool:
+        waits.append(deadline_s - begun_s)
+        return False
+
+    monkeypatch.setattr(node_drain, "ask_to_drain", ask)
+    monkeypatch.setattr(node_drain, "wait_until", wait)
+    begun_s = time.monotonic()
+    assert node_drain.main(["--timeout-s=20", "--replacement-s=30"]) == 1
+    assert asked == [50.0], "Ray's deadline has room for both"
+    assert waits == [pytest.approx(waited_s, abs=1.0)]

@@ -31,6 +31,17 @@ def test_the_dashboard_is_open_to_the_operator_only() -> None:
     assert not [found for found in render().objects if found["kind"] in ("Ingress", "HTTPRoute", "Service")]
 
 
+def test_prometheus_reaches_what_the_monitors_scrape() -> None:
+    prometheus = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+    network = {"httpFrom": [{"podSelector": {"matchLabels": {"app": "gateway"}}}], "metricsFrom": prometheus}
+    for is_scraped in (True, False):
+        rendered = render({"networkPolicy": network, "metrics": {"serviceMonitor": {"enabled": is_scraped}}})
+        (policy,) = rendered.of_kind("NetworkPolicy")
+        (rule,) = [rule for rule in policy["spec"]["ingress"] if rule.get("from") == prometheus]
+        assert (8000 in [port["port"] for port in rule["ports"]]) == is_scraped
+        assert 8080 in [port["port"] for port in rule["ports"]]
+
+
 @pytest.mark.parametrize("name", ALL_VALUES)
 def test_selectors_select_the_pods(name: str) -> None:
     rendered = render(ALL_VALUES[name])

@@ -54,12 +54,12 @@ def test_nothing_runs_as_root_unless_asked() -> None:
 
 @pytest.mark.parametrize(("config", "drain_s"), [({}, 120), ({"lifecycle": {"drain_timeout_s": 299.5}}, 300)])
 def test_a_pod_is_given_longer_than_its_drain(config: dict[str, Any], drain_s: int) -> None:
-    values = {"config": config, "lifecycle": {"preStopDelaySeconds": 7, "marginSeconds": 5}}
+    values = {"config": config, "lifecycle": {"preStopDelaySeconds": 7, "replacementSeconds": 60, "marginSeconds": 5}}
     rendered = render(values)
     spec = rendered.groups["paired"]["template"]["spec"]
     command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert command[-2:] == ["--delay-s=7", f"--timeout-s={drain_s}"]
-    assert spec["terminationGracePeriodSeconds"] == 7 + drain_s + 5
+    assert command[-3:] == ["--delay-s=7", "--replacement-s=60", f"--timeout-s={drain_s}"]
+    assert spec["terminationGracePeriodSeconds"] == 7 + 60 + drain_s + 5
     # The old cluster of an upgrade is not deleted under its requests.
     assert rendered.service["spec"]["rayClusterDeletionDelaySeconds"] == 7 + drain_s + 5
 

@@ -57,9 +57,10 @@ def test_its_form(name: str) -> None:
         "logging_config": {"encoding": "JSON", "log_level": "WARNING", "enable_access_log": False},
     }
     policy = application.pop("autoscaling_policy", None)
-    scales = "autoscaling" in str(application["args"])
+    scales = "autoscaling_config" in str(application["deployments"])
     assert policy == ({"policy_function": "cluster.autoscaling_policy:decide"} if scales else None)
     del application["args"]
+    del application["deployments"]  # see test_equals_what_splitserve_deploy_makes
     assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serve_app:build"}
 
 

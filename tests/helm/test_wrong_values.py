@@ -34,6 +34,14 @@ WRONG = {
     "loopback only": ("config: {server: {host: 127.0.0.1}}", "config.server.host"),
     "tokens to loopback": ("config: {ingress: {channel_host: 127.0.0.1}}", "config.ingress.channel_host"),
     "keys nobody reads": ("apiKey: {existingSecret: keys}", "config.auth.api_keys_env"),
+    "no bound to grow to": (
+        "config: {pools: {decode: {autoscaling: {min_replicas: 1}}}}",
+        "config.pools.decode.autoscaling.max_replicas",
+    ),
+    "Prometheus locked out": (
+        "networkPolicy: {httpFrom: [{podSelector: {}}]}\nmetrics: {serviceMonitor: {enabled: true}}",
+        "networkPolicy.metricsFrom",
+    ),
     "separate without labels": ("placement: separate", "config.pools.prefill.node_labels"),
     "labels of no group": (
         "config: {pools: {decode: {node_labels: {splitserve.io/pool: decode}}}}",

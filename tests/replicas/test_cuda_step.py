@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import ChunkLayout, Launches, build_cuda_inputs
+from replicas.cuda_step import ChunkLayout, Launches, build_cuda_inputs, tokens_while_launching
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan
 
-SHARING: Any = SimpleNamespace(most_pieces=lambda rows: rows + 3, share_out=lambda positions: positions.new_zeros(9, 4))
+SHARING: Any = SimpleNamespace(
+    most_pieces=lambda rows: rows + 3, tile_len=lambda rows: 64, share_out=lambda positions: positions.new_zeros(90, 4)
+)
 
 
 def chunk(slot: int, start: int, length: int, *, scored: bool = False, num_targets: int = 1) -> PrefillChunk:
@@ -65,3 +67,18 @@ def test_heads_of_one_length_are_one_launch_for_each_power_of_two() -> None:
     assert [(length, count) for _, length, count in layout.fresh] == runs
     assert [first for first, _, _ in layout.fresh] == [5, 5 + 512 * 8, 5 + 512 * 12, 5 + 512 * 13]
     assert ChunkLayout.of(chunks, 5, has_fresh=False).fresh == ()
+
+
+@pytest.mark.parametrize("length", [37, 23])  # those that CudaRunner.warm_up compiles the layers with
+def test_no_two_sizes_of_the_step_that_is_compiled_are_equal(length: int) -> None:
+    """The compiler takes equal sizes for one and the same, and compiles anew where they differ."""
+    slots = CudaSlots(256, 200, 3000, torch.device("cpu"))
+    step = build_cuda_inputs(StepPlan(0, (), (), (), (chunk(0, 0, length),), ()), slots, SHARING, has_fresh=True).step
+    sizes = [length] + [size for tensor in step for size in tensor.shape]
+    assert len(sizes) == len(set(sizes)), sizes
+    assert all(tensor.storage_offset() == 0 for tensor in step[1:])
+
+
+def test_the_larger_the_model_the_fewer_tokens_hide_a_launch_by_hand() -> None:
+    llama, qwen = tokens_while_launching(8_030_000_000, 32), tokens_while_launching(596_000_000, 28)
+    assert 1024 < llama < 2048 < qwen

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from replicas.philox import Purpose, philox4x32, token_noise
+from replicas.philox import Purpose, noise_of_tokens, philox4x32, token_noise
 
 # Random123, tests/kat_vectors: philox4x32 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [
@@ -77,3 +77,12 @@ def test_words_are_32_bits_and_balanced() -> None:
     for bit in range(32):
         ones = int(((noise >> bit) & 1).sum())
         assert abs(ones - noise.numel() / 2) < 5 * (noise.numel() / 4) ** 0.5, f"bit {bit}"
+
+
+def test_noise_of_some_tokens_is_that_of_all() -> None:
+    seed = torch.tensor([0, -1, 2**63 - 1, 0x0123456789ABCDEF])
+    choice, position = torch.tensor([0, 3, 127, 2**32 - 1]), torch.tensor([0, 9, 2**32 - 1, 5])
+    every = token_noise(seed, choice, position, 1001)
+    row, token = (every % 3 == 0).nonzero(as_tuple=True)
+    assert len(token) > 1000
+    assert torch.equal(noise_of_tokens(seed[row], choice[row], position[row], token), every[row, token])

@@ -10,7 +10,7 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from replicas.philox import token_noise
-from replicas.sampling import RowGroup, SamplingBatch, _scale, _threshold, gumbel_from_words, sample
+from replicas.sampling import GREEDY_BELOW, RowGroup, SamplingBatch, _scale, _threshold, gumbel_from_words, sample
 from scheduler.sampling_params import SamplingParams
 
 Row = tuple[SamplingParams, int, int]
@@ -68,6 +68,24 @@ def test_ties_with_the_least_likely_kept_token_are_kept() -> None:
     top_p = SamplingParams(1.0, top_p=0.6)  # the first needs one of the three; transformers picks some
     assert kept(logits, top_p).tolist() == [[False, True, True, True, True, False]]
     assert bool((kept(logits, top_p) >= reference_kept(logits, top_p)).all())
+
+
+def test_a_draw_from_few_tokens_is_that_from_all_with_the_others_forbidden() -> None:
+    """Noise is made for the kept tokens alone where there are few: the same noise."""
+    for top_p, top_k, min_p in ((0.9, 0, 0.0), (1.0, 20, 0.0), (0.5, 40, 0.1), (1.0, 0, 0.2), (1.0, 1, 0.0)):
+        logits = logits_of(9, 8, 5003)
+        logits[0, :4000] = -torch.inf
+        temperature = [0.0 if row == 5 else 0.5 + row / 4 for row in range(8)]
+        rows: list[Row] = [(SamplingParams(t, top_k, top_p, row, min_p), 0, row) for row, t in enumerate(temperature)]
+        batch = SamplingBatch.from_rows(rows)
+        scores = _scale(logits, batch.temperature.unsqueeze(1))
+        scores[scores < batch.min_p.log().unsqueeze(1)] = -torch.inf
+        scores[scores < _threshold(scores, batch.top_k, batch.top_p)] = -torch.inf
+        noise = token_noise(batch.seed, batch.choice, batch.position, 5003)
+        gumbel = gumbel_from_words(noise) * (batch.temperature >= GREEDY_BELOW).unsqueeze(1)
+        for groups in (batch.groups, (RowGroup(None, filtered=True, has_min_p=True),)):
+            drawn = sample(logits, replace(batch, groups=groups))
+            assert torch.equal(drawn, (scores + gumbel).argmax(dim=-1))
 
 
 def test_filtered_tokens_are_never_drawn() -> None:

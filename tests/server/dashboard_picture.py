@@ -35,7 +35,7 @@ def draw(title: str, panels: list[Panel], data: Mapping[str, Drawn], file: Path)
     """data: by the panel's title. Rows without panels draw their titles alone."""
     num_lines = max(panel.place[1] + panel.place[3] for panel in panels) + 1
     size = (_COLUMNS * _CELL_INCHES[0], num_lines * _CELL_INCHES[1])
-    figure = plt.figure(figsize=size, dpi=72, facecolor="white")
+    figure = plt.figure(figsize=size, dpi=96, facecolor="white")
     figure.suptitle(title, x=0.01, y=1 - 0.4 / num_lines, ha="left", fontsize=14, weight="bold")
     for panel in panels:
         x, y, width, height = panel.place
@@ -50,7 +50,7 @@ def draw(title: str, panels: list[Panel], data: Mapping[str, Drawn], file: Path)
             (height - 3.6) / num_lines,
         )
         axes = figure.add_axes(box)
-        axes.set_title(panel.title, fontsize=9, loc="left")
+        axes.set_title(panel.title, fontsize=10, loc="left")
         axes.tick_params(labelsize=7)
         _draw_panel(axes, panel, data[panel.title])
     figure.savefig(file)
@@ -63,7 +63,7 @@ def _draw_panel(axes: Axes, panel: Panel, drawn: Drawn) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, _readable(last, panel.unit), ha="center", va="center", fontsize=22, color="tab:green")
         return
-    axes.xaxis.set_major_locator(AutoDateLocator(maxticks=5))
+    axes.xaxis.set_major_locator(AutoDateLocator(minticks=3, maxticks=6))
     axes.xaxis.set_major_formatter(DateFormatter("%H:%M:%S"))
     if panel.kind == "heatmap":
         _draw_heat(axes, drawn)
@@ -85,7 +85,7 @@ def _draw_panel(axes: Axes, panel: Panel, drawn: Drawn) -> None:
     if named:
         axes.legend(
             *zip(*named, strict=True),
-            fontsize=6,
+            fontsize=7,
             ncols=3,
             loc="upper left",
             bbox_to_anchor=(-0.02, -0.14),

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.monitoring.test_rules import RULES
+from tests.monitoring.dashboard_file import ROOT
 
 SCRAPE_INTERVAL_S = 2
 needs_prometheus = pytest.mark.skipif(
@@ -60,12 +60,10 @@ class Prometheus:
 @contextmanager
 def run_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     """target: host:port of the server."""
-    config = {
-        "global": {"scrape_interval": f"{SCRAPE_INTERVAL_S}s", "evaluation_interval": f"{SCRAPE_INTERVAL_S}s"},
-        "rule_files": [str(RULES)],
-        # As in the chart: the names of replicas are ours, not those of the scrape.
-        "scrape_configs": [{"job_name": "splitserve", "honor_labels": True, "static_configs": [{"targets": [target]}]}],
-    }
+    config = yaml.safe_load((ROOT / "docs/prometheus.yaml").read_text())  # what the README offers
+    config["global"] = {"scrape_interval": f"{SCRAPE_INTERVAL_S}s", "evaluation_interval": f"{SCRAPE_INTERVAL_S}s"}
+    config["rule_files"] = [str(ROOT / "docs" / file) for file in config["rule_files"]]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

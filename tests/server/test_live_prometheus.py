@@ -30,7 +30,8 @@ from tests.server.running_server import RunningServer, run_server
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1500), needs_prometheus]
 
 NUM_REQUESTS = 80
-RATE_PER_S = 0.8
+# What two cores carry with room to spare: the pictures are to show a system that is well.
+RATE_PER_S = 0.5
 # Four scrapes, as Grafana chooses it.
 RATE_INTERVAL = f"{4 * SCRAPE_INTERVAL_S}s"
 SUMS = {
@@ -61,7 +62,7 @@ class Loaded:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     folder = tmp_path_factory.mktemp("live")
     with (
-        run_server("local-2p2d.yaml", folder, {"slo.ttft_s": 2.0, "slo.tpot_s": 0.1, "slo.e2e_s": 8.0}) as server,
+        run_server("local-2p2d.yaml", folder, {"slo.ttft_s": 4.0, "slo.tpot_s": 0.3, "slo.e2e_s": 15.0}) as server,
         run_prometheus(server.url.removeprefix("http://"), folder) as prometheus,
     ):
         prometheus.wait_for_scrape()
@@ -72,7 +73,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
             Target(server.url, model),
             rate_per_s=RATE_PER_S,
             num_requests=NUM_REQUESTS,
-            inputs=LengthRange(128, 512),
+            inputs=LengthRange(64, 256),
             outputs=LengthRange(16, 48),
             body={"temperature": 0.0, "ignore_eos": True},
         )

@@ -1,0 +1,129 @@
+"""Bounds on what comes before a body, against uvicorn's own server on loopback."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+import uvicorn.config
+from starlette.types import Receive, Scope, Send
+
+from cluster import proxy_protocol
+from cluster.proxy_headers import middlewares
+
+GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+LATE_S = 0.4
+
+
+async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the number of bytes that came, after a while if the path says so."""
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    if scope["path"] == "/slow":
+        import asyncio
+
+        await asyncio.sleep(2 * LATE_S)
+    text = b"%d" % num_bytes
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
+    await send({"type": "http.response.body", "body": text})
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+        patch.setattr(proxy_protocol, "HEAD_TIMEOUT_S", LATE_S)
+        middlewares()
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            server = uvicorn.Server(uvicorn.Config(count_body, log_config=None, lifespan="off"))
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            while not server.started:
+                time.sleep(0.01)
+            yield listener.getsockname()[1]
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def link_to(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as link:
+        yield link
+
+
+def everything(link: socket.socket) -> bytes:
+    """Until the server closes."""
+    answer = b""
+    try:
+        while part := link.recv(65_536):
+            answer += part
+    except ConnectionResetError:  # it closed before it had read all
+        pass
+    return answer
+
+
+@pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 8_192, b"a" * 65_536], ids=["many headers", "one long header"])
+def test_a_head_without_end_is_refused(piece: bytes, port: int) -> None:
+    sent = 0
+    with link_to(port) as link:
+        link.sendall(GET + b"X-B: ")
+        try:
+            while sent < 2**25:
+                sent += link.send(piece)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        assert sent < 2**23  # what the sockets' buffers take; the rest never left
+        assert everything(link)[:12] in (b"HTTP/1.1 431", b"")
+
+
+def test_the_refusal_says_why(port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(GET)
+        for _ in range(3):
+            time.sleep(0.05)  # pieces of their own
+            link.sendall(b"X-A: " + b"a" * 40_000 + b"\r\n")
+        head, _, body = everything(link).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert body == b"The request's headers are too long."
+
+
+def test_a_slow_head_is_given_up(port: int) -> None:
+    started_s = time.monotonic()
+    with link_to(port) as silent, link_to(port) as slow:
+        slow.sendall(GET)
+        assert everything(slow).startswith(b"HTTP/1.1 408 ")
+        assert everything(silent) == b""
+    assert LATE_S * 0.9 < time.monotonic() - started_s < 10 * LATE_S
+
+
+def test_a_slow_head_after_an_answer_is_given_up(port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(GET + b"\r\n" + GET)
+        answer = everything(link)
+    assert [answer.count(status) for status in (b"HTTP/1.1 200", b"HTTP/1.1 408")] == [1, 1]
+
+
+def test_an_answer_that_takes_longer_than_a_head_may_is_given(port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(GET.replace(b"/ ", b"/slow ", 1) + b"\r\n" + GET)
+        assert everything(link).count(b"HTTP/1.1 200") == 1
+
+
+def test_large_bodies_and_several_requests_at_once_pass(port: int) -> None:
+    large = POST % 3_000_000 + b"x" * 3_000_000
+    many = (GET + b"X-A: " + b"a" * 20_000 + b"\r\n\r\n") * 20
+    with link_to(port) as link:
+        link.sendall(large + many + large + GET + b"Connection: close\r\n\r\n")
+        answer = everything(link)
+    assert answer.count(b"HTTP/1.1 200") == 23
+    assert answer.count(b"\r\n\r\n3000000") == 2

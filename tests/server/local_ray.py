@@ -1,0 +1,119 @@
+"""A Ray cluster of processes on this machine, given Serve configs as the KubeRay operator does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class LocalRay:
+    """A Ray cluster of processes on loopback. `ray stop` is not used: it would end every Ray on the machine."""
+
+    folder: Path
+    stack: ExitStack
+    labels: Mapping[str, str]
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
+    gcs_port: int = field(default_factory=free_port)
+    dashboard_port: int = field(default_factory=free_port)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "RAY_ADDRESS": f"127.0.0.1:{self.gcs_port}",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+
+    def start_head(self) -> None:
+        options = ["--head", f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--num-cpus=0"]
+        self._start("head", *options, "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}/r")
+        self.wait_for(lambda: self.applications() is not None, 120)
+
+    def start_worker(self, name: str) -> None:
+        labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
+        self._start(name, f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=4", f"--labels={labels}")
+
+    def _start(self, name: str, *options: str) -> None:
+        log = self.stack.enter_context((self.folder / f"{name}.log").open("wb"))
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
+        command += ["--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}", *options]
+        environment = {k: v for k, v in {**os.environ, **self.environment}.items() if k != "RAY_ADDRESS"}
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
+        self.stack.callback(self._stop, process)
+
+    @staticmethod
+    def _stop(process: subprocess.Popen[bytes]) -> None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+    def deploy(self, serve_config: dict[str, Any]) -> None:
+        """What the operator does with serveConfigV2."""
+        answer = self._dashboard("PUT", json=serve_config)
+        assert answer.status_code == 200, answer.text
+
+    def applications(self) -> dict[str, Any] | None:
+        try:
+            answer = self._dashboard("GET")
+        except httpx.TransportError:
+            return None
+        return answer.json()["applications"] if answer.status_code == 200 else None
+
+    def _dashboard(self, method: str, **options: Any) -> httpx.Response:
+        url = f"http://127.0.0.1:{self.dashboard_port}/api/serve/applications/"
+        return httpx.request(method, url, headers={"Authorization": f"Bearer {self.token}"}, timeout=30, **options)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether all that was deployed last runs. Fails the test when it can't."""
+        application = (self.applications() or {}).get("splitserve", {})
+        assert application.get("status") != "DEPLOY_FAILED", application
+        return application.get("status") == "RUNNING"
+
+    def replicas(self, deployment: str) -> dict[str, str]:
+        """Running ones: the node of each, by its id."""
+        found = (self.applications() or {})["splitserve"]["deployments"][deployment]["replicas"]
+        return {replica["replica_id"]: replica["node_id"] for replica in found if replica["state"] == "RUNNING"}
+
+    def wait_for(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done():
+            logs = [path.read_text()[-1500:] for path in self.folder.glob("*.log")]
+            assert time.monotonic() < deadline_s, f"{self.applications()}\n{logs}"
+            time.sleep(0.5)
+
+
+def start_local_ray(stack: ExitStack, labels: Mapping[str, str]) -> LocalRay:
+    """With a head of no CPUs. labels: of the workers' nodes."""
+    # Ray's sockets need short paths.
+    folder = tempfile.TemporaryDirectory(prefix="ssr", dir="/tmp", ignore_cleanup_errors=True)
+    ray = LocalRay(Path(stack.enter_context(folder)), stack, labels)
+    ray.start_head()
+    return ray
