@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cluster.demand_meter import DemandMeter, OpenDemand
-from cluster.pool_view import PoolView
-from cluster.replica_registry import ReplicaTable
-from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.autoscaling.demand_meter import DemandMeter, OpenDemand
+from cluster.routing.pool_view import PoolView
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
@@ -17,7 +17,7 @@ from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
 from cluster.simulation.simulated_prefill import SimulatedPrefill
 from replicas.messages import EngineLoad, Frame
 
-# As cluster.router waits before it replays what was evicted: half its retry delay.
+# As cluster.routing.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.pool_client import ReplicaLost, ServePool
-from cluster.pool_view import PoolView
-from cluster.replica_registry import ReplicaRegistry, ReplicaTable
-from cluster.routing_policy import DecodeCandidate, PrefillCandidate
+from cluster.routing.pool_client import ReplicaLost, ServePool
+from cluster.routing.pool_view import PoolView
+from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
+from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
 from replicas.messages import EngineLoad, Frame, TransferPeer
 
 
@@ -229,7 +229,7 @@ async def test_serve_cancels_by_itself_or_for_us() -> None:
 async def test_serve_says_who_is_lost() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from cluster.target_router import ReplicaGone, ReplicaUnreachable
+    from cluster.routing.target_router import ReplicaGone, ReplicaUnreachable
 
     broken = ActorUnavailableError("m", b"x" * 16)
     # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.
