@@ -5,7 +5,9 @@ its own: it gives the step times, as they are while both engines share the cores
 and the transfer. Then the load that is compared. Only what the calibration gave is simulated.
 
 With --keep FOLDER all that was measured stays there; `--kept FOLDER ...` judges such folders again, without a server,
-and says how far the same load was from itself where it was measured more than once.
+and says how far the same load was from itself where it was measured more than once. A virtual machine is not always
+equally quick: beside the plain comparison there is one "at its pace", with all steps of a pool as much longer or
+shorter as they were, all together, in the load that is compared.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from benchmarks.load.workload import LengthRange
 from benchmarks.machine import describe_machine, machine_line
 from benchmarks.real_server import real_server
 from benchmarks.tables import table
-from cluster.config import Config
+from cluster.configuration.config import Config
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.percentile import percentile
 from cluster.simulation.simulated_system import SimulatedSystem
-from cluster.simulation.step_fit import fit_costs
+from cluster.simulation.step_fit import fit_costs, paces
 from cluster.simulation.system_shape import shape_of
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "local.yaml"
@@ -46,6 +48,7 @@ _MODEL = "SmolLM2-135M-Instruct"
 _KV_BYTES_PER_TOKEN = 46_080  # SmolLM2-135M, float32
 _WANTED = 0.15
 _PROBES = 8
+_LOADS = {"compared": "rows", "compared, at its pace": "rows_at_pace", "calibration": "calibration_rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +135,21 @@ def judge(folder: Path) -> dict[str, Any]:
         f"control path: {1000 * costs.control.ingress_s:.1f} ms more than the calls; "
         f"handoff: {1000 * costs.transfer.latency_s:.1f} ms"
     )
+    pace = paces(folder / "steps", costs, until_s)
+    _say(
+        "while the compared load ran, steps took "
+        + ", ".join(f"{n:.2f} ({pool})" for pool, n in pace.items())
+        + " times"
+    )
+    at_pace = costs.model_copy(update={pool: getattr(costs, pool).slower(factor) for pool, factor in pace.items()})
     return {
         "folder": str(folder),
+        "pace": pace,
         "requests": len(compared),
         "failed": sum(not record.is_ok for record in compared),
         "costs": costs.model_dump(),
         "rows": _rows(compared, _simulate(costs, compared, config)),
+        "rows_at_pace": _rows(compared, _simulate(at_pace, compared, config)),
         "calibration_rows": _rows(calibration, _simulate(costs, calibration, config)),
     }
 
@@ -146,7 +158,7 @@ def check_table(result: dict[str, Any]) -> str:
     """For people."""
     rows = [
         [f"{load}: {row['name']}", f"{row['real_ms']:.1f}", f"{row['simulated_ms']:.1f}", f"{row['ratio']:.2f}"]
-        for load, key in (("compared", "rows"), ("calibration", "calibration_rows"))
+        for load, key in _LOADS.items()
         for row in result[key]
     ]
     text = table(["", "real ms", "simulated ms", "simulated / real"], rows)

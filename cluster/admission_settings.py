@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.pool_config import AdmissionConfig
+from cluster.configuration.pool_config import AdmissionConfig
 from scheduler.admission import AdmissionPolicy
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.config import Config
-from cluster.config_parts import live_part
+from cluster.autoscaling.scaling_options import ingress_deployment, pool_deployment
+from cluster.configuration.config import Config
+from cluster.configuration.config_parts import live_part
+from cluster.configuration.serving_config import ServingConfig, SharedConfig
 from cluster.ingress import Ingress
 from cluster.replica_settings import IngressSettings, PoolSettings, engine_settings
-from cluster.scaling_options import ingress_deployment, pool_deployment
-from cluster.serving_config import ServingConfig, SharedConfig
 from replicas.decode_replica import DecodeReplica
 from replicas.prefill_replica import PrefillReplica
 from replicas.settings import EngineSettings
 
 # Our own bounds decide who waits and who is turned away; Serve's must never be met first.
 _MAX_ONGOING = 100_000
-_TARGET_ROUTER = "cluster.target_router:TargetRouter"
+_TARGET_ROUTER = "cluster.routing.target_router:TargetRouter"
 _POOLS: dict[str, type] = {"decode": DecodeReplica, "prefill": PrefillReplica}
 
 

@@ -9,14 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cluster.config import Config
-from cluster.config_file import config_of, load_config, load_for_elsewhere
-from cluster.config_summary import summarize
+from cluster.configuration.config import Config
+from cluster.configuration.config_file import config_of, load_config, load_for_elsewhere
+from cluster.configuration.config_summary import summarize
+from cluster.configuration.yaml_document import YamlError, parse_yaml
 from cluster.serve_config import as_yaml, config_values, serve_config
 from cluster.simulation.command import add_fit_options, add_simulate_options, run_fit, run_simulate
 from cluster.user_error import UserError
 from cluster.version import VERSION
-from cluster.yaml_document import YamlError, parse_yaml
 
 _INTERRUPTED = 130
 

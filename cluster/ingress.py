@@ -9,33 +9,33 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cluster.attempt import AttemptLimits
-from cluster.config_file import config_of
-from cluster.config_parts import with_live_part
-from cluster.generation_service import GenerationService
-from cluster.ingress_drain import IngressDrain
-from cluster.ingress_metrics import IngressMetrics
-from cluster.metrics_merge import merge
-from cluster.no_torch import no_torch
-from cluster.otel_tracing import open_tracing
-from cluster.pool_client import ServePool
-from cluster.readiness import PoolHealth, Readiness, readiness
-from cluster.replica_registry import ReplicaTable
-from cluster.router import Router, RouterLimits
-from cluster.routing_policy import RoutingRules
-from cluster.scaling_rules import ScalingRules, scaling_rules
-from cluster.scaling_targets import ScalingTargets
-from cluster.tokenize_service import TokenizeService
-from cluster.tokenizer import Tokenizer
+from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
+from cluster.autoscaling.scaling_targets import ScalingTargets
+from cluster.configuration.config_file import config_of
+from cluster.configuration.config_parts import with_live_part
+from cluster.lifecycle.ingress_drain import IngressDrain
+from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.metrics_merge import merge
+from cluster.monitoring.otel_tracing import open_tracing
+from cluster.openai.generation_service import GenerationService
+from cluster.openai.tokenize_service import TokenizeService
+from cluster.routing.attempt import AttemptLimits
+from cluster.routing.pool_client import ServePool
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.router import Router, RouterLimits
+from cluster.routing.routing_policy import RoutingRules
+from cluster.text.no_torch import no_torch
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.work_lanes import WorkLanes
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
-from cluster.work_lanes import WorkLanes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from cluster.service_config import LimitsConfig
-    from cluster.serving_config import ServingConfig, SharedConfig
+    from cluster.configuration.service_config import LimitsConfig
+    from cluster.configuration.serving_config import ServingConfig, SharedConfig
     from replicas.metric_set import FamilySnapshot
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Ingress:
         await self._start()
 
     async def _start(self) -> None:
-        from cluster import replica_registry
+        from cluster.routing import replica_registry
 
         await self._router.start()
         loop = asyncio.get_running_loop()
@@ -146,7 +146,7 @@ class Ingress:
         self._targets.follow(config)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        from cluster.http_app import build_http_app
+        from cluster.http.http_app import build_http_app
 
         return build_http_app(self, server_sends_request_id=True)
 
@@ -218,8 +218,8 @@ class Ingress:
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Hook of Ray Serve, for its controller: the demand here, and the rules by which cluster.autoscaling_policy
-        scales. Asked every second where anything scales.
+        """Hook of Ray Serve, for its controller: the demand here, and the rules by which the autoscaling policy scales.
+        Asked every second where anything scales.
         """
         rules = self._scaling_rules.to_stats() if self._scaling_rules is not None else {}
         return self._router.demand.report().to_stats() | rules

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.admission_settings import admission_policy
-from cluster.config_parts import checked, own_part_here
+from cluster.configuration.config_parts import checked, own_part_here
+from cluster.configuration.pool_config import DecodePoolConfig, PoolConfig
+from cluster.configuration.serving_config import ServingConfig, SharedConfig
 from cluster.ingress import model_source
-from cluster.pool_config import DecodePoolConfig, PoolConfig
-from cluster.serving_config import ServingConfig, SharedConfig
 from cluster.version import VERSION
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 from scheduler.admission import AdmissionPolicy

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.app import build_shared_app
-from cluster.config_parts import checked
-from cluster.serving_config import SharedConfig
+from cluster.configuration.config_parts import checked
+from cluster.configuration.serving_config import SharedConfig
 from cluster.user_error import ConfigError
 
 

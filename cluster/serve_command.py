@@ -9,9 +9,9 @@ import threading
 import time
 from typing import Any
 
-from cluster.config import Config
+from cluster.configuration.config import Config
+from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
-from cluster.shutdown import StopSignals, wait_for_streams
 from cluster.user_error import UserError
 
 _LOOPBACK = "127.0.0.1"
@@ -69,7 +69,7 @@ def _start_ray(config: Config) -> None:
         "RAY_DEDUP_LOGS": "0",
         "RAY_COLOR_PREFIX": "0",
         "NIXL_LOG_LEVEL": "WARN",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.proxy_headers:middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http.proxy_headers:middlewares",
         # Scores of a long prompt (prompt_logprobs) take more than Serve's 4 MiB.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
     }.items():

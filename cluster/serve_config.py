@@ -1,5 +1,5 @@
 """The config file of Ray Serve that runs a SplitServe config: what `serve deploy` takes, and a RayService's
-serveConfigV2. One application; what concerns one deployment only lies with it (`cluster.config_parts`), so that a new
+serveConfigV2. One application; what concerns one deployment only lies with it (`config_parts`), so that a new
 file restarts no more than it must.
 """
 
@@ -13,15 +13,15 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from cluster.config import Config
-from cluster.config_parts import OWN_PART_VARIABLE, as_environment, live_part, shared_part, with_live_part
-from cluster.model_config import SourceKind
-from cluster.scaling_options import ingress_deployment, pool_deployment
+from cluster.autoscaling.scaling_options import ingress_deployment, pool_deployment
+from cluster.configuration.config import Config
+from cluster.configuration.config_parts import OWN_PART_VARIABLE, as_environment, live_part, shared_part, with_live_part
+from cluster.configuration.model_config import SourceKind
 from cluster.user_error import ConfigError
 
 APP_NAME = "splitserve"
 IMPORT_PATH = "cluster.serve_app:build"
-POLICY_FUNCTION = "cluster.autoscaling_policy:decide"
+POLICY_FUNCTION = "cluster.autoscaling.autoscaling_policy:decide"
 
 
 def serve_config(values: Mapping[str, Any], config: Config) -> dict[str, Any]:

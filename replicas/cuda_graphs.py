@@ -2,9 +2,9 @@
 
 Decode: one graph for each size of batch. Prefill: one for each size of a single fresh prompt, which without a graph
 would wait for the host at every layer: launching a pass by hand takes longer than computing some hundred tokens. A step
-of rows and a short prompt or two is several passes, one behind the other. What a pass is made of goes into one static tensor
-by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens are drawn behind
-it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
+of rows and a short prompt or two is several passes, one behind the other. What a pass is made of goes into one static
+tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens are drawn
+behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
 """
 
 from __future__ import annotations

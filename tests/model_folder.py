@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.model_config import find_bundled_gguf
+from cluster.configuration.model_config import find_bundled_gguf
 from replicas.gguf_conversion import resolve_source
 
 CACHE_DIR = Path.home() / ".cache" / "splitserve"

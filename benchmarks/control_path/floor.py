@@ -44,8 +44,8 @@ class FloorIngress:
 
     async def _two_calls(self, payload: bytes) -> None:
         """As many as a request makes one after the other, each to a named replica."""
-        from cluster import replica_registry
-        from cluster.pool_client import ServePool
+        from cluster.routing import replica_registry
+        from cluster.routing.pool_client import ServePool
 
         if not replica_registry.REGISTRY.replicas("prefill"):
             await self._prefill.options(method_name="nothing").remote(payload)

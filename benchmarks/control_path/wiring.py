@@ -7,12 +7,12 @@ from typing import Any
 
 from benchmarks.control_path.floor import FloorIngress
 from benchmarks.control_path.stub_replicas import StubDecodeReplica, StubPrefillReplica
-from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.configuration.config import Config
+from cluster.configuration.config_file import load_config
 from cluster.ingress import Ingress
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
-_TARGET_ROUTER = "cluster.target_router:TargetRouter"
+_TARGET_ROUTER = "cluster.routing.target_router:TargetRouter"
 _MAX_ONGOING = 100_000
 _CPUS = 0.1  # logical: there are more processes than cores
 

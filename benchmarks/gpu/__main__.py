@@ -48,7 +48,13 @@ def kernels(with_tiles: bool) -> dict[str, Any]:
     print(table(prefill))
     draws = [times.token_draws(batch, 128_256) for batch in (1, 16, 64, 256)]
     print(table(draws))
-    return {"limits": limits, "decode_attention": decode, "products": products, "prefill_attention": prefill, "token_draws": draws}
+    return {
+        "limits": limits,
+        "decode_attention": decode,
+        "products": products,
+        "prefill_attention": prefill,
+        "token_draws": draws,
+    }
 
 
 def shape(folder: Path, name: str, parts: set[str]) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from typing import Any
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, h100_costs
 from benchmarks.simulation.serve_default_policy import ServeDefaultPolicy, StaticSplit
 from benchmarks.tables import table
-from cluster.config import Config
-from cluster.scaling_rules import scaling_rules
+from cluster.autoscaling.scaling_rules import scaling_rules
+from cluster.configuration.config import Config
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.plot import check_can_plot
 from cluster.simulation.simulated_autoscaler import ScalingPolicy, ShippedPolicy, SimulatedAutoscaler
 from cluster.simulation.simulated_system import SimulatedSystem
-from cluster.simulation.step_model import StepModel
 from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
 from cluster.simulation.traces import read_trace
@@ -90,12 +89,7 @@ def compare_autoscaling(
 def slower_costs(factor: float) -> CostModel:
     """The H100's steps, so many times as long."""
     costs = h100_costs()
-
-    def slower(steps: StepModel) -> StepModel:
-        times_s = {name: value for name, value in steps.model_dump().items() if name.endswith("_s")}
-        return steps.model_copy(update={name: value * factor for name, value in times_s.items()})
-
-    return costs.model_copy(update={"decode": slower(costs.decode), "prefill": slower(costs.prefill)})
+    return costs.model_copy(update={"decode": costs.decode.slower(factor), "prefill": costs.prefill.slower(factor)})
 
 
 def _config(scenario: Scenario) -> Config:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.demand_report import DemandReport
-from cluster.pool_scaler import PoolState, ScalerMemory, decide_replicas
-from cluster.scaling_rules import ScalingRules
+from cluster.autoscaling.demand_report import DemandReport
+from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas
+from cluster.autoscaling.scaling_rules import ScalingRules
 from cluster.simulation.event_queue import Action, Order
 from cluster.simulation.simulated_decode import SimulatedDecode
 from cluster.simulation.simulated_prefill import SimulatedPrefill
@@ -30,7 +30,7 @@ class ScalingPolicy(Protocol):
 
 
 class ShippedPolicy:
-    """cluster.pool_scaler with its memory, as cluster.autoscaling_policy runs it."""
+    """cluster.autoscaling.pool_scaler with its memory, as cluster.autoscaling.autoscaling_policy runs it."""
 
     def __init__(self, rules: ScalingRules) -> None:
         self._rules = rules

@@ -1,4 +1,4 @@
-"""A router on the simulated clock: cluster.routing_policy over a cluster.pool_view, as cluster.router does it."""
+"""A router on the simulated clock: the shipped routing policy over a pool view, as the router itself does it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cluster.demand_meter import DemandMeter, OpenDemand
-from cluster.pool_view import PoolView
-from cluster.replica_registry import ReplicaTable
-from cluster.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.autoscaling.demand_meter import DemandMeter, OpenDemand
+from cluster.routing.pool_view import PoolView
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
@@ -17,7 +17,7 @@ from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
 from cluster.simulation.simulated_prefill import SimulatedPrefill
 from replicas.messages import EngineLoad, Frame
 
-# As cluster.router waits before it replays what was evicted: half its retry delay.
+# As cluster.routing.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
 
 
@@ -101,6 +101,8 @@ class SimulatedRouter:
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
         self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
+        if route.prefill_id is not None:
+            self.view.prompt_coming(route.prefill_id, prompt_len)
         deadline_s = job.arrival_s + self._times.request_s
         decode = self._decodes[route.decode_id]
         self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
@@ -248,7 +250,10 @@ class SimulatedRouter:
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
-            self.view.admitted(attempt.route.decode_id, attempt.route.decode_blocks, attempt.route.must_wait)
+            route = attempt.route
+            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait)
+            if route.prefill_id is not None:
+                self.view.prompt_came(route.prefill_id, attempt.prompt_len)
 
     # -- sending -----------------------------------------------------------------------------------
 

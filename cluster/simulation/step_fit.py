@@ -97,11 +97,36 @@ def _fit_pool(records: Sequence[StepRecord], overlaps: Sequence[float]) -> StepF
     """overlaps: share of each step's time that passed beside another pool's steps."""
     tried = []
     for contention in _CONTENTIONS if any(overlaps) else [1.0]:
-        # Of a second beside the others a step gets 1 / contention of what it gets alone.
-        fit = fit_steps(records, [1 / (1 - share * (1 - 1 / contention)) for share in overlaps])
+        fit = fit_steps(records, [_slowdown(share, contention) for share in overlaps])
         tried.append((fit.squares, contention, fit))
     _, contention, fit = min(tried, key=lambda found: found[:2])
     return replace(fit, model=fit.model.model_copy(update={"contention": round(contention, 2)}))
+
+
+def paces(folder: Path, costs: CostModel, from_s: float, until_s: float = math.inf) -> dict[str, float]:
+    """By pool, how many times as long its steps between these times took, all together, as the model says. Raises
+    UserError.
+    """
+    records = {
+        pool: [record for engine in engines for record in engine] for pool, engines in read_records(folder).items()
+    }
+    found = {}
+    for pool in records:
+        model = getattr(costs, pool)
+        took_s = modelled_s = 0.0
+        for record, share in zip(records[pool], _overlaps(pool, records), strict=True):
+            if from_s <= record.start_s and record.end_s <= until_s:
+                took_s += record.duration_s
+                modelled_s += model.step_s(*record.shape) * _slowdown(share, model.contention)
+        if not modelled_s:
+            raise UserError(f"{folder}: no step of {pool} between these times")
+        found[pool] = took_s / modelled_s
+    return found
+
+
+def _slowdown(share: float, contention: float) -> float:
+    """Of a step that passes a share of its time beside another pool's, where it gets 1 / contention as much done."""
+    return 1 / (1 - share * (1 - 1 / contention))
 
 
 def fit_steps(records: Sequence[StepRecord], slowdowns: Sequence[float]) -> StepFit:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.config_section import Section
+from cluster.configuration.config_section import Section
 
 Cost = Annotated[float, Field(ge=0, le=3_600)]
 
@@ -40,6 +40,11 @@ class StepModel(Section):
         description="How many times as long a step takes beside a step of another pool: pools that share "
         "a machine's cores or memory bandwidth. 1: they do not",
     )
+
+    def slower(self, factor: float) -> StepModel:
+        """The same steps, so many times as long; below 1, shorter."""
+        times_s = {name: value for name, value in self.model_dump().items() if name.endswith("_s")}
+        return self.model_copy(update={name: value * factor for name, value in times_s.items()})
 
     def step_s(self, num_rows: int, num_context_tokens: int, num_prompt_tokens: int = 0, num_pairs: int = 0) -> float:
         """Seconds of a step of this StepShape."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.admission_settings import admission_policy
-from cluster.config import Config
-from cluster.pool_config import PoolConfig
-from cluster.routing_policy import RoutingRules
+from cluster.configuration.config import Config
+from cluster.configuration.pool_config import PoolConfig
+from cluster.routing.routing_policy import RoutingRules
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from scheduler.admission import AdmissionPolicy

@@ -9,7 +9,7 @@
 {{- $values := .root.Values -}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: NIXL_LOG_LEVEL, value: WARN}
-- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.proxy_headers:middlewares"}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.http.proxy_headers:middlewares"}
 {{- /* As cluster/serve_command.py: scores of a long prompt (prompt_logprobs) take more than Serve's 4 MiB. */}}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "268435456"}
 {{- if ne $values.serve.mode "default" }}
@@ -154,7 +154,7 @@ spec:
             command:
               - python
               - -m
-              - cluster.node_drain
+              - cluster.lifecycle.node_drain
               - --delay-s={{ $values.lifecycle.preStopDelaySeconds }}
               - --replacement-s={{ $values.lifecycle.replacementSeconds }}
               - --timeout-s={{ include "splitserve.drainSeconds" $root }}

@@ -1,4 +1,4 @@
-{{/* The Serve config: the same that `splitserve deploy` makes of the SplitServe config, cut up as cluster/config_parts.py
+{{/* The Serve config: the same that `splitserve deploy` makes of the SplitServe config, cut up as cluster/configuration/config_parts.py
 says, so that a change restarts only the deployments it concerns. */}}
 {{- define "splitserve.serveConfig" -}}
 {{- $scales := not (empty (dig "ingress" "autoscaling" nil .Values.config)) -}}
@@ -19,7 +19,7 @@ applications:
     import_path: cluster.serve_app:build
     {{- if $scales }}
     autoscaling_policy:
-      policy_function: cluster.autoscaling_policy:decide
+      policy_function: cluster.autoscaling.autoscaling_policy:decide
     {{- end }}
     args:
       config:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from cluster.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +36,6 @@ def reference(tokenizer_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    from cluster.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
 
     return Tokenizer(str(tokenizer_folder))

@@ -9,21 +9,21 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from cluster.api_error import ApiError
-from cluster.chat_template import TemplateOptions
-from cluster.config import Config
-from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec
-from cluster.generation_service import GenerationService
-from cluster.http_app import build_http_app
+from cluster.configuration.config import Config
+from cluster.configuration.service_config import LimitsConfig
+from cluster.http.http_app import build_http_app
 from cluster.ingress import Ingress
-from cluster.ingress_drain import IngressDrain
-from cluster.ingress_metrics import IngressMetrics
-from cluster.otel_tracing import Tracing
-from cluster.readiness import Readiness
-from cluster.service_config import LimitsConfig
-from cluster.text_length import check_length
-from cluster.tokenize_service import TokenizeService
-from cluster.tokenizer import Tokenizer
-from cluster.work_lanes import WorkLanes
+from cluster.lifecycle.ingress_drain import IngressDrain
+from cluster.lifecycle.readiness import Readiness
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.otel_tracing import Tracing
+from cluster.openai.generation_service import GenerationService
+from cluster.openai.tokenize_service import TokenizeService
+from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec
+from cluster.text.chat_template import TemplateOptions
+from cluster.text.text_length import check_length
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.work_lanes import WorkLanes
 from replicas.messages import FinishReason
 
 MODEL = "the-model"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.generation import GenerationSpec
+from cluster.routing.generation import GenerationSpec
 from replicas.messages import CallStatus, FinishReason, GenerationRequest
 from scheduler.sampling_params import SamplingParams
 

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cluster.pool_client import PoolClient, ReplicaLost
-from cluster.replica_registry import ReplicaTable
+from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.replica_registry import ReplicaTable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,

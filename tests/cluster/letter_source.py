@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 
-from cluster.generation import GeneratedToken, GenerationItem, GenerationSpec, ScoredPrompt
+from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec, ScoredPrompt
 from replicas.messages import FinishReason, TokenLogprobs
 from tests.cluster.fake_ingress import EOS
 

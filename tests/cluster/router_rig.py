@@ -10,11 +10,11 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.attempt import AttemptLimits
-from cluster.generation import GeneratedToken, GenerationSpec
-from cluster.ingress_metrics import IngressMetrics
-from cluster.router import Router, RouterLimits
-from cluster.routing_policy import RoutingRules
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.routing.attempt import AttemptLimits
+from cluster.routing.generation import GeneratedToken, GenerationSpec
+from cluster.routing.router import Router, RouterLimits
+from cluster.routing.routing_policy import RoutingRules
 from tests.cluster.fake_model import Token
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
 

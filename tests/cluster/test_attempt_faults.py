@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.attempt_failed import Stage
-from cluster.generation import GenerationItem
+from cluster.routing.attempt_failed import Stage
+from cluster.routing.generation import GenerationItem
 from replicas.messages import CallStatus
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster

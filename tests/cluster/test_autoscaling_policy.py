@@ -18,12 +18,12 @@ from ray.serve._private.config import DeploymentConfig, ReplicaConfig
 from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster import autoscaling_policy
-from cluster.config import Config
-from cluster.config_file import config_of
-from cluster.demand_report import DemandReport, HeardFigures
-from cluster.scaling_options import ingress_deployment, pool_deployment
-from cluster.scaling_rules import scaling_rules
+from cluster.autoscaling import autoscaling_policy
+from cluster.autoscaling.demand_report import DemandReport, HeardFigures
+from cluster.autoscaling.scaling_options import ingress_deployment, pool_deployment
+from cluster.autoscaling.scaling_rules import scaling_rules
+from cluster.configuration.config import Config
+from cluster.configuration.config_file import config_of
 from cluster.serve_config import POLICY_FUNCTION
 
 UP_S, DOWN_S, ZERO_S = 5.0, 40.0, 20.0

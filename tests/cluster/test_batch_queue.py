@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cluster.batch_queue import BatchQueue
+from cluster.routing.batch_queue import BatchQueue
 
 
 async def test_one_batch_for_all_that_came_meanwhile() -> None:

@@ -22,8 +22,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from cluster.prompt_echo import PromptEcho
-from cluster.tokenizer import Tokenizer
+from cluster.text.prompt_echo import PromptEcho
+from cluster.text.tokenizer import Tokenizer
 from scheduler.beam_search import BeamParams
 from tests.cluster.api_client import CHAT, HELLO, TEXT, ApiClient, api_client
 from tests.cluster.fake_ingress import ByteTokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import Config
+from cluster.configuration.config import Config
 from cluster.ingress import channel_host
 
 

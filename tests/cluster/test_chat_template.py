@@ -11,9 +11,9 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from cluster.api_error import ApiError
-from cluster.chat_template import ChatTemplate
-from cluster.control_tokens import ControlTokens
-from cluster.tokenizer import Tokenizer
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.control_tokens import ControlTokens
+from cluster.text.tokenizer import Tokenizer
 
 IM_START, IM_END = 1, 2
 

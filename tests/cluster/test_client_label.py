@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from cluster.client_label import client_label
-from cluster.fairness_config import FairnessConfig
+from cluster.configuration.fairness_config import FairnessConfig
+from cluster.http.client_label import client_label
 
 KEY = {"Authorization": "Bearer sk-1", "X-Client-Id": "team", "X-Tenant": "tenant"}
 NONE, BY_KEY, BY_HEADER = FairnessConfig(), FairnessConfig(by="api_key"), FairnessConfig(by="header")

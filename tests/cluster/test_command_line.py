@@ -14,7 +14,7 @@ import pytest
 
 from cluster import command_line
 from cluster.command_line import main
-from cluster.config import Config
+from cluster.configuration.config import Config
 from cluster.user_error import UserError
 from cluster.version import VERSION
 

@@ -16,14 +16,14 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster import model_config
-from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.key_tree import KeyTree
-from cluster.model_config import SourceKind, source_kind
-from cluster.pool_config import PoolConfig
+from cluster.configuration import model_config
+from cluster.configuration.config import Config
+from cluster.configuration.config_file import load_config
+from cluster.configuration.key_tree import KeyTree
+from cluster.configuration.model_config import SourceKind, source_kind
+from cluster.configuration.pool_config import PoolConfig
+from cluster.configuration.yaml_document import parse_yaml
 from cluster.user_error import ConfigError
-from cluster.yaml_document import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(ROOT.glob("configs/*.yaml"))

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from cluster.detokenizer import IncrementalDetokenizer, token_bytes
-from cluster.tokenizer import Tokenizer
+from cluster.text.detokenizer import IncrementalDetokenizer, token_bytes
+from cluster.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from cluster.attempt_mailboxes import FrameIntake, Mailboxes
-from cluster.pool_client import PoolClient
-from cluster.replica_registry import ReplicaTable
+from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.pool_client import PoolClient
+from cluster.routing.replica_registry import ReplicaTable
 from replicas.messages import EngineLoad, Frame
 from replicas.token_receiver import TokenReceiver
 from replicas.token_sender import TokenSender

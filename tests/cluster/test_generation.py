@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.attempt_mailboxes import Mailboxes
-from cluster.batch_queue import BatchQueue
-from cluster.call_mailbox import Admitted, ChannelLost, Mail, Mailbox
-from cluster.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
+from cluster.routing.attempt_mailboxes import Mailboxes
+from cluster.routing.batch_queue import BatchQueue
+from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail, Mailbox
+from cluster.routing.generation import ChoiceState, GeneratedToken, GenerationItem, Leg, ProtocolError, ScoredPrompt
 from replicas.messages import (
     BeamParams,
     EngineLoad,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster import json_weight
 from cluster.api_error import ApiError
-from cluster.json_weight import has_more_values
-from cluster.openai_body import parse_body
-from cluster.openai_request import CompletionBody
-from cluster.service_config import LimitsConfig
+from cluster.configuration.service_config import LimitsConfig
+from cluster.http import json_weight
+from cluster.http.json_weight import has_more_values
+from cluster.openai.openai_body import parse_body
+from cluster.openai.openai_request import CompletionBody
 
 
 def weight(value: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.generation import GenerationSpec
+from cluster.routing.generation import GenerationSpec
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.fake_replica import FakeReplica

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.ingress_metrics import IngressMetrics
-from cluster.metric_table import PREFIX, MetricRow, metric_table
-from cluster.metrics_merge import merge
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.metric_table import PREFIX, MetricRow, metric_table
+from cluster.monitoring.metrics_merge import merge
 from replicas.metric_set import FamilySnapshot
 from replicas.metrics import PoolMetrics
 from tests.cluster.api_client import CHAT, TEXT

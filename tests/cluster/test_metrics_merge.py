@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.ingress_metrics import ENDPOINTS, IngressMetrics
-from cluster.metrics_merge import merge
+from cluster.monitoring.ingress_metrics import ENDPOINTS, IngressMetrics
+from cluster.monitoring.metrics_merge import merge
 from replicas.metric_set import FamilySnapshot
 from replicas.metrics import PoolMetrics
 

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from typing import Any
 
-from cluster.chat_template import TemplateOptions
-from cluster.tokenizer import Tokenizer
+from cluster.text.chat_template import TemplateOptions
+from cluster.text.tokenizer import Tokenizer
 from tests.model_folder import model_folder
 
 _PROGRAM = """
 import json, sys
 from cluster.ingress import _load_tokenizer
-from cluster.chat_template import TemplateOptions
+from cluster.text.chat_template import TemplateOptions
 tokenizer = _load_tokenizer(sys.argv[1], False)
 text, messages = json.loads(sys.argv[2])
 ids = tokenizer.encode(text, add_special_tokens=True)

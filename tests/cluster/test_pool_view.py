@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.pool_client import ReplicaLost, ServePool
-from cluster.pool_view import PoolView
-from cluster.replica_registry import ReplicaRegistry, ReplicaTable
-from cluster.routing_policy import DecodeCandidate, PrefillCandidate
+from cluster.routing.pool_client import ReplicaLost, ServePool
+from cluster.routing.pool_view import PoolView
+from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
+from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
 from replicas.messages import EngineLoad, Frame, TransferPeer
 
 
@@ -107,8 +107,24 @@ def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_
     assert pools.prefill.queued_tokens == 0
 
 
+def test_a_prompt_counts_at_prefill_from_when_it_is_routed_there() -> None:
+    """Else all that come until decode has admitted the first one would follow it."""
+    pools = Pools()
+    pools.view.prompt_coming("p", 30)
+    pools.view.prompt_coming("p", 5)
+    assert (pools.prefill.queued_tokens, pools.view.sent_prompt_tokens) == (35, 0)
+    pools.view.heard_load("p", load(tokens=90))
+    assert pools.prefill.queued_tokens == 125
+    pools.view.prompt_came("p", 30)
+    pools.view.prompt_sent("p", 30)
+    assert (pools.prefill.queued_tokens, pools.view.sent_prompt_tokens) == (95, 30)
+    pools.view.prompt_came("p", 5)
+    assert pools.prefill.queued_tokens == 90
+
+
 TWICE: dict[str, Callable[[PoolView], None]] = {
     "admitted": lambda view: view.admitted("d", 5, must_wait=True),
+    "came": lambda view: view.prompt_came("p", 5),
     "answered": lambda view: view.prompt_answered("p", 5),
     "ended": lambda view: view.ended("d"),
 }
@@ -118,6 +134,8 @@ TWICE: dict[str, Callable[[PoolView], None]] = {
 def test_counting_down_twice_is_our_bug_and_noticed(call: str) -> None:
     view = Pools().view
     view.sent("d", 5, must_wait=True)
+    view.prompt_coming("p", 5)
+    view.prompt_came("p", 5)
     view.prompt_sent("p", 5)
     view.admitted("d", 5, must_wait=True)
     view.prompt_answered("p", 5)
@@ -211,7 +229,7 @@ async def test_serve_cancels_by_itself_or_for_us() -> None:
 async def test_serve_says_who_is_lost() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from cluster.target_router import ReplicaGone, ReplicaUnreachable
+    from cluster.routing.target_router import ReplicaGone, ReplicaUnreachable
 
     broken = ActorUnavailableError("m", b"x" * 16)
     # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.routing_policy import DecodeCandidate, Need
+from cluster.routing.routing_policy import DecodeCandidate, Need
 from scheduler.admission import AdmissionPolicy
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.request import RequestState

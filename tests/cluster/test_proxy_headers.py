@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster import serve_command
-from cluster.proxy_headers import middlewares
+from cluster.http.proxy_headers import middlewares
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import uvicorn
 import uvicorn.config
 from starlette.types import Receive, Scope, Send
 
-from cluster import proxy_protocol
-from cluster.proxy_headers import middlewares
+from cluster.http import proxy_protocol
+from cluster.http.proxy_headers import middlewares
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.pulse_table import PulseChanges, PulseRules, PulseTable
+from cluster.routing.pulse_table import PulseChanges, PulseRules, PulseTable
 
 RULES = PulseRules(frozen_after_s=5.0, ask_after_s=1.0, interval_s=0.5)
 

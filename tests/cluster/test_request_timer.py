@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.generation import GeneratedToken
+from cluster.routing.generation import GeneratedToken
 from tests.cluster.api_client import TEXT
 from tests.cluster.fake_ingress import LENGTH, STOP, FakeIngress, ScriptedSource, Step, text
 

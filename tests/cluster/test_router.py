@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.generation import ProtocolError
+from cluster.routing.generation import ProtocolError
 from replicas.messages import CallStatus, Frame, GenerationRequest
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.routing_policy import (
+from cluster.routing.routing_policy import (
     DecodeCandidate,
     Need,
     NeverFits,

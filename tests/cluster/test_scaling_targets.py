@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster import scaling_targets
-from cluster.config_file import config_of
-from cluster.ingress_metrics import IngressMetrics
-from cluster.scaling_targets import ScalingTargets
+from cluster.autoscaling import scaling_targets
+from cluster.autoscaling.scaling_targets import ScalingTargets
+from cluster.configuration.config_file import config_of
+from cluster.monitoring.ingress_metrics import IngressMetrics
 
 FIXED = {"kv_capacity_tokens": 4096, "replicas": 2}
 SCALING = {"kv_capacity_tokens": 4096, "autoscaling": {"min_replicas": 1, "max_replicas": 8, "initial_replicas": 4}}

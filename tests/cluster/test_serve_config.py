@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from cluster.command_line import main
-from cluster.config import Config
-from cluster.config_file import config_of, load_for_elsewhere
-from cluster.config_parts import OWN_PART_VARIABLE, own_part_here, with_live_part
+from cluster.configuration.config import Config
+from cluster.configuration.config_file import config_of, load_for_elsewhere
+from cluster.configuration.config_parts import OWN_PART_VARIABLE, own_part_here, with_live_part
+from cluster.configuration.service_config import RayConfig
 from cluster.replica_settings import IngressSettings, PoolSettings, engine_settings
 from cluster.serve_config import config_values, serve_config
-from cluster.service_config import RayConfig
 from cluster.user_error import ConfigError
 from tests.server.redeploy import deployments_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster import serve_command
-from cluster.config import Config
-from cluster.shutdown import StopSignals, wait_for_streams
+from cluster.configuration.config import Config
+from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
 from cluster.user_error import UserError
 
 

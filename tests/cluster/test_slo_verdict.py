@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.slo_config import SloConfig
-from cluster.slo_verdict import RequestTimes, judge
+from cluster.configuration.slo_config import SloConfig
+from cluster.monitoring.slo_verdict import RequestTimes, judge
 
 SLO = SloConfig(ttft_s=1.0, tpot_s=0.1, e2e_s=10.0)
 

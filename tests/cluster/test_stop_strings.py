@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.stop_strings import StopMatch, StopMatcher
+from cluster.text.stop_strings import StopMatch, StopMatcher
 
 
 def run(pieces: Sequence[str], stops: Sequence[str], include_stop: bool = False) -> tuple[str, str | None, int | None]:

@@ -20,7 +20,7 @@ def _replica(name: str) -> Any:
 def _router(*names: str) -> Any:
     from ray.serve._private.request_router.common import ReplicaQueueLengthCache
 
-    from cluster.target_router import TargetRouter
+    from cluster.routing.target_router import TargetRouter
 
     router = TargetRouter.__new__(TargetRouter)
     router._replicas_list = [_replica(name) for name in names]
@@ -45,14 +45,14 @@ def test_a_call_goes_to_the_replica_that_was_named() -> None:
 
 
 def test_one_that_is_not_there_is_said_to_be_gone() -> None:
-    from cluster.target_router import ReplicaGone
+    from cluster.routing.target_router import ReplicaGone
 
     with pytest.raises(ReplicaGone, match="c is not in its pool"):
         _choose(_router("a"), "c")
 
 
 def test_one_that_could_not_be_reached_is_not_tried_for_ever() -> None:
-    from cluster.target_router import ReplicaUnreachable
+    from cluster.routing.target_router import ReplicaUnreachable
 
     router = _router("a", "b")
     router.on_replica_actor_unavailable(_replica("a").replica_id)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 
 IM_START, IM_END = 1, 2
 # Pieces that meet each other badly: spaces of all sorts, halves of pairs, characters of one to four bytes.

@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
-from cluster.config import Config
+from cluster.configuration.config import Config
+from cluster.configuration.tracing_config import TracingConfig
 from cluster.ingress import Ingress
-from cluster.ingress_metrics import IngressMetrics
-from cluster.otel_tracing import Tracing, open_tracing
-from cluster.tracing_config import TracingConfig
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.otel_tracing import Tracing, open_tracing
 from tests.cluster.api_client import CHAT, TEXT
 from tests.cluster.fake_ingress import MODEL, FakeIngress
 from tests.cluster.fake_model import Fault, Phase, Script
@@ -199,8 +199,8 @@ async def test_a_tracer_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch)
         def broken(*_: object, **__: object) -> None:
             raise RuntimeError("tracer")
 
-        monkeypatch.setattr("cluster.otel_spans.SpanMaker.make", broken)
-        monkeypatch.setattr("cluster.otel_spans.SpanMaker.end", broken)
+        monkeypatch.setattr("cluster.monitoring.otel_spans.SpanMaker.make", broken)
+        monkeypatch.setattr("cluster.monitoring.otel_spans.SpanMaker.end", broken)
         assert (await system.post(stream=True)).text.endswith("data: [DONE]\n\n")
         monkeypatch.setattr("opentelemetry.sdk.trace.Tracer.start_span", broken)
         assert (await system.post()).status_code == 200
@@ -222,7 +222,7 @@ def test_without_its_packages_a_file_that_asks_for_traces_is_refused(
 ) -> None:
     values = {"endpoint": "http://collector:4318"}
     assert TracingConfig.model_validate(values, context={"base_dir": tmp_path}).endpoint
-    monkeypatch.setattr("cluster.tracing_config.find_spec", lambda _: None)
+    monkeypatch.setattr("cluster.configuration.tracing_config.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install '\.\[otel\]'"):
         TracingConfig.model_validate(values, context={"base_dir": tmp_path})
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from cluster.text_length import size_up_to
-from cluster.work_lanes import LONG, SHORT, WorkLanes
+from cluster.text.text_length import size_up_to
+from cluster.text.work_lanes import LONG, SHORT, WorkLanes
 
 
 async def test_short_work_passes_long_work() -> None:

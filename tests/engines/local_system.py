@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.attempt import AttemptLimits
-from cluster.generation import GenerationSpec, ScoredPrompt
-from cluster.ingress_metrics import IngressMetrics
-from cluster.pool_client import PoolClient
-from cluster.replica_registry import ReplicaTable
-from cluster.router import Router, RouterLimits
-from cluster.routing_policy import RoutingRules
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.routing.attempt import AttemptLimits
+from cluster.routing.generation import GenerationSpec, ScoredPrompt
+from cluster.routing.pool_client import PoolClient
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.router import Router, RouterLimits
+from cluster.routing.routing_policy import RoutingRules
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
 from replicas.messages import Pulse
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings

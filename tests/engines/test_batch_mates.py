@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.generation import GenerationSpec
+from cluster.routing.generation import GenerationSpec
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
 from tests.golden.golden_set import load_goldens

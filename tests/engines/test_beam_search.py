@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cluster.generation import GenerationSpec
+from cluster.routing.generation import GenerationSpec
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams

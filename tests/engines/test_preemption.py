@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from cluster.generation import GenerationSpec
+from cluster.routing.generation import GenerationSpec
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator

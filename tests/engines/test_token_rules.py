@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.api_error import ApiError
-from cluster.generation import GeneratedToken, GenerationSpec
+from cluster.routing.generation import GeneratedToken, GenerationSpec
 from replicas.messages import CallStatus
 from replicas.sampling import SamplingBatch, sample
 from replicas.settings import EngineSettings

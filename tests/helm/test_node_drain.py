@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import node_drain
+from cluster.lifecycle import node_drain
 
 
 def _process(proc: Path, pid: str, title: bytes, namespace: str) -> None:

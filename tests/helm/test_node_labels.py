@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from cluster.app import build_app
 from cluster.command_line import main
-from cluster.config import Config
+from cluster.configuration.config import Config
 from tests.helm.chart import ALL_VALUES, render
 
 CONFIG = render(ALL_VALUES["multi-host-rdma"]).config

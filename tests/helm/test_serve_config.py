@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Config
+from cluster.configuration.config import Config
 from cluster.serve_config import serve_config
 from tests.helm.chart import ALL_VALUES, merged, read_values, render
 from tests.helm.chart import CHART as CHART_FOLDER
@@ -58,7 +58,7 @@ def test_its_form(name: str) -> None:
     }
     policy = application.pop("autoscaling_policy", None)
     scales = "autoscaling_config" in str(application["deployments"])
-    assert policy == ({"policy_function": "cluster.autoscaling_policy:decide"} if scales else None)
+    assert policy == ({"policy_function": "cluster.autoscaling.autoscaling_policy:decide"} if scales else None)
     del application["args"]
     del application["deployments"]  # see test_equals_what_splitserve_deploy_makes
     assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serve_app:build"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.metric_table import metric_table
+from cluster.monitoring.metric_table import metric_table
 from tests.monitoring.dashboard_file import DASHBOARDS, FOLDER, load, panels_of
 from tests.monitoring.promtool import needs_promtool, promtool
 

@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.api import RunTarget
 
 from cluster.app import build_app
-from cluster.config_file import load_config
+from cluster.configuration.config_file import load_config
 
 
 def main() -> None:

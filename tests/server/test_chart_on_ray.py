@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import node_drain
+from cluster.lifecycle import node_drain
 from tests.helm.chart import ALL_VALUES, merged, render
 from tests.server.local_ray import LocalRay, free_port, start_local_ray
 

@@ -20,7 +20,7 @@ from benchmarks.load.load_plan import LoadPlan
 from benchmarks.load.processes import LoadResult, run_load
 from benchmarks.load.report import latencies_s
 from benchmarks.load.workload import LengthRange
-from cluster.metric_table import metric_table
+from cluster.monitoring.metric_table import metric_table
 from tests.monitoring.dashboard_file import DASHBOARDS, ROOT, load, panels_of
 from tests.monitoring.promtool import promtool
 from tests.server.dashboard_picture import draw, legend_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares
+from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares, paces
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import UserError
 from replicas.step_recorder import StepRecorder
@@ -69,6 +69,25 @@ def test_contention_and_overhead_are_found(tmp_path: Path) -> None:
     # Decode pauses for its overhead only, so what prompts take alone cannot be told from what they take beside it.
     assert costs.prefill.contention * costs.prefill.prompt_token_s == pytest.approx(1.2 * 4e-3, rel=0.02)
     assert len(lines) == 2
+
+
+def test_the_pace_of_a_later_time_is_found(tmp_path: Path) -> None:
+    """From second 30 on all steps take 1.3 times as long; those before give the model."""
+    rng, now_s, steps = random.Random(5), 0.0, []
+    while now_s < 60:
+        rows, context = rng.randint(1, 16), rng.randint(100, 5000)
+        took_s = (0.02 + 0.003 * rows + 2e-6 * context) * (1.3 if now_s >= 30 else 1.0)
+        steps.append([now_s, now_s + took_s, rows, context, 0, 0])
+        now_s += took_s
+    (tmp_path / "decode-1.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    costs, _ = fit_costs(tmp_path, 1000, 30.0)
+    assert paces(tmp_path, costs, 0.0, 30.0) == pytest.approx({"decode": 1.0}, abs=1e-3)
+    assert paces(tmp_path, costs, 30.0) == pytest.approx({"decode": 1.3}, rel=0.01)
+    slower = costs.decode.slower(1.3)
+    assert slower.step_s(4, 1000) == pytest.approx(1.3 * costs.decode.step_s(4, 1000))
+    assert slower.contention == costs.decode.contention
+    with pytest.raises(UserError, match="no step of decode"):
+        paces(tmp_path, costs, 100.0)
 
 
 def end_beside(others: list[list[float]], start_s: float, alone_s: float, contention: float) -> float:

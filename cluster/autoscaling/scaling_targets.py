@@ -1,0 +1,58 @@
+"""Tells the metrics how many replicas each pool is to have: Serve's controller is asked, where the policy runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.configuration.config import Config
+from cluster.monitoring.ingress_metrics import IngressMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class ScalingTargets:
+    """On the ingress's event loop. Asks only where something scales; other numbers are the config's."""
+
+    def __init__(self, app_name: str, metrics: IngressMetrics, interval_s: float = 5.0) -> None:
+        self._app_name, self._metrics, self._interval_s = app_name, metrics, interval_s
+        self._task: asyncio.Task[None] | None = None
+        self._pools: list[str] = []
+
+    def follow(self, config: Config) -> None:
+        """These are the pools from now on."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._pools = list(config.pools.deployed())
+        self._show({name: pool.first_replicas for name, pool in config.pools.deployed().items()})
+        if config.autoscales:
+            self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._show(await _targets(self._app_name))
+            except Exception as error:  # metrics stop no serving; the controller may be starting anew
+                logger.warning("scaling targets unknown", extra={"event": "targets_unknown", "reason": repr(error)})
+            await asyncio.sleep(self._interval_s)
+
+    def _show(self, targets: Mapping[str, int]) -> None:
+        for name in self._pools:
+            self._metrics.desired_replicas.set(targets[name], pool=name)
+        if "prefill" in self._pools and targets["decode"]:
+            self._metrics.prefill_decode_ratio.set(targets["prefill"] / targets["decode"])
+
+
+async def _targets(app_name: str) -> dict[str, int]:
+    """By deployment, as Serve's controller has it."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    details = await controller.get_serve_instance_details.remote()
+    deployments = details["applications"][app_name]["deployments"]
+    return {name: int(deployment["target_num_replicas"]) for name, deployment in deployments.items()}

@@ -1,0 +1,1 @@
+"""The config file: sections, what contradicts what, messages that name the key."""

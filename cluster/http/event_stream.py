@@ -1,0 +1,93 @@
+"""A streamed answer: server-sent events, written as the tokens come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from cluster.api_error import ApiError
+from cluster.http.http_request_id import request_id_of
+from cluster.monitoring.request_timer import RequestTimer, outcome_of
+from cluster.openai import openai_response as openai
+from cluster.openai.choice_events import ChoiceEvents
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from cluster.text.text_choice import TextDelta
+    from cluster.text.text_generation import TextGeneration
+
+logger = logging.getLogger(__name__)
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """However it ends, even before it began: its generation is closed, its outcome counted once.
+
+    Whatever is there is written at once, and all of it in one piece: no token waits for another.
+    """
+
+    def __init__(
+        self,
+        first: list[TextDelta],
+        deltas: AsyncGenerator[list[TextDelta], None],
+        generation: TextGeneration,
+        answer: openai.Answer,
+        timer: RequestTimer,
+    ) -> None:
+        self._first, self._deltas, self._generation = first, deltas, generation
+        self._answer, self._timer = answer, timer
+        self._choices: dict[int, ChoiceEvents] = {}
+        self._reasons: list[str] = []
+        self._request_id = ""
+        self._outcome = "cancelled"  # unless it comes to another end
+        self._bytes = self._events()
+        super().__init__(self._bytes, media_type="text/event-stream", headers=_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._request_id = request_id_of(scope)
+        try:
+            await super().__call__(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        finally:
+            # Not left to the generators' own `finally`: one that waits for its consumer ends when it is collected.
+            self._timer.over(self._outcome, self._reasons)
+            await self._bytes.aclose()
+            await self._deltas.aclose()
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            if events := self._events_of(self._first):
+                yield events
+            async for deltas in self._deltas:
+                if events := self._events_of(deltas):
+                    yield events
+            if self._answer.include_usage:
+                yield openai.sse_event(self._answer.usage_chunk(self._generation.usage))
+            self._outcome = "ok"
+            yield openai.SSE_DONE
+        except ApiError as error:
+            self._outcome = outcome_of(error)
+            yield openai.sse_error(error)
+        except Exception:
+            self._outcome = "server_error"
+            logger.exception("stream failed", extra={"event": "stream_failed", "request_id": self._request_id})
+            yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
+
+    def _events_of(self, deltas: list[TextDelta]) -> bytes:
+        return b"".join([self._choice(delta).of(delta) for delta in deltas])
+
+    def _choice(self, delta: TextDelta) -> ChoiceEvents:
+        if delta.finish_reason is not None:
+            self._reasons.append(delta.finish_reason)
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            usage = (lambda: self._generation.usage) if self._answer.continuous_usage else None
+            choice = self._choices[delta.index] = ChoiceEvents(self._answer, delta.index, usage)
+        return choice

@@ -1,0 +1,1 @@
+"""Ready, draining, the end."""

@@ -1,0 +1,60 @@
+"""Whether requests can be served: every path that is configured has the replicas it needs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.routing.routing_policy import RoutingRules
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHealth:
+    """One pool as an ingress sees it.
+
+    fingerprints: of each replica that may be chosen, of its model and KV layout: two with the same can exchange KV.
+    num_lost: replicas that Serve lists and that are frozen, dead or leaving. can_cold_start: it has been scaled to
+    zero, and a request will start a replica.
+    """
+
+    fingerprints: tuple[str, ...] = ()
+    num_lost: int = 0
+    can_cold_start: bool = False
+
+    @property
+    def is_served(self) -> bool:
+        return bool(self.fingerprints) or self.can_cold_start
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """missing_pools: those that a request needs and that have no replica. reasons: what is wrong, a sentence each."""
+
+    missing_pools: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    num_lost: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.reasons
+
+
+def readiness(pools: Mapping[str, PoolHealth], rules: RoutingRules, is_draining: bool = False) -> Readiness:
+    """pools: by name, those that are deployed."""
+    num_lost = sum(pool.num_lost for pool in pools.values())
+    reasons = ["this server is being stopped"] if is_draining else []
+    needed = [name for name in pools if name == "decode" or not rules.fallback_to_decode]
+    missing = tuple(name for name in needed if not pools[name].is_served)
+    for name in missing:
+        lost = f": {pools[name].num_lost} do not answer" if pools[name].num_lost else ""
+        reasons.append(f"no {name} replica can be used{lost}")
+    if not missing and "prefill" in needed and not _can_exchange(pools["prefill"], pools["decode"]):
+        reasons.append("no prefill replica can hand its KV cache to a decode replica: their models or layouts differ")
+    return Readiness(missing, tuple(reasons), num_lost)
+
+
+def _can_exchange(prefill: PoolHealth, decode: PoolHealth) -> bool:
+    """Or will be able to: what is started for a request is of the same configuration."""
+    if not prefill.fingerprints or not decode.fingerprints:
+        return True
+    return not set(prefill.fingerprints).isdisjoint(decode.fingerprints)

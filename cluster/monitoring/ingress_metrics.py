@@ -1,0 +1,147 @@
+"""The metrics of one ingress: what clients see, and what the router decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicas import metric_buckets
+from replicas.metric_set import MetricSet
+
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+)
+OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
+FINISH_REASONS = ("stop", "length")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
+DECISIONS = ("local", "remote", "fallback_aggregated")
+RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
+POOLS = ("prefill", "decode", "ingress")
+LOSSES = ("dead", "unreachable", "frozen", "leaving")
+OBJECTIVES = ("ttft", "tpot", "e2e", "any")
+SPAN_ENDS = ("ended", "exported", "failed")
+
+
+class IngressMetrics(MetricSet):
+    """One per ingress replica. Any thread may update."""
+
+    def __init__(self, model_name: str, version: str, ray_version: str, policy: str = "memory_then_queue") -> None:
+        """policy: the name of the routing policy."""
+        super().__init__(model_name, "ingress", version, ray_version, engine="none")
+        self._add_outcomes()
+        self._add_decisions(policy)
+        self._add_latencies()
+        self._add_tokens()
+        self._add_objectives()
+        self._add_scaling()
+
+    def routed(self, result: str) -> None:
+        """A prompt was routed; result: one of DECISIONS."""
+        self.router_decisions.add(result=result)
+
+    def retried(self, stage: str) -> None:
+        """Something is tried again; stage: one of RETRY_STAGES."""
+        self.retries.add(stage=stage)
+
+    def replica_lost(self, of_pool: str, reason: str) -> None:
+        """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
+        self.replica_losses.add(of_pool=of_pool, reason=reason)
+
+    def rejected(self, reason: str) -> None:
+        """A request was turned away; reason: one of REJECTIONS."""
+        self.rejections.add(reason=reason)
+
+    def judged(self, met: Mapping[str, bool]) -> None:
+        """A request has ended; met: by objective, what cluster.monitoring.slo_verdict says of it."""
+        for objective, is_met in met.items():
+            self.slo_requests.add(slo=objective)
+            if not is_met:
+                self.slo_violations.add(slo=objective)
+
+    def _add_outcomes(self) -> None:
+        self.requests = self.counter(
+            "splitserve_requests", "Generation requests ended", {"endpoint": ENDPOINTS, "outcome": OUTCOMES}
+        )
+        self.successes = self.counter(
+            "splitserve_request_success", "Choices generated to their end", {"finish_reason": FINISH_REASONS}
+        )
+        self.rejections = self.counter(
+            "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool
+        )
+
+    def _add_decisions(self, policy: str) -> None:
+        self.router_decisions = self.counter(
+            "splitserve_router_decisions",
+            "Where prompts were prefilled",
+            {"result": DECISIONS},
+            fixed={"policy": policy},
+        )
+        self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.replica_losses = self.counter(
+            "splitserve_replica_losses",
+            "Replicas that this ingress found dead, frozen or leaving before Serve told it",
+            {"of_pool": POOLS, "reason": LOSSES},
+        )
+        self.scrape_failures = self.counter(
+            "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
+        )
+
+    def _add_latencies(self) -> None:
+        self.time_to_first_token = self.histogram(
+            "splitserve_time_to_first_token_seconds", "From request to first token", metric_buckets.FIRST_TOKEN_S
+        )
+        self.inter_token_latency = self.token_histogram(
+            "splitserve_inter_token_latency_seconds",
+            "Between tokens of one choice as they are sent",
+            metric_buckets.PER_TOKEN_S,
+        )
+        self.time_per_output_token = self.histogram(
+            "splitserve_request_time_per_output_token_seconds",
+            "Mean time per token of a request, after its first",
+            metric_buckets.PER_TOKEN_S,
+        )
+        self.request_latency = self.histogram(
+            "splitserve_e2e_request_latency_seconds",
+            "From request to end of response, of those answered in full",
+            metric_buckets.REQUEST_S,
+        )
+
+    def _add_scaling(self) -> None:
+        self.cold_start_wait = self.histogram(
+            "splitserve_cold_start_wait_seconds",
+            "Waits for the first replica of a pool that autoscaling had emptied",
+            metric_buckets.REQUEST_S,
+        )
+        self.desired_replicas = self.gauge(
+            "splitserve_autoscaler_desired_replicas",
+            "Replicas that a pool is to have, by the autoscaler or fixed",
+            {"pool": ("prefill", "decode")},
+        )
+        self.prefill_decode_ratio = self.gauge(
+            "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
+    def _add_tokens(self) -> None:
+        self.prompt_tokens = self.counter("splitserve_prompt_tokens", "Prompt tokens of finished requests")
+        self.generation_tokens = self.counter("splitserve_generation_tokens", "Tokens generated and billed")
+        self.request_prompt_tokens = self.histogram(
+            "splitserve_request_prompt_tokens", "Prompt length of a request", metric_buckets.TOKENS
+        )
+        self.request_generation_tokens = self.histogram(
+            "splitserve_request_generation_tokens", "Tokens generated for a request", metric_buckets.TOKENS
+        )
+
+    def _add_objectives(self) -> None:
+        self.slo_requests = self.counter(
+            "splitserve_slo_requests",
+            "Requests that an objective of the config's slo could be judged by; any: by all together",
+            {"slo": OBJECTIVES},
+        )
+        self.slo_violations = self.counter(
+            "splitserve_slo_violations", "Those that missed it; any: missed one, or failed", {"slo": OBJECTIVES}
+        )
+        self.trace_spans = self.counter(
+            "splitserve_trace_spans",
+            "Spans of traces; ended and neither exported nor failed: lost",
+            {"result": SPAN_ENDS},
+        )

@@ -1,0 +1,129 @@
+"""Every metric of SplitServe: its type, labels and buckets, and which processes have it. Dashboards, alerts and tests
+go by this table; tests/cluster/test_metric_table.py holds it against what the processes say.
+
+All series have `model_name`, and `replica`, which the merge adds; those with `pool` say whose they are. In the
+exposition counters end in _total. Seconds, bytes and ratios (0 to 1) are in the names, all else is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.monitoring.ingress_metrics import (
+    DECISIONS,
+    ENDPOINTS,
+    FINISH_REASONS,
+    LOSSES,
+    OBJECTIVES,
+    OUTCOMES,
+    POOLS,
+    REJECTIONS,
+    RETRY_STAGES,
+    SPAN_ENDS,
+)
+from replicas import metric_buckets as buckets
+from replicas.metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
+
+Labels = dict[str, tuple[str, ...] | None]
+
+INGRESS = ("ingress",)
+ENGINES = ("prefill", "decode")
+ALL = (*INGRESS, *ENGINES)
+PREFIX = "splitserve_"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """labels: beside model_name and replica: the values each may take, None where one value holds for the process (its
+    pool, version, backend). Values that are in no list are reported as "other". of: the kinds of processes."""
+
+    name: str
+    type: Literal["counter", "gauge", "histogram"]
+    of: tuple[str, ...]
+    labels: Labels
+    buckets: tuple[float, ...] = ()
+
+
+def metric_table() -> Iterator[MetricRow]:
+    """All rows, in the order of a request's way."""
+    yield from _request_rows()
+    yield from _engine_rows()
+    yield from _process_rows()
+
+
+def _request_rows() -> Iterator[MetricRow]:
+    """What clients see, and what the router decides."""
+    for name, labels in _REQUEST_COUNTERS.items():
+        yield MetricRow(PREFIX + name, "counter", INGRESS, labels)
+    for name, bounds in _REQUEST_HISTOGRAMS.items():
+        yield MetricRow(PREFIX + name, "histogram", INGRESS, {}, bounds)
+
+
+def _engine_rows() -> Iterator[MetricRow]:
+    """What the pools do."""
+    for name, labels in _ENGINE_COUNTERS.items():
+        yield MetricRow(PREFIX + name, "counter", ENGINES, labels)
+    for name, labels in _ENGINE_GAUGES.items():
+        yield MetricRow(PREFIX + name, "gauge", ENGINES, labels)
+    for name, (bounds, labels) in _ENGINE_HISTOGRAMS.items():
+        yield MetricRow(PREFIX + name, "histogram", ENGINES, labels, bounds)
+
+
+def _process_rows() -> Iterator[MetricRow]:
+    pool: Labels = {"pool": None}
+    yield MetricRow(PREFIX + "requests_in_flight", "gauge", ALL, pool)
+    yield MetricRow(PREFIX + "requests_queued", "gauge", ALL, pool)
+    yield MetricRow(PREFIX + "metric_errors", "counter", ALL, pool)
+    yield MetricRow(PREFIX + "build_info", "gauge", ALL, {**pool, "version": None, "ray_version": None, "engine": None})
+    yield MetricRow(PREFIX + "metrics_scrape_failures", "counter", INGRESS, {"of_pool": POOLS})
+    yield MetricRow(PREFIX + "trace_spans", "counter", INGRESS, {"result": SPAN_ENDS})
+    yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
+    yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
+    yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
+
+
+_REQUEST_COUNTERS: dict[str, Labels] = {
+    "requests": {"endpoint": ENDPOINTS, "outcome": OUTCOMES},
+    "request_success": {"finish_reason": FINISH_REASONS},
+    "request_rejections": {"pool": None, "reason": REJECTIONS},
+    "slo_requests": {"slo": OBJECTIVES},
+    "slo_violations": {"slo": OBJECTIVES},
+    "router_decisions": {"policy": None, "result": DECISIONS},
+    "retries": {"stage": RETRY_STAGES},
+    "prompt_tokens": {},
+    "generation_tokens": {},
+}
+_REQUEST_HISTOGRAMS = {
+    "time_to_first_token_seconds": buckets.FIRST_TOKEN_S,
+    "inter_token_latency_seconds": buckets.PER_TOKEN_S,
+    "request_time_per_output_token_seconds": buckets.PER_TOKEN_S,
+    "e2e_request_latency_seconds": buckets.REQUEST_S,
+    "request_prompt_tokens": buckets.TOKENS,
+    "request_generation_tokens": buckets.TOKENS,
+    "cold_start_wait_seconds": buckets.REQUEST_S,
+}
+_ENGINE_COUNTERS: dict[str, Labels] = {
+    "prefilled_tokens": {"pool": None},
+    "forwarded_tokens": {"pool": None},
+    "surplus_tokens": {"pool": None},
+    "preemptions": {"pool": None, "kind": PREEMPTIONS},
+    "kv_transfers": {"backend": None, "result": TRANSFER_RESULTS},
+    "kv_transfer_errors": {"backend": None, "kind": TRANSFER_ERRORS},
+    "kv_transfer_bytes": {"backend": None},
+    "kv_transfer_busy_seconds": {"backend": None},
+}
+_ENGINE_GAUGES: dict[str, Labels] = {
+    "kv_blocks": {"pool": None, "state": BLOCK_STATES},
+    "kv_cache_usage_ratio": {"pool": None},
+    "host_kv_blocks": {"pool": None},
+    "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},
+}
+_ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], Labels]] = {
+    "queue_time_seconds": (buckets.FIRST_TOKEN_S, {"pool": None}),
+    "prefill_time_seconds": (buckets.FIRST_TOKEN_S, {"pool": None}),
+    "kv_transfer_seconds": (buckets.TRANSFER_S, {"backend": None}),
+    "decode_time_seconds": (buckets.REQUEST_S, {}),
+    "step_seconds": (buckets.STEP_S, {"pool": None}),
+}

@@ -1,0 +1,1 @@
+"""OpenAI's objects: requests as they come, answers as they go."""

@@ -1,0 +1,49 @@
+"""The server-sent events of one choice of a streamed answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cluster.openai.openai_response import json_bytes, sse_event
+
+if TYPE_CHECKING:
+    from cluster.openai.openai_response import Answer, Usage
+    from cluster.text.text_choice import TextDelta
+
+
+class ChoiceEvents:
+    """Mutable; one per choice. Its chunks differ in nothing but their text, which is filled in: to build and dump the
+    whole chunk for each token takes several times as long.
+    """
+
+    def __init__(self, answer: Answer, index: int, usage: Callable[[], Usage] | None = None) -> None:
+        """usage: the numbers so far, if every chunk is to have them."""
+        self._answer, self._index, self._usage = answer, index, usage
+        self._opening = answer.opening(index)
+        # Whether a chunk has nothing but text.
+        self._is_plain = not answer.return_token_ids and answer.report is None and usage is None
+        mark = uuid.uuid4().hex  # found nowhere else in a chunk
+        self._before, self._after = sse_event(answer.delta(index, mark)).split(json_bytes(mark))
+
+    def of(self, delta: TextDelta) -> bytes:
+        """The choice's next events, often a single one; empty when this delta shows nothing. Mutates."""
+        if self._is_plain and self._opening is None and delta.text and delta.finish_reason is None:
+            return b"".join((self._before, json_bytes(delta.text), self._after))
+        return b"".join([sse_event(chunk) for chunk in self._chunks(delta)])
+
+    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        chunks: list[dict[str, Any]] = []
+        if self._opening is not None:
+            chunks.append(self._opening)
+            self._opening = None
+        if delta.text or delta.scored or self._answer.return_token_ids:
+            ids = () if delta.token_id is None else (delta.token_id,)
+            shown = ids if self._answer.return_token_ids else None
+            chunks.append(self._answer.delta(self._index, delta.text, shown, delta.scored))
+        if delta.finish_reason is not None:
+            chunks.append(self._answer.finish(self._index, delta.finish_reason))
+        if self._usage is not None:
+            chunks = [chunk | {"usage": self._usage().as_dict()} for chunk in chunks]
+        return chunks

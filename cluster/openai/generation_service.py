@@ -1,0 +1,236 @@
+"""From a validated body to a running generation: prompts to ids, defaults, limits. Every 4xx is decided here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cluster.api_error import ApiError
+from cluster.http.served_model import check_model
+from cluster.monitoring.request_timer import RequestTimer
+from cluster.openai.openai_logprobs import LogprobsReport, TokenNames
+from cluster.openai.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.openai_response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
+from cluster.openai.sampling_choice import beam_params, sampling_params
+from cluster.routing.generation import GenerationSpec
+from cluster.text.chat_template import TemplateOptions
+from cluster.text.prompt_echo import PromptEcho
+from cluster.text.text_choice import TextChoice
+from cluster.text.text_generation import TextGeneration, TokenSource
+from cluster.text.text_length import size_up_to
+from cluster.text.work_lanes import LONG
+
+if TYPE_CHECKING:
+    from cluster.configuration.serving_config import ServingConfig
+    from cluster.monitoring.ingress_metrics import IngressMetrics
+    from cluster.monitoring.request_trace import RequestTrace
+    from cluster.text.tokenizer import Tokenizer
+    from cluster.text.work_lanes import WorkLanes
+    from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationService:
+    """One per ingress replica. Stateless but for its collaborators."""
+
+    def __init__(
+        self,
+        config: ServingConfig,
+        tokenizer: Tokenizer,
+        source: TokenSource,
+        metrics: IngressMetrics,
+        lanes: WorkLanes,
+    ) -> None:
+        self._lanes = lanes
+        self._config = config
+        self._tokenizer = tokenizer
+        self._source = source
+        self._metrics = metrics
+
+    async def chat(self, body: ChatCompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
+        """Raises ApiError 4xx."""
+        self._check_model(body)
+        options = TemplateOptions(
+            body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
+        )
+        messages = body.template_messages()
+        ids = await self._lanes.run(
+            size_up_to([messages, options.variables], LONG),
+            self._tokenizer.apply_chat_template,
+            messages,
+            self._most_prompt_tokens,
+            options,
+            self._num_kept(body),
+            self._config.limits.max_text_chars,
+        )
+        default = self._config.limits.max_tokens_default_chat
+        generation = await self._generation(body, [ids], [None], default, timer)
+        return generation, self._answer(ChatAnswer, new_chat_id(), body)
+
+    async def completion(self, body: CompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
+        """Raises ApiError 4xx."""
+        self._check_model(body)
+        keep = self._num_kept(body)
+        most, most_chars = self._most_prompt_tokens, self._config.limits.max_text_chars
+        prompts = [
+            await self._lanes.run(len(prompt), self._tokenizer.encode_prompt, prompt, most, keep, most_chars)
+            for prompt in body.prompt
+        ]
+        echoes: list[PromptEcho | None] = [None] * len(prompts)
+        if body.echo:
+            given = zip(body.prompt, prompts, strict=True)
+            echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
+        default = self._config.limits.max_tokens_default_completions
+        generation = await self._generation(body, prompts, echoes, default, timer)
+        return generation, self._answer(CompletionAnswer, new_completion_id(), body)
+
+    @property
+    def _most_prompt_tokens(self) -> int:
+        return self._config.model.max_model_len - 1
+
+    def _num_kept(self, body: GenerationBody) -> int | None:
+        """How many last tokens of each prompt to keep; None: all."""
+        wanted, most = body.truncate_prompt_tokens, self._most_prompt_tokens
+        if wanted == -1:
+            return max(1, most + 1 - max(1, body.max_new_tokens or 1))
+        if wanted is not None and wanted > most:
+            message = f"truncate_prompt_tokens must be at most {most}, the most prompt tokens that are possible here"
+            raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
+        return wanted
+
+    def _answer(self, answer_class: type[Answer], answer_id: str, body: GenerationBody) -> Answer:
+        report = None
+        if body.num_logprobs is not None or body.prompt_logprobs is not None:
+            names = TokenNames(self._tokenizer, body.return_tokens_as_token_ids)
+            report = LogprobsReport(names, body.num_logprobs, body.prompt_logprobs)
+        return answer_class(
+            answer_id,
+            self._config.model.name,
+            int(time.time()),
+            body.include_usage,
+            body.return_token_ids,
+            continuous_usage=body.continuous_usage,
+            report=report,
+        )
+
+    def _check_model(self, body: GenerationBody) -> None:
+        if fields := body.unknown_fields:
+            logger.info("ignored fields", extra={"event": "ignored_fields", "fields": fields})
+        check_model(body.model, self._config.model.name)
+
+    async def _generation(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[PromptEcho | None],
+        default_max_tokens: int | None,
+        timer: RequestTimer,
+    ) -> TextGeneration:
+        self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
+        stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if body.bad_words:
+            bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
+        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, timer.trace) for ids in prompts]
+        self._check_product(body, specs)
+        self._check_report(body, specs)
+        echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
+        choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
+        timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
+        return TextGeneration(self._source, specs, choices, timer)
+
+    def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:
+        return TextChoice(
+            index,
+            self._tokenizer,
+            body.stop,
+            body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            min_tokens=body.min_tokens,
+            echo=echo,
+            only_echo=body.max_new_tokens == 0,
+        )
+
+    def _spec(
+        self,
+        body: GenerationBody,
+        ids: list[int],
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+        default_max_tokens: int | None,
+        trace: RequestTrace,
+    ) -> GenerationSpec:
+        max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
+        beam = beam_params(body)
+        return GenerationSpec(
+            generation_id=uuid.uuid4().hex,
+            prompt_ids=tuple(ids),
+            num_choices=body.n if beam is not None else body.num_generated_choices,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_ids,
+            sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
+            timeout_s=self._config.ingress.request_timeout_s,
+            beam=beam,
+            trace=trace,
+        )
+
+    def _sampling(
+        self,
+        body: GenerationBody,
+        stop_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...],
+        max_tokens: int,
+    ) -> SamplingParams:
+        if body.min_tokens > max_tokens:
+            message = f"min_tokens must be at most {max_tokens}, the most tokens that this answer can have"
+            raise ApiError(400, message, param="min_tokens", code="invalid_value")
+        return sampling_params(body, self._tokenizer, stop_ids, bad_words, body.num_logprobs, body.num_prompt_logprobs)
+
+    def _max_tokens(self, body: GenerationBody, prompt_len: int, default_max_tokens: int | None) -> int:
+        context = self._config.model.max_model_len
+        rest = context - prompt_len
+        wanted = body.max_new_tokens
+        if wanted is None:
+            return rest if default_max_tokens is None else min(default_max_tokens, rest)
+        if wanted > rest:
+            raise ApiError(
+                400,
+                f"the prompt has {prompt_len} tokens and max_tokens is {wanted}, together more than the model's "
+                f"context of {context}; shorten the prompt or ask for at most {rest}",
+                param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+                code="context_length_exceeded",
+            )
+        return max(1, wanted)  # 0: the prompt is only echoed; one token is generated and dropped
+
+    def _check_product(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
+        most = self._config.limits.max_generated_tokens
+        total = sum(body.num_generated_choices * spec.max_tokens for spec in specs)
+        if total > most:
+            several = "best_of" if body.best_of is not None else "n"
+            raise ApiError(
+                400,
+                f"{len(specs)} prompts, {several} {body.num_generated_choices} and max_tokens together ask for {total} "
+                f"tokens; at most {most} are allowed in one request",
+                param=several if body.num_generated_choices > 1 else "max_tokens",
+                code="too_many_tokens",
+            )
+
+    def _check_report(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
+        if body.num_prompt_logprobs is None:
+            return
+        most = self._config.limits.max_reported_logprobs
+        num_choices, num_each = body.num_generated_choices, body.num_prompt_logprobs + 1
+        total = sum(len(spec.prompt_ids) for spec in specs) * num_choices * num_each
+        if total > most:
+            raise ApiError(
+                400,
+                f"the prompts' tokens, {num_choices} choices and {num_each} log-probabilities each make {total} to "
+                f"report; at most {most} are allowed in one request",
+                param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+                code="too_many_logprobs",
+            )

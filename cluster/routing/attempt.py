@@ -1,0 +1,291 @@
+"""One attempt at a leg: admitted by decode, prefilled, handed over, decoded. All of it can fail; nothing stays behind.
+
+    generate ----------------------------------------------------------------> reply (counts only)
+        admitted -> prefill -> first token -> (KV moves) -> frames: tokens ... the last one
+
+Whatever way it ends, its calls are over or cancelled and its mailbox is closed. Calls run as tasks in a
+context of their own: Serve cancels what a request's context started when the client goes, and matches
+concurrent calls of one request by an id in it; we cancel by ourselves, explicitly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cluster.routing.attempt_failed import AttemptFailed, Stage
+from cluster.routing.attempt_mailboxes import Mailboxes
+from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
+from cluster.routing.generation import Leg
+from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pool_view import PoolView
+from cluster.routing.routing_policy import Route
+from replicas.messages import (
+    CallStatus,
+    ChannelAddress,
+    GenerateCall,
+    GenerateReply,
+    GenerationRequest,
+    PrefillCall,
+    PrefillReply,
+    PromptLogprobs,
+    TokenItem,
+    TransferPeer,
+)
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLimits:
+    """queue_s: for admission. handoff_s: from there to the first token that decode adds, prefill included. tail_s: for
+    what is still on its way once the other side has said that it is done."""
+
+    queue_s: float
+    handoff_s: float
+    tail_s: float = 5.0
+
+
+class Attempt:
+    """One try of one leg on one route. Use once: `open()`, `await run()`; `close()` whatever happened between."""
+
+    def __init__(
+        self,
+        leg: Leg,
+        request: GenerationRequest,
+        route: Route,
+        *,
+        decode: PoolClient,
+        prefill: PoolClient | None,
+        view: PoolView,
+        mailboxes: Mailboxes,
+        channel: ChannelAddress,
+        limits: AttemptLimits,
+    ) -> None:
+        self.route = route
+        self.stage = Stage.QUEUE  # where it is now
+        self._leg, self._request = leg, request
+        self._decode, self._prefill, self._view = decode, prefill, view
+        self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
+        self._generate: asyncio.Task[GenerateReply] | None = None
+        self._source: TransferPeer | None = None
+        self._reader: TransferPeer | None = None
+        self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
+        self._is_unheard = True
+        self._is_closed = False
+
+    def open(self) -> None:
+        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one.
+
+        Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
+        """
+        if self.route.prefill_id is not None:
+            self._source = self._view.prefill_peer(self.route.prefill_id)
+            self._reader = self._view.decode_peer(self.route.decode_id)
+        self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
+        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+        if self.route.prefill_id is not None:
+            self._view.prompt_coming(self.route.prefill_id, len(self._request.prompt_ids))
+        self._trace = self._leg.spec.trace.attempt(self.route)
+
+    async def run(self) -> None:
+        """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
+        self._generate = _start(self._call_generate())
+        self._generate.add_done_callback(self._trace.ended)
+        try:
+            await self._wait_admitted()
+            handoff_by_s = time.monotonic() + self._limits.handoff_s
+            if self.route.prefill_id is not None:
+                await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
+            await self._take_tokens(handoff_by_s)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """No call, mailbox or count of it remains. Idempotent; needed even if `run` never got to run."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end_generate()
+        self._mailboxes.close(self._request.request_id)
+        self._heard()
+        self._view.ended(self.route.decode_id)
+
+    # -- the phases --------------------------------------------------------------------------------
+
+    async def _wait_admitted(self) -> None:
+        mail = await self._next_mail(self._limits.queue_s)
+        if not isinstance(mail, Admitted):
+            raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
+        self._heard()
+        self._trace.admitted()
+        self.stage = Stage.PREFILL
+
+    async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
+        assert self._prefill is not None
+        assert self._reader is not None
+        num_tokens = len(self._request.prompt_ids)
+        self._view.prompt_sent(prefill_id, num_tokens)
+        call = _start(self._prefill.call(prefill_id, "prefill", PrefillCall(self._request, self._reader)))
+        try:
+            await _wait(call, generate, timeout_s=handoff_by_s - time.monotonic())
+            if not call.done() and generate.done():
+                # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
+                self._check_generate(Stage.DECODE)
+                await _wait(call, timeout_s=self._limits.tail_s)
+            if not call.done():
+                raise self._failed(CallStatus.TIMEOUT, "prefill has not answered in time")
+            reply: PrefillReply = self._result(call, Stage.PREFILL)
+        finally:
+            call.cancel()
+            self._view.prompt_answered(prefill_id, num_tokens)
+        self._view.heard_load(prefill_id, reply.load)
+        if reply.status is not CallStatus.OK:
+            raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
+        self._num_from_prefill = 1 if reply.first_tokens else 0
+        if reply.prompt_logprobs:
+            self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
+        self._leg.take_first(reply.first_tokens)
+        self._trace.prefilled(reply)
+        self.stage = Stage.TRANSFER
+
+    async def _take_tokens(self, handoff_by_s: float) -> None:
+        is_over = self._leg.is_done
+        while not is_over and self.stage is not Stage.DECODE:
+            is_handing_over = self.stage is Stage.TRANSFER
+            is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
+        if self.stage is Stage.DECODE:
+            self._trace.handed_over()
+        if not is_over:
+            over = self._box.pass_on(self._take)
+            over.add_done_callback(retrieve)
+            await self._wait_for(over, None)
+            over.result()
+
+    def _take(self, mail: Mail) -> bool:
+        """Emit what has come; whether it was the leg's last token. Raises AttemptFailed, ProtocolError."""
+        if isinstance(mail, TokenItem):
+            self._leg.take(mail)
+            self.stage = Stage.DECODE
+            return mail.finish_reason is not None and self._leg.is_done
+        if isinstance(mail, ChannelLost):
+            raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
+        if isinstance(mail, PromptLogprobs):
+            self._leg.take_prompt(mail)
+        if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
+            self.stage = Stage.DECODE
+        return False
+
+    # -- mail --------------------------------------------------------------------------------------
+
+    async def _next_mail(self, timeout_s: float | None) -> Mail:
+        """The next thing decode says. Raises AttemptFailed when nothing more can come, or not in time.
+
+        timeout_s None: there is only the deadline of the whole request.
+        """
+        if (mail := self._box.get_nowait()) is not None:
+            return mail
+        # A cancelled get leaves the item in the box, and a finished one is looked at: nothing gets lost here.
+        get = asyncio.ensure_future(self._box.get())
+        try:
+            await self._wait_for(get, timeout_s)
+            return get.result()
+        finally:
+            get.cancel()
+
+    async def _wait_for(self, awaited: asyncio.Future[Any], timeout_s: float | None) -> None:
+        """Until frames make it done. Raises AttemptFailed when decode's call ended and they can't, or not in time."""
+        assert self._generate is not None
+        await _wait(awaited, self._generate, timeout_s=timeout_s)
+        if not awaited.done() and self._generate.done():
+            # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
+            reply = self._check_generate(self.stage)
+            if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
+                raise self._failed(CallStatus.ERROR, "decode ended without the last token")
+            await _wait(awaited, timeout_s=self._limits.tail_s)
+            if not awaited.done():
+                raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
+        if not awaited.done():
+            raise self._failed(CallStatus.TIMEOUT, "nothing heard in time")
+
+    def _num_from_decode(self, choice: int) -> int:
+        """Tokens of a choice that came in frames: all but the one that came from prefill."""
+        return self._leg.num_taken(choice) - self._num_from_prefill
+
+    # -- the generate call -------------------------------------------------------------------------
+
+    async def _call_generate(self) -> GenerateReply:
+        call = GenerateCall(self._request, self._channel, self._source)
+        reply: GenerateReply = await self._decode.call(self.route.decode_id, "generate", call)
+        return reply
+
+    def _check_generate(self, stage: Stage) -> GenerateReply:
+        """The reply that has come. Raises AttemptFailed unless it is OK."""
+        assert self._generate is not None
+        reply = self._result(self._generate, stage)
+        if reply.status is not CallStatus.OK:
+            stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
+            raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status.may_retry)
+        return reply
+
+    def _end_generate(self) -> None:
+        """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
+        if self._generate is None or self._generate.done():
+            return
+        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
+            timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
+            self._generate.add_done_callback(lambda _: timer.cancel())
+        else:
+            self._generate.cancel()
+
+    def _heard(self) -> None:
+        if self._is_unheard:
+            self._is_unheard = False
+            self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+            if self.route.prefill_id is not None:
+                self._view.prompt_came(self.route.prefill_id, len(self._request.prompt_ids))
+
+    # -- failures ----------------------------------------------------------------------------------
+
+    def _result(self, call: asyncio.Task[_T], stage: Stage) -> _T:
+        """What a finished call returned. Raises AttemptFailed, whatever it failed with."""
+        if call.cancelled():
+            raise self._failed(CallStatus.ERROR, "its call was cancelled", stage)
+        error = call.exception()
+        if error is None:
+            return call.result()
+        if isinstance(error, ReplicaLost):
+            raise self._failed(CallStatus.ERROR, str(error), stage) from error
+        # The client gets no more than its name: the text could be anything.
+        logger.error("call failed", exc_info=error, extra={"event": "call_failed", "stage": stage})
+        raise self._failed(CallStatus.ERROR, type(error).__name__, stage) from error
+
+    def _failed(
+        self, status: CallStatus, detail: str, stage: Stage | None = None, may_retry: bool = True
+    ) -> AttemptFailed:
+        return AttemptFailed(stage or self.stage, status, detail, may_retry)
+
+
+def _start(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    task = asyncio.create_task(coroutine, context=contextvars.Context())
+    task.add_done_callback(retrieve)
+    return task
+
+
+async def _wait(*futures: asyncio.Future[Any], timeout_s: float | None) -> None:
+    """Until one of them is done, or the time is up."""
+    timeout_s = None if timeout_s is None else max(0.0, timeout_s)
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Perhaps nobody waits for this result any more: do not let asyncio log it as never retrieved."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,124 @@
+"""Frames sorted by request, and the router's end of the token channels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable
+
+from cluster.routing.call_mailbox import Admitted, ChannelLost, Mailbox
+from cluster.routing.pool_client import PoolClient
+from cluster.routing.replica_registry import ReplicaTable
+from replicas.messages import ChannelAddress, Frame
+from replicas.token_receiver import TokenReceiver
+
+logger = logging.getLogger(__name__)
+
+
+class Mailboxes:
+    """One per attempt in flight. One event loop; nothing blocks."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, Mailbox] = {}
+
+    def open(self, request_id: str, replica_id: str) -> Mailbox:
+        """The box of an attempt at one decode replica; frames of others can't reach it."""
+        box = self._boxes[request_id] = Mailbox(replica_id)
+        return box
+
+    def close(self, request_id: str) -> None:
+        self._boxes.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def deliver(self, frame: Frame) -> None:
+        """Sort a frame. What belongs to nobody any more is dropped: its request was ended here first."""
+        boxes, replica_id = self._boxes, frame.replica_id
+        for request_id in frame.admitted:
+            box = boxes.get(request_id)
+            if box is not None and box.replica_id == replica_id:
+                box.put(Admitted())
+        for items in (frame.prompts, frame.tokens):
+            for item in items:
+                box = boxes.get(item.request_id)
+                if box is not None and box.replica_id == replica_id:
+                    box.put(item)
+
+    def has_any(self, replica_id: str) -> bool:
+        """Whether some attempt at this replica is in flight."""
+        return any(box.replica_id == replica_id for box in self._boxes.values())
+
+    def lose(self, replica_id: str, detail: str) -> None:
+        """Tell every attempt at a replica that frames are missing."""
+        for box in self._boxes.values():
+            if box.replica_id == replica_id:
+                box.put(ChannelLost(detail))
+
+
+class FrameIntake:
+    """The router's end of the token channels: frames in order to on_frame, and missing ones fetched again.
+
+    When they cannot be had, every attempt at their replica is told: none of them is complete any more.
+    """
+
+    def __init__(
+        self,
+        router_id: str,
+        host: str,
+        decode: PoolClient,
+        mailboxes: Mailboxes,
+        *,
+        on_frame: Callable[[Frame], None],
+        on_gap: Callable[[], None],
+        replay_timeout_s: float,
+    ) -> None:
+        """on_gap: something is missing and is being fetched."""
+        self._router_id, self._decode, self._mailboxes = router_id, decode, mailboxes
+        self._on_gap, self._replay_timeout_s = on_gap, replay_timeout_s
+        self._replays: set[asyncio.Task[None]] = set()
+        self._admitted: ReplicaTable = {}
+        self.receiver = TokenReceiver(router_id, host, on_frame, self._fetch)
+
+    @property
+    def address(self) -> ChannelAddress:
+        return self.receiver.address
+
+    def admit(self, decodes: ReplicaTable) -> None:
+        """Take frames from these replicas, and still from one that left while work of ours ends there; no others."""
+        leaving = {
+            replica_id: metadata
+            for replica_id, metadata in self._admitted.items()
+            if replica_id not in decodes and self._mailboxes.has_any(replica_id)
+        }
+        for replica_id, metadata in self._admitted.items():
+            if replica_id not in decodes and replica_id not in leaving:
+                self.receiver.disallow(metadata["channel_public_key"])
+                self.receiver.forget(replica_id, metadata["peer"]["epoch"])
+        for replica_id, metadata in decodes.items():
+            self.receiver.allow(metadata["channel_public_key"])
+            if replica_id not in self._admitted:
+                # Serve takes a replica off the table for a moment when it gives it new options.
+                self.receiver.resume(replica_id, metadata["peer"]["epoch"])
+        self._admitted = {**leaving, **decodes}
+
+    def _fetch(self, replica_id: str, epoch: str, from_seq: int) -> None:
+        self._on_gap()
+        task = asyncio.create_task(self._replay(replica_id, epoch, from_seq), context=contextvars.Context())
+        self._replays.add(task)
+        task.add_done_callback(self._replays.discard)
+
+    async def _replay(self, replica_id: str, epoch: str, from_seq: int) -> None:
+        logger.warning("frames missing", extra={"event": "frame_gap", "replica": replica_id, "from_seq": from_seq})
+        try:
+            async with asyncio.timeout(self._replay_timeout_s):
+                frames: list[Frame] = await self._decode.call(replica_id, "replay", self._router_id, from_seq)
+            if not any(frame.epoch == epoch and frame.seq == from_seq for frame in frames):
+                raise LookupError("the replay does not begin there")
+            self.receiver.deliver_replayed(frames)
+        except Exception as error:  # gone, or the replica is
+            extra = {"event": "frames_lost", "replica": replica_id, "from_seq": from_seq, "reason": repr(error)}
+            logger.warning("frames lost", extra=extra)
+            self._mailboxes.lose(replica_id, "tokens were lost on their way from decode")
+            self.receiver.skip_gap(replica_id, epoch)

@@ -1,0 +1,92 @@
+"""Requests that wait for the first replica of a pool that autoscaling has emptied."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from cluster.api_error import ApiError
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.routing_policy import Need, RoutingRules
+
+logger = logging.getLogger(__name__)
+
+# Somebody tells when a replica has come; this is for a word that got lost.
+_LOOK_AGAIN_S = 1.0
+
+
+class ColdStart:
+    """One per router, on its event loop. Whom it holds is in the demand that autoscaling sees."""
+
+    def __init__(self, rules: RoutingRules, timeout_s: float, metrics: IngressMetrics) -> None:
+        self._rules, self._timeout_s, self._metrics = rules, timeout_s, metrics
+        self._pools: Mapping[str, Callable[[], ReplicaTable]] = {}
+        self._came = asyncio.Event()
+        self.num_held = 0
+        self.held_blocks = 0  # what they will use on decode
+        self.held_prompt_tokens = 0
+
+    def watch(self, pools: Mapping[str, Callable[[], ReplicaTable]]) -> None:
+        """pools: replicas of those that may be empty while all is well, by name; not those that are leaving."""
+        self._pools = pools
+
+    def wake(self) -> None:
+        """A pool has changed."""
+        self._came.set()
+        self._came = asyncio.Event()
+
+    def empty_pool(self, need: Need) -> str | None:
+        """A pool that the request needs, that may be empty, and that is."""
+        for name, replicas in self._pools.items():
+            if not replicas() and (name == "decode" or self._needs_prefill(need)):
+                return name
+        return None
+
+    async def wait(self, need: Need, max_held: int, deadline_s: float) -> None:
+        """Until every pool that the request needs has a replica. deadline_s: monotonic, of the whole request.
+
+        Raises ApiError: 429 when max_held wait already, 503 when none comes in time.
+        """
+        if (pool := self.empty_pool(need)) is None:
+            return
+        if self.num_held >= max_held:
+            self._metrics.rejected("queue_full")
+            raise ApiError(
+                429,
+                f"{self.num_held} requests wait for the first {pool} replica to start, the most allowed; try again "
+                "later",
+                code="queue_full",
+                retry_after_s=10.0,
+            )
+        logger.info("held for a cold start", extra={"event": "cold_start", "pool": pool, "num_held": self.num_held})
+        began_s = time.monotonic()
+        self.num_held += 1
+        self.held_blocks += need.decode_blocks
+        self.held_prompt_tokens += need.prompt_tokens
+        try:
+            await self._wait(need, min(deadline_s, began_s + self._timeout_s))
+        finally:
+            self.num_held -= 1
+            self.held_blocks -= need.decode_blocks
+            self.held_prompt_tokens -= need.prompt_tokens
+            self._metrics.cold_start_wait.observe(time.monotonic() - began_s)
+
+    async def _wait(self, need: Need, until_s: float) -> None:
+        while (pool := self.empty_pool(need)) is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                self._metrics.rejected("no_capacity")
+                message = f"no {pool} replica has started within the time that a request may wait; try again later"
+                raise ApiError(503, message, code="unavailable", retry_after_s=10.0)
+            try:
+                async with asyncio.timeout(min(left_s, _LOOK_AGAIN_S)):
+                    await self._came.wait()
+            except TimeoutError:
+                continue
+
+    def _needs_prefill(self, need: Need) -> bool:
+        rules = self._rules
+        return not rules.fallback_to_decode and need.prompt_tokens > rules.local_prefill_max_tokens

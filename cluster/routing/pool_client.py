@@ -1,0 +1,112 @@
+"""Calls to the replicas of one pool, each to a named one."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+from cluster.routing.replica_registry import ReplicaTable
+
+# All that is sent are importable classes: plain pickle, not Serve's default, which also takes code along.
+_BY_VALUE: dict[str, Any] = {
+    "_by_reference": False,
+    "request_serialization": "pickle",
+    "response_serialization": "pickle",
+}
+_ASK_RAY_S = 1.0
+
+
+class ReplicaLost(Exception):
+    """The replica died or left before it answered: the call may be tried on another.
+
+    is_dead: its process has ended. has_left: it is leaving its pool, and nothing was begun there. is_unreachable: it
+    could not be reached, dead or not.
+    """
+
+    def __init__(
+        self, replica_id: str, detail: str, is_dead: bool, has_left: bool = False, is_unreachable: bool = False
+    ) -> None:
+        super().__init__(replica_id, detail, is_dead, has_left, is_unreachable)
+        self.replica_id, self.detail = replica_id, detail
+        self.is_dead, self.has_left, self.is_unreachable = is_dead, has_left, is_dead or is_unreachable
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id}: {self.detail}"
+
+
+class PoolClient(ABC):
+    """One pool as the router sees it."""
+
+    @abstractmethod
+    def replicas(self) -> ReplicaTable:
+        """Replica id -> published metadata, of the replicas that take work now."""
+
+    @abstractmethod
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        """The method's result. Cancelling this cancels the method at the replica.
+
+        Raises ReplicaLost, also when somebody else cancelled it there; and whatever the method raised.
+        """
+
+
+class ServePool(PoolClient):
+    """A pool behind a Serve handle whose deployment routes by `TargetRouter`.
+
+    Calls go by Serve's own gRPC in every mode, not as Ray actor calls: the same path everywhere, at half the cost. What
+    is sent and answered is bounded by RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH.
+    """
+
+    def __init__(self, handle: Any, deployment: str) -> None:
+        self._handle = handle
+        self._deployment = deployment
+
+    def replicas(self) -> ReplicaTable:
+        from cluster.routing import replica_registry
+
+        return replica_registry.REGISTRY.replicas(self._deployment)
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        from ray.exceptions import RayActorError
+
+        from cluster.routing.target_router import ReplicaGone, ReplicaUnreachable
+
+        try:
+            return await self._call(replica_id, method, *arguments, **_BY_VALUE)
+        except ReplicaGone as error:
+            raise ReplicaLost(replica_id, str(error), is_dead=False, has_left=True) from error
+        except (RayActorError, ReplicaUnreachable) as error:
+            is_dead = await self._is_dead(replica_id, error)
+            raise ReplicaLost(replica_id, type(error).__name__, is_dead, is_unreachable=True) from error
+
+    async def _call(self, replica_id: str, method: str, *arguments: Any, **options: Any) -> Any:
+        response = self._handle.options(session_id=replica_id, method_name=method, **options).remote(*arguments)
+        try:
+            return await response
+        except asyncio.CancelledError:
+            response.cancel()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Serve's word for a method that was cancelled at the replica. Passed on, it would end our own task.
+            raise ReplicaLost(replica_id, "the call was cancelled there", is_dead=False) from None
+
+    async def _is_dead(self, replica_id: str, error: Exception) -> bool:
+        """Whether the process of a replica that a call did not reach, or lost, has ended. A broken connection does not
+        tell; Ray does, asked by an actor call. Waits for a moment at most; in doubt it has not.
+        """
+        from ray.exceptions import ActorDiedError
+
+        from cluster.routing.target_router import ReplicaGone
+
+        if isinstance(error, ActorDiedError):
+            return True
+        try:
+            async with asyncio.timeout(_ASK_RAY_S):
+                await self._call(replica_id, "pulse", _by_reference=True)
+        except (ActorDiedError, ReplicaGone):
+            # Serve's handle forgets a replica on Ray's word that it died. One that leaves ends its calls first.
+            return True
+        except Exception:  # nobody knows, or not in time
+            return False
+        return False

@@ -1,0 +1,177 @@
+"""What this router knows of the replicas: who there is, their last reported load, and what it sent them itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
+from replicas.messages import EngineLoad, Frame, TransferPeer
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What a replica said of its load, and when."""
+
+    load: EngineLoad
+    at_s: float
+
+
+class PoolView:
+    """Loads of decode are half a second old at worst (an idle engine sends a frame that often), less our own unheard
+    work. Prefill tells its load with each reply and when it is asked; in between it works off what waits there.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        decodes: Callable[[], ReplicaTable],
+        prefills: Callable[[], ReplicaTable],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._decodes = decodes
+        self._prefills = prefills
+        self._clock = clock
+        self._heard: dict[str, _Heard] = {}
+        # Of decode, until one of the figures that it is made of changes: of a thousand few do between two requests.
+        self._candidates: dict[str, DecodeCandidate] = {}
+        self._agent_names: dict[str, str] = {}
+        self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
+        self._in_flight: Counter[str] = Counter()
+        self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
+        self._coming_tokens: Counter[str] = Counter()  # to be sent there as soon as decode has admitted them
+        self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
+
+    def decode_candidates(self) -> list[DecodeCandidate]:
+        known = self._candidates
+        return [known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
+
+    def prefill_candidates(self) -> list[PrefillCandidate]:
+        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
+
+    @property
+    def unheard_blocks(self) -> int:
+        """What our requests will use on decode that were sent there and not yet heard admitted."""
+        return sum(self._unheard_blocks.values())
+
+    @property
+    def sent_prompt_tokens(self) -> int:
+        """Prompt tokens that we sent to prefill and that are not answered."""
+        return sum(self._prompt_tokens.values())
+
+    def decode_loads(self) -> list[EngineLoad]:
+        """What the decode replicas that there are said last; of those that have said something."""
+        return [self._heard[name].load for name in self._decodes() if name in self._heard]
+
+    def prefill_loads(self) -> list[EngineLoad]:
+        """As decode_loads, of prefill."""
+        return [self._heard[name].load for name in self._prefills() if name in self._heard]
+
+    def decode_peer(self, replica_id: str) -> TransferPeer:
+        """Raises KeyError when the replica has left."""
+        return self._peer(self._decodes(), replica_id)
+
+    def prefill_peer(self, replica_id: str) -> TransferPeer:
+        """Raises KeyError when the replica has left."""
+        return self._peer(self._prefills(), replica_id)
+
+    def heard(self, frame: Frame) -> None:
+        self.heard_load(frame.replica_id, frame.load)
+
+    def heard_load(self, replica_id: str, load: EngineLoad) -> None:
+        """It replied, or was asked."""
+        self._heard[replica_id] = _Heard(load, self._clock())
+        self._candidates.pop(replica_id, None)
+
+    def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+        self._candidates.pop(replica_id, None)
+        self._in_flight[replica_id] += 1
+        self._unheard_blocks[replica_id] += blocks
+        self.num_waiting += must_wait
+
+    def admitted(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+        """No longer unheard: the replica's own figures cover it (or it is over). Once for each `sent`."""
+        self._candidates.pop(replica_id, None)
+        self._unheard_blocks[replica_id] -= blocks
+        self.num_waiting -= must_wait
+        assert self._unheard_blocks[replica_id] >= 0, "admitted twice"
+        assert self.num_waiting >= 0, "admitted twice"
+
+    def ended(self, replica_id: str) -> None:
+        """Once for each `sent`, after its `admitted`."""
+        self._candidates.pop(replica_id, None)
+        self._in_flight[replica_id] -= 1
+        assert self._in_flight[replica_id] >= 0, "ended twice"
+        if not self._in_flight[replica_id]:
+            assert not self._unheard_blocks[replica_id], "ended before admitted"
+            del self._in_flight[replica_id], self._unheard_blocks[replica_id]
+
+    def prompt_coming(self, replica_id: str, num_tokens: int) -> None:
+        """A prompt was routed there: those who come until decode has admitted it are not all to follow it."""
+        self._coming_tokens[replica_id] += num_tokens
+
+    def prompt_came(self, replica_id: str, num_tokens: int) -> None:
+        """It is sent now, or never will be. Once for each `prompt_coming`."""
+        self._coming_tokens[replica_id] -= num_tokens
+        assert self._coming_tokens[replica_id] >= 0, "came twice"
+        if not self._coming_tokens[replica_id]:
+            del self._coming_tokens[replica_id]
+
+    def prompt_sent(self, replica_id: str, num_tokens: int) -> None:
+        self._prompt_tokens[replica_id] += num_tokens
+
+    def prompt_answered(self, replica_id: str, num_tokens: int) -> None:
+        self._prompt_tokens[replica_id] -= num_tokens
+        assert self._prompt_tokens[replica_id] >= 0, "answered twice"
+        if not self._prompt_tokens[replica_id]:
+            del self._prompt_tokens[replica_id]
+
+    def forget(self, replica_id: str) -> str | None:
+        """The replica has died. Returns the name of its transfer agent, if it was ever used. Mutates."""
+        self._heard.pop(replica_id, None)
+        self._candidates.pop(replica_id, None)
+        return self._agent_names.pop(replica_id, None)
+
+    def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
+        peer = TransferPeer.from_metadata(table[replica_id]["peer"])
+        self._agent_names[replica_id] = peer.agent_name
+        return peer
+
+    def _decode_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> DecodeCandidate:
+        """Remembers it. Mutates."""
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
+        unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
+        heard = self._heard.get(replica_id)
+        if heard is None:
+            free_blocks = total_blocks - unheard
+            candidate = DecodeCandidate(replica_id, total_blocks, free_blocks, num_in_flight, node_id=node_id)
+        else:
+            candidate = DecodeCandidate(
+                replica_id=replica_id,
+                total_blocks=total_blocks,
+                free_blocks=heard.load.free_blocks - unheard,
+                num_in_flight=num_in_flight,
+                num_queued=heard.load.num_queued,
+                later_free_blocks=tuple(free - unheard for free in heard.load.later_free_blocks),
+                expected_tokens=heard.load.expected_tokens,
+                step_s=heard.load.step_s,
+                node_id=node_id,
+            )
+        self._candidates[replica_id] = candidate
+        return candidate
+
+    def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
+        total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
+        ours, coming = self._prompt_tokens[replica_id], self._coming_tokens[replica_id]
+        heard = self._heard.get(replica_id)
+        if heard is None:
+            return PrefillCandidate(replica_id, total_blocks, ours + coming, node_id=node_id)
+        rate = heard.load.prefill_tokens_per_s
+        done = int(rate * (self._clock() - heard.at_s))
+        queued = max(heard.load.queued_prompt_tokens - done, ours) + coming
+        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)

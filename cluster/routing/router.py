@@ -1,0 +1,295 @@
+"""Runs a generation: picks replicas, runs attempts, retries what failed, yields tokens in order, each once.
+
+Nothing of it is visible to the client but the tokens and, at the end, one error if there is no other way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Collection
+from dataclasses import dataclass
+
+from cluster.api_error import ApiError
+from cluster.autoscaling.demand_meter import DemandMeter
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.routing.attempt import Attempt, AttemptLimits, retrieve
+from cluster.routing.attempt_failed import AttemptFailed, Stage
+from cluster.routing.attempt_history import AttemptHistory
+from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.batch_queue import BatchQueue
+from cluster.routing.cold_start import ColdStart
+from cluster.routing.dead_replicas import DeadReplicas
+from cluster.routing.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
+from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pool_view import PoolView
+from cluster.routing.pulse_table import PulseRules
+from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.route_refusal import refuse
+from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.routing.watched_pool import WatchedPool
+from replicas.messages import CallStatus, Frame
+
+logger = logging.getLogger(__name__)
+
+_RECOVERY_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """From the config. retry_delay_s doubles with each retry.
+
+    frozen_after_s: silence of a replica after which it is given up; recovery_s: how long a stream that has begun waits
+    for another replica when none is left.
+    """
+
+    max_queued: int
+    max_retries: int
+    block_size: int
+    attempt: AttemptLimits
+    retry_delay_s: float = 0.05
+    frozen_after_s: float = 5.0
+    recovery_s: float = 30.0
+    cold_start_s: float = 300.0
+
+
+class Router:
+    """One per ingress replica, on its event loop."""
+
+    def __init__(
+        self,
+        *,
+        decode: PoolClient,
+        prefill: PoolClient | None,
+        rules: RoutingRules,
+        limits: RouterLimits,
+        metrics: IngressMetrics,
+        channel_host: str,
+    ) -> None:
+        self._rules, self._limits, self._metrics = rules, limits, metrics
+        self._decode = self._watched("decode", decode)
+        self._prefill = self._watched("prefill", prefill) if prefill else None
+        self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
+        self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        self._cold_start = ColdStart(rules, limits.cold_start_s, metrics)
+        self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
+        self._mailboxes = Mailboxes()
+        self._intake = FrameIntake(
+            f"router-{uuid.uuid4().hex[:12]}",
+            channel_host,
+            self._decode,
+            self._mailboxes,
+            on_frame=self._on_frame,
+            on_gap=lambda: metrics.retried("frames"),
+            replay_timeout_s=limits.attempt.tail_s,
+        )
+
+    async def start(self) -> None:
+        """Bind the token channel. Before any generation."""
+        await self._intake.receiver.start()
+        for pool in self.pools:
+            pool.start()
+
+    async def stop(self) -> None:
+        """Close the token channel. After the last generation."""
+        for pool in self.pools:
+            await pool.stop()
+        await self._intake.receiver.stop()
+
+    def let_be_empty(self, names: Collection[str]) -> None:
+        """Of these pools a request waits for the first replica, if they have none. On the router's event loop."""
+        self._cold_start.watch({pool.name: pool.staying for pool in self.pools if pool.name in names})
+
+    def pools_changed(self, decodes: ReplicaTable) -> None:
+        """The decode pool is this now. On the router's event loop."""
+        self._intake.admit(decodes)
+        self._cold_start.wake()
+
+    def prefill_changed(self) -> None:
+        """The prefill pool is another now. On the router's event loop."""
+        self._cold_start.wake()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether tokens are still being received."""
+        return self._intake.receiver.is_alive
+
+    @property
+    def num_waiting(self) -> int:
+        return self._view.num_waiting
+
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
+        """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
+        if asked for, what the model thought of the prompt. Raises ApiError.
+
+        Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
+        """
+        deadline_s = time.monotonic() + spec.timeout_s
+        output: BatchQueue[GenerationItem] = BatchQueue()
+        leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
+        need = self._need(leg)
+        with self.demand.opened(need, self._rules) as demand:
+            await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
+            # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
+            # come together each sees those before it.
+            route = self._route(leg)
+            self._check_room(route)
+            first = self._open_attempt(leg, route, deadline_s)
+            run = asyncio.create_task(
+                self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
+            )
+            run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
+            run.add_done_callback(lambda _: output.close())
+            run.add_done_callback(retrieve)
+            try:
+                while items := await output.take():
+                    demand.prompt_done()
+                    yield items
+                await run  # its error, if it has one
+            finally:
+                run.cancel()
+                await asyncio.wait({run})
+
+    # -- one leg, over its attempts ----------------------------------------------------------------
+
+    async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
+        while True:
+            if attempt is None:
+                await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
+                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
+            try:
+                await self._run_attempt(attempt, deadline_s)
+                return
+            except AttemptFailed as failure:
+                self._log_failure(leg, attempt.route, failure, past.num_failed)
+                past = past.after(failure, attempt.route, is_search=leg.spec.beam is not None)
+                if not self._may_retry(leg, failure, past, deadline_s):
+                    raise self._final_error(leg, failure) from failure
+                self._metrics.retried(failure.stage)
+            attempt = None
+            await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
+            legs = leg.split()
+            if len(legs) > 1:
+                await self._run_apart(legs, deadline_s, past)
+                return
+            (leg,) = legs
+
+    async def _run_apart(self, legs: list[Leg], deadline_s: float, past: AttemptHistory) -> None:
+        """Choices that have parted go on each by itself; the first error ends them all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for leg in legs:
+                    group.create_task(self._run_leg(leg, deadline_s, past))
+        except ExceptionGroup as errors:
+            # Not `except*`: what that raises is a group again.
+            raise errors.exceptions[0] from None
+
+    async def _run_attempt(self, attempt: Attempt, deadline_s: float) -> None:
+        try:
+            # Not `wait_for`: it would run the attempt in a task of its own, which a cancellation can miss.
+            async with asyncio.timeout(deadline_s - time.monotonic()) as limit:
+                await attempt.run()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
+
+    def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
+        request = leg.request(uuid.uuid4().hex, max(0.0, deadline_s - time.monotonic()))
+        attempt = Attempt(
+            leg,
+            request,
+            route,
+            decode=self._decode,
+            prefill=self._prefill,
+            view=self._view,
+            mailboxes=self._mailboxes,
+            channel=self._intake.address,
+            limits=self._limits.attempt,
+        )
+        attempt.open()
+        self._metrics.routed(route.kind)
+        if route.kind is RouteKind.FALLBACK:
+            extra = {"event": "fallback", "generation": leg.spec.generation_id, "decode": route.decode_id}
+            logger.warning("no prefill replica: decode computes the prompt", extra=extra)
+        return attempt
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
+        error = failure.api_error(leg.has_emitted, leg.spec.generation_id)
+        if error.status == 429:
+            self._metrics.rejected("queue_timeout")
+        return error
+
+    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
+        is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
+        if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
+            return False
+        if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
+            # It has waited as long as anybody may. Another replica is asked only if that one has room.
+            route = self._route(leg, past.excluded)
+            return not route.must_wait and route.decode_id not in past.excluded
+        return True
+
+    def _check_room(self, route: Route) -> None:
+        if route.must_wait and self.num_waiting >= self._limits.max_queued:
+            self._metrics.rejected("queue_full")
+            logger.warning("request shed", extra={"event": "queue_full", "num_waiting": self.num_waiting})
+            raise ApiError(
+                429,
+                f"{self.num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
+                code="queue_full",
+                retry_after_s=self._retry_after_s(),
+            )
+
+    async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
+        """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
+        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
+        while leg.has_emitted and time.monotonic() < until_s:
+            if not isinstance(self._decide(self._need(leg), past.excluded), Unavailable):
+                break
+            await asyncio.sleep(_RECOVERY_POLL_S)
+        return self._route(leg, past.excluded)
+
+    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
+        need = self._need(leg)
+        decided = self._decide(need, excluded)
+        return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
+
+    def _need(self, leg: Leg) -> Need:
+        request, size = leg.request("", 0.0), self._limits.block_size
+        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
+        return Need(num_tokens, request.max_tokens, num_choices, size, is_search=leg.spec.beam is not None)
+
+    def _decide(self, need: Need, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
+        view = self._view
+        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+
+    def _retry_after_s(self) -> float:
+        """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
+        return float(max(1, self.num_waiting // max(1, len(self._decode.replicas()))))
+
+    def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
+        rules = PulseRules.of(self._limits.frozen_after_s)
+        return WatchedPool(name, pool, rules, self._metrics.replica_lost, lambda *load: self._view.heard_load(*load))
+
+    # -- what the replicas say ---------------------------------------------------------------------
+
+    def _on_frame(self, frame: Frame) -> None:
+        self._view.heard(frame)
+        self._decode.heard(frame.replica_id)
+        self._mailboxes.deliver(frame)
+
+    def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
+        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
+        where = {"decode": route.decode_id, "prefill": route.prefill_id}
+        extra = {"event": "attempt_failed", "generation": leg.spec.generation_id, **how, **where}
+        logger.warning("attempt failed", extra=extra)
+        cause = failure.__cause__
+        if isinstance(cause, ReplicaLost) and cause.is_dead:
+            self._dead.found(cause.replica_id)

@@ -1,0 +1,179 @@
+"""A pool whose replicas can stop answering: calls to one that does are given up, and it is not chosen any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pulse_table import PulseRules, PulseTable
+from cluster.routing.replica_registry import ReplicaTable
+from replicas.messages import CallStatus, EngineLoad, Pulse
+
+logger = logging.getLogger(__name__)
+
+
+class Loss(StrEnum):
+    """Why a replica is not chosen any more, though its pool's table still has it."""
+
+    DEAD = "dead"
+    UNREACHABLE = "unreachable"
+    FROZEN = "frozen"
+    LEAVING = "leaving"
+
+
+class WatchedPool(PoolClient):
+    """One pool as this router sees it. On the router's event loop.
+
+    A replica that has said nothing for a while (no frame, no reply) is asked how it is: a call a second and silent
+    replica. Frozen ones are asked on, and come back when they answer; what waited for them has failed by then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pool: PoolClient,
+        rules: PulseRules,
+        on_lost: Callable[[str, Loss], None],
+        on_load: Callable[[str, EngineLoad], None],
+    ) -> None:
+        """on_lost: told of each loss, by pool and kind. on_load: what a replica said of its load when it was asked."""
+        self.name = name
+        self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
+        self._pulses = PulseTable(rules)
+        self._lost: dict[str, Loss] = {}
+        self._open: dict[str, set[asyncio.Timeout]] = {}  # calls, by replica
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), context=contextvars.Context())
+
+    async def stop(self) -> None:
+        tasks = {task for task in (self._task, *self._asking.values()) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- who there is ------------------------------------------------------------------------------
+
+    def replicas(self) -> ReplicaTable:
+        """All that take work as far as Serve knows, the frozen ones too."""
+        return self._pool.replicas()
+
+    def usable(self) -> ReplicaTable:
+        """Those of them that may be chosen."""
+        table = self._pool.replicas()
+        if not self._lost:
+            return table
+        return {name: metadata for name, metadata in table.items() if name not in self._lost}
+
+    def staying(self) -> ReplicaTable:
+        """Those that are not leaving: with none of them the pool is being emptied."""
+        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) is not Loss.LEAVING}
+
+    @property
+    def lost(self) -> dict[str, Loss]:
+        """Those that may not, and why."""
+        return {name: loss for name, loss in self._lost.items() if name in self._pool.replicas()}
+
+    def heard(self, replica_id: str) -> None:
+        """A frame of it has come."""
+        self._pulses.heard(replica_id)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        """As of the pool; raises ReplicaLost too when the replica freezes meanwhile, or says that it is leaving."""
+        try:
+            result = await self._call_while_it_answers(replica_id, method, *arguments)
+        except ReplicaLost as loss:
+            self._note(loss)
+            raise
+        if getattr(result, "status", None) is CallStatus.LEAVING:
+            refusal = ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
+            self._note(refusal)
+            raise refusal
+        self._pulses.heard(replica_id)
+        return result
+
+    async def _call_while_it_answers(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        limit = asyncio.timeout(None)  # none, until the replica is lost
+        self._open.setdefault(replica_id, set()).add(limit)
+        try:
+            async with limit:
+                return await self._pool.call(replica_id, method, *arguments)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ReplicaLost(replica_id, "has stopped answering", is_dead=False) from None
+        finally:
+            if (others := self._open.get(replica_id)) is not None:
+                others.discard(limit)
+                if not others:
+                    del self._open[replica_id]
+
+    def _note(self, loss: ReplicaLost) -> None:
+        if loss.replica_id not in self._pool.replicas():
+            return
+        if loss.has_left:
+            self._lose(loss.replica_id, Loss.LEAVING)
+        elif loss.is_unreachable:
+            self._pulses.suspect(loss.replica_id)
+            self._lose(loss.replica_id, Loss.DEAD if loss.is_dead else Loss.UNREACHABLE)
+
+    # -- the watch ---------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._rules.interval_s)
+            self._tick(time.monotonic())
+
+    def _tick(self, now_s: float) -> None:
+        table = self._pool.replicas()
+        for gone in [name for name in self._lost if name not in table]:
+            del self._lost[gone]
+        changes = self._pulses.tick(now_s, table)
+        for name in changes.froze:
+            if name not in self._lost:
+                self._lose(name, Loss.FROZEN)
+        for name in changes.recovered:
+            self._recover(name)
+        for name in changes.ask:
+            if name not in self._asking:
+                self._asking[name] = asyncio.create_task(self._ask(name), context=contextvars.Context())
+
+    def _lose(self, replica_id: str, loss: Loss) -> None:
+        if self._lost.get(replica_id) is loss:
+            return
+        self._lost[replica_id] = loss
+        self._on_lost(self.name, loss)
+        logger.warning("replica lost", extra={"event": "replica_lost", "replica": replica_id, "why": loss})
+        if loss is not Loss.LEAVING:  # who leaves ends what it has begun
+            now_s = asyncio.get_running_loop().time()
+            for limit in self._open.pop(replica_id, ()):
+                limit.reschedule(now_s)
+
+    def _recover(self, replica_id: str) -> None:
+        if self._lost.get(replica_id) not in (None, Loss.LEAVING):
+            del self._lost[replica_id]
+            logger.info("replica answers again", extra={"event": "replica_recovered", "replica": replica_id})
+
+    async def _ask(self, replica_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._rules.frozen_after_s):
+                pulse: Pulse = await self._pool.call(replica_id, "pulse")
+        except Exception as error:  # its silence goes on, and tells
+            extra = {"event": "pulse_failed", "replica": replica_id, "reason": repr(error)}
+            logger.info("no pulse", extra=extra)
+            return
+        finally:
+            del self._asking[replica_id]
+        self._pulses.heard(replica_id, pulse.stalled_s)
+        self._on_load(replica_id, pulse.load)

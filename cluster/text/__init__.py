@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizer, chat template, detokeniser, stop strings, a request's text as it grows."""
