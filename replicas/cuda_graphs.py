@@ -63,8 +63,8 @@ class StepGraph:
             self._pass = run()
 
     def replay(self, values: torch.Tensor) -> Pass:
-        """values: int32 on the host, in the static input's shape. Does not wait."""
-        self._input.copy_(values.pin_memory(), non_blocking=True)
+        """values: int32 in pinned memory, in the static input's shape. Does not wait."""
+        self._input.copy_(values, non_blocking=True)
         self._graph.replay()
         return self._pass
 
@@ -75,12 +75,12 @@ class PlannedPass:
     wants tokens."""
 
     graph: StepGraph
-    values: list[list[int]] | list[int]
+    values: torch.Tensor
     num_samples: int
 
     def launch(self) -> Pass:
         """Does not wait. What the last pass of any graph gave is overwritten."""
-        return self.graph.replay(torch.tensor(self.values, dtype=torch.int32))
+        return self.graph.replay(self.values)
 
 
 class StepGraphs:
@@ -113,9 +113,7 @@ class StepGraphs:
     def draw_all_ways(self) -> None:
         """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
         for size in {1, 2, 16} & set(self._batch_sizes):
-            launched = self._decode[size].replay(
-                torch.tensor([[self._slots.padding_slot] * size, [-1] * size, [0] * size], dtype=torch.int32)
-            )
+            launched = self._decode[size].replay(_pinned([[self._slots.padding_slot] * size, [-1] * size, [0] * size]))
             for kinds in ((False, False), (True, False), (True, True)):
                 draw_tokens(
                     launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
@@ -144,7 +142,7 @@ class StepGraphs:
             [row.position for row in rows] + [-1] * padding,
             [row.choice for row in rows] + [0] * padding,
         ]
-        return PlannedPass(self._decode[size], values, len(rows))
+        return PlannedPass(self._decode[size], _pinned(values), len(rows))
 
     def _capture_decode(self, size: int) -> StepGraph:
         layout = Launches(size, self._sharing.most_pieces(size), self._sharing.tile_len(size), 0, 0, ()).pack()
@@ -172,7 +170,7 @@ class StepGraphs:
             return None
         padding = [0] * (self._lengths[index] - length)
         values = [*chunk.token_ids, *padding, length, chunk.slot, chunk.targets[0].choice]
-        return PlannedPass(self._prefill[self._lengths[index]], values, 1)
+        return PlannedPass(self._prefill[self._lengths[index]], _pinned(values), 1)
 
     def _capture_prefill(self, length: int) -> StepGraph:
         device = self._slots.state.device
@@ -205,3 +203,7 @@ class StepGraphs:
         )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _pinned(values: list[list[int]] | list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32).pin_memory()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
 from replicas.cuda_attention import bind_attention
-from replicas.cuda_graphs import StepGraphs
-from replicas.cuda_slots import CudaSlots
+from replicas.cuda_graphs import PlannedPass, StepGraphs
+from replicas.cuda_slots import CudaSlots, SamplingKinds
 from replicas.cuda_step import build_cuda_inputs
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
@@ -61,22 +62,34 @@ class CudaRunner(ModelRunner):
         if not passes:
             return super()._compute(plan)
         kinds = self._slots.kinds(plan)
-        tokens, logits = [], []
-        for planned in passes:
-            launched = planned.launch()
-            if kinds.is_plain:
+        choice = self._draw(passes, kinds) if kinds.is_plain else self._choose(passes, plan)
+        return StepHandle(plan, *self._on_the_way(choice, ()))
+
+    def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> TokenChoice:
+        """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
+        fed = self._slots.last_token.clone() if len(passes) > 1 else None
+        tokens = []
+        try:
+            for planned in passes:
+                launched = planned.launch()
                 drawn = draw_tokens(
                     launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
                     has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
                 )  # fmt: skip
                 tokens.append(drawn[: planned.num_samples])
-            else:  # a copy: the next pass overwrites them
-                logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))
-        if kinds.is_plain:
-            choice = TokenChoice(torch.cat(tokens))
-        else:
-            choice = choose_tokens(torch.cat(logits), SamplePlace.all_of(plan), self._slots)
-        return StepHandle(plan, *self._on_the_way(choice, ()))
+            return TokenChoice(torch.cat(tokens))
+        except Exception:
+            if fed is not None:  # the step will be run again in pieces: from the tokens it was planned with
+                self._slots.last_token.copy_(fed)
+            raise
+
+    def _choose(self, passes: Sequence[PlannedPass], plan: StepPlan) -> TokenChoice:
+        """Run the passes, then choose as on a CPU: by rules, or with log-probabilities."""
+        logits = []
+        for planned in passes:
+            launched = planned.launch()
+            logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))  # the next overwrites it
+        return choose_tokens(torch.cat(logits), SamplePlace.all_of(plan), self._slots)
 
     def _on_the_way(
         self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,14 +67,17 @@ def make_cases(lengths: tuple[int, ...], vocab_size: int) -> list[Case]:
 
 
 @torch.inference_mode()
-def reference_rows(folder: str, cases: list[Case], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """float32 [forced + 1, vocab_size] of each case, on the host. The weights are those of load_format dummy."""
+def reference_rows(
+    folder: str, cases: list[Case], dtype: torch.dtype, device: torch.device, weights: torch.dtype = torch.bfloat16
+) -> list[torch.Tensor]:
+    """float32 [forced + 1, vocab_size] of each case, on the host, computed in dtype: float32, or that of the weights,
+    which are those of load_format dummy."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder)
     # Eager attention: library kernels may round float32 on the way.
     attention = "eager" if dtype is torch.float32 else "sdpa"
     with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention)
     model = model.eval()
     if dtype is torch.float32:
         model = model.float()  # the same weights; not for bf16, where it would round the rotary frequencies too
@@ -113,14 +117,8 @@ class SeenLogits:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Both runners choose tokens by the same function; what it is given is kept."""
-        import replicas.model_runner as base
-
-        modules: list[Any] = [base]
-        if self._runner.pool.tensor.is_cuda:
-            import replicas.cuda_runner as cuda
-
-            modules.append(cuda)
-        original: Any = getattr(base, "choose_tokens")  # noqa: B009  # imported there, not exported
+        modules: list[Any] = [import_module(kind.__module__) for kind in type(self._runner).__mro__[:-1]]
+        original: Any = modules[0].choose_tokens
 
         def seen(logits: torch.Tensor, *arguments: Any) -> Any:
             self._last.append(logits.float().cpu())

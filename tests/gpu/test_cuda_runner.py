@@ -1,0 +1,132 @@
+"""The CUDA runner's own ways through a step: graphs, several behind each other, launches by hand.
+
+On a card as it is. In Triton's interpreter a graph is a function that is called, and nothing is compiled or pinned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
+from replicas.kv_pool import KvPool
+from replicas.model_loader import load_model
+from replicas.settings import ModelSettings
+from replicas.step_isolation import run_isolated
+from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.sampling_params import SamplingParams
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas import cuda_attention, cuda_graphs, cuda_runner, cuda_step
+from replicas.cuda_runner import CudaRunner
+
+pytestmark = pytest.mark.interpreted
+
+LENGTHS = (5, 40, 20, 60, 33, 50)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class CalledGraph:
+    """Stands for a StepGraph where there is no card. num_replays: of all of them."""
+
+    num_replays = 0
+
+    def __init__(self, static_input: torch.Tensor, run: Callable[[], Any], pool: Any) -> None:
+        self._input, self._run = static_input, run
+        run()
+
+    def replay(self, values: torch.Tensor) -> Any:
+        CalledGraph.num_replays += 1
+        self._input.copy_(values)
+        return self._run()
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small prompts take all ways; what only a card has is left out where there is none."""
+    monkeypatch.setattr(cuda_graphs, "_PREFILL_LENGTHS", (16, 32, 64))
+    monkeypatch.setattr(cuda_step, "_MIN_FRESH", 32)
+    monkeypatch.setattr(cuda_step, "_FRESH_MULTIPLE", 16)
+    if torch.cuda.is_available():
+        return
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    for name, value in {
+        "synchronize": lambda: None,
+        "graph_pool_handle": lambda: None,
+        "Event": lambda: event,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=4),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: None)
+    monkeypatch.setattr(cuda_attention, "_FRESH_BACKENDS", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    monkeypatch.setattr(cuda_graphs, "StepGraph", CalledGraph)
+
+
+def make_runner(folder: Path, device: torch.device) -> CudaRunner:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    settings = ModelSettings(str(folder), str(folder), "float16", 256, "dummy", False)
+    loaded = load_model(settings, device)
+    for module in loaded.model.modules():  # on a CPU some lie in column order
+        if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+            module.weight.data = module.weight.data.contiguous()
+    runner = CudaRunner(loaded, KvPool(loaded.kv_layout(16), 128, device), len(LENGTHS), 256)
+    runner.warm_up()
+    return runner
+
+
+@torch.inference_mode()
+def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, device)
+    cases = make_cases(LENGTHS, CONFIG["vocab_size"])
+    seen = SeenLogits(runner, cases)
+    with seen.watch():
+        seen.run()
+    exact, rounded = (
+        reference_rows(str(tmp_path), cases, dtype, device, torch.float16) for dtype in (torch.float32, torch.float16)
+    )
+    for way in compare(seen.rows, exact, rounded):
+        assert way["ours mean"] <= 1.5 * way["HF mean"], way
+    assert 0 < seen.num_drawn == seen.num_best
+
+
+@torch.inference_mode()
+def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(tmp_path, device)
+    greedy = SamplingParams(temperature=0.0)
+    prompt, later = tuple(range(10, 30)), tuple(range(200, 240))
+    first = PrefillChunk("row", 0, 0, prompt, (SampleTarget(0, 0),))
+    tables = (TableWrite(0, 0, (5, 3)), TableWrite(1, 0, (4, 9, 7)))
+    begin = StepPlan(0, (SlotInit(0, 0, greedy, None),), tables, (), (first,), ())
+    chunk = PrefillChunk("prompt", 1, 0, later, (SampleTarget(1, 0),))
+    plan = StepPlan(1, (SlotInit(1, 0, greedy, None),), (), (), (chunk,), (DecodeRow("row", 0, 0, len(prompt)),))
+    runner.launch(begin).result()
+    expected = runner.launch(plan).result().tokens
+    runner.launch(begin).result()
+    original, calls = cuda_runner.draw_tokens, []
+
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(cuda_runner, "draw_tokens", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.launch(plan)
+    again = run_isolated(runner, plan)
+    assert not again.errors
+    assert set(again.output.tokens) == set(expected)
