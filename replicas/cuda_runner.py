@@ -62,26 +62,25 @@ class CudaRunner(ModelRunner):
         if not passes:
             return super()._compute(plan)
         kinds = self._slots.kinds(plan)
-        choice = self._draw(passes, kinds) if kinds.is_plain else self._choose(passes, plan)
-        return StepHandle(plan, *self._on_the_way(choice, ()))
+        fed = self._slots.last_token.clone()
+        try:
+            choice = self._draw(passes, kinds) if kinds.is_plain else self._choose(passes, plan)
+            return StepHandle(plan, *self._on_the_way(choice, ()))
+        except Exception:  # the step will be run again, in pieces: from the tokens it was planned with
+            self._slots.last_token.copy_(fed)
+            raise
 
     def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> TokenChoice:
         """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
-        fed = self._slots.last_token.clone() if len(passes) > 1 else None
         tokens = []
-        try:
-            for planned in passes:
-                launched = planned.launch()
-                drawn = draw_tokens(
-                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-                    has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
-                )  # fmt: skip
-                tokens.append(drawn[: planned.num_samples])
-            return TokenChoice(torch.cat(tokens))
-        except Exception:
-            if fed is not None:  # the step will be run again in pieces: from the tokens it was planned with
-                self._slots.last_token.copy_(fed)
-            raise
+        for planned in passes:
+            launched = planned.launch()
+            drawn = draw_tokens(
+                launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
+            )  # fmt: skip
+            tokens.append(drawn[: planned.num_samples])
+        return TokenChoice(torch.cat(tokens))
 
     def _choose(self, passes: Sequence[PlannedPass], plan: StepPlan) -> TokenChoice:
         """Run the passes, then choose as on a CPU: by rules, or with log-probabilities."""

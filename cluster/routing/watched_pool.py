@@ -94,12 +94,15 @@ class WatchedPool(PoolClient):
         try:
             result = await self._call_while_it_answers(replica_id, method, *arguments)
         except ReplicaLost as loss:
-            self._note(loss)
+            if loss.is_unreachable and replica_id in self._pool.replicas():
+                self._pulses.suspect(replica_id)
+                self._lose(replica_id, Loss.DEAD if loss.is_dead else Loss.UNREACHABLE)
             raise
         if getattr(result, "status", None) is CallStatus.LEAVING:
-            refusal = ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
-            self._note(refusal)
-            raise refusal
+            # Its own word, and for good. One that is off the table may be back: Serve reconfigures it for a moment.
+            if replica_id in self._pool.replicas():
+                self._lose(replica_id, Loss.LEAVING)
+            raise ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
         self._pulses.heard(replica_id)
         return result
 
@@ -118,15 +121,6 @@ class WatchedPool(PoolClient):
                 others.discard(limit)
                 if not others:
                     del self._open[replica_id]
-
-    def _note(self, loss: ReplicaLost) -> None:
-        if loss.replica_id not in self._pool.replicas():
-            return
-        if loss.has_left:
-            self._lose(loss.replica_id, Loss.LEAVING)
-        elif loss.is_unreachable:
-            self._pulses.suspect(loss.replica_id)
-            self._lose(loss.replica_id, Loss.DEAD if loss.is_dead else Loss.UNREACHABLE)
 
     # -- the watch ---------------------------------------------------------------------------------
 
