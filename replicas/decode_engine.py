@@ -98,7 +98,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
 
     @property
     def is_idle(self) -> bool:
-        return super().is_idle and not self.sender.has_unsent
+        return super().is_idle and not self.sender.owes_tokens
 
     def on_transfer_event(self, event: Event) -> None:
         """Called by the transfer thread. Does not block."""

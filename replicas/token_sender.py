@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -71,7 +72,7 @@ class _Channel:
 class TokenSender:
     """Sends frames to routers in order, without ever blocking.
 
-    Owned by the engine's thread: every method is called there, except `replay`, which any thread may call.
+    Owned by the engine's thread: every method is called there, except `replay` and `owes_tokens`.
 
     A frame that a channel cannot take now (not connected yet, router too slow) stays in the channel's ring and goes out
     before any later one, at the next `send` or `flush`. The ring also keeps sent frames for `replay`. It is bounded: a
@@ -100,7 +101,7 @@ class TokenSender:
         # Next seq of closed channels: if the router comes back, the numbering goes on, or it would take new frames for
         # old ones. In order of closing.
         self._closed: dict[ChannelAddress, int] = {}
-        # Guards _channels and the rings against replay() on another thread; never held while sending.
+        # Guards _channels and the rings against readers on other threads; never held while sending.
         self._lock = threading.Lock()
 
     @property
@@ -112,6 +113,17 @@ class TokenSender:
     def has_unsent(self) -> bool:
         """Whether some frame waits in a ring: then call flush() soon, even when there is nothing new to send."""
         return any(channel.unsent_seq < channel.next_seq for channel in self._channels.values())
+
+    @property
+    def owes_tokens(self) -> bool:
+        """Whether a frame that a request waits for has not left. Frames with nothing but load concern nobody here when
+        this replica, or their router, ends. Any thread."""
+        with self._lock:
+            return any(
+                frame.admitted or frame.tokens or frame.prompts
+                for channel in self._channels.values()
+                for frame in islice(channel.ring, channel.unsent_seq - channel.oldest_seq, None)
+            )
 
     def open(self, address: ChannelAddress) -> None:
         """Start connecting to a router; does nothing when that very channel is open.

@@ -125,6 +125,10 @@ async def test_an_absent_router_stalls_and_frames_wait_in_order() -> None:
     assert sender.stalled_routers(104.0) == []
     assert sender.stalled_routers(105.1) == ["absent"]
     assert [frame.seq for frame in sender.replay("absent", 1)] == [1, 2]
+    assert not sender.owes_tokens  # its load is all that the router has missed
+    sender.send("absent", LOAD, admitted=["request"])
+    sender.send("absent", LOAD)
+    assert sender.owes_tokens
     sender.shut_down(linger_s=0)
 
 
