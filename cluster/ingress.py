@@ -88,15 +88,7 @@ class Ingress:
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
             rules=self._rules,
-            limits=RouterLimits(
-                max_queued=config.ingress.max_queued_requests,
-                max_retries=config.ingress.max_retries,
-                block_size=config.kv.block_size,
-                cold_start_s=config.ingress.cold_start_timeout_s,
-                attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
-                frozen_after_s=config.lifecycle.frozen_after_s,
-                recovery_s=config.lifecycle.recovery_timeout_s,
-            ),
+            limits=_router_limits(config),
             metrics=self.metrics,
             channel_host=channel_host(config),
         )
@@ -240,6 +232,18 @@ class Ingress:
             return await asyncio.create_task(call(), context=contextvars.Context())
         except Exception as error:
             return [error]
+
+
+def _router_limits(config: ServingConfig) -> RouterLimits:
+    return RouterLimits(
+        max_queued=config.ingress.max_queued_requests,
+        max_retries=config.ingress.max_retries,
+        block_size=config.kv.block_size,
+        cold_start_s=config.ingress.cold_start_timeout_s,
+        attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
+        frozen_after_s=config.lifecycle.frozen_after_s,
+        recovery_s=config.lifecycle.recovery_timeout_s,
+    )
 
 
 def channel_host(config: ServingConfig) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.admission_settings import admission_policy
-from cluster.configuration.config_parts import checked, own_part_here
+from cluster.configuration.config_file import section_of
+from cluster.configuration.config_parts import own_part_here
 from cluster.configuration.pool_config import DecodePoolConfig, PoolConfig
 from cluster.configuration.serving_config import ServingConfig, SharedConfig
 from cluster.ingress import model_source
@@ -25,8 +26,8 @@ class PoolSettings:
     def __call__(self) -> EngineSettings:
         """Raises ConfigError."""
         kind = DecodePoolConfig if self.pool == "decode" else PoolConfig
-        pool = checked(kind, own_part_here(), f"pools.{self.pool}.")
-        return engine_settings(self.pool, pool, checked(SharedConfig, self.shared))
+        pool = section_of(kind, own_part_here(), f"pools.{self.pool}.")
+        return engine_settings(self.pool, pool, section_of(SharedConfig, self.shared))
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class IngressSettings:
 
     def __call__(self) -> ServingConfig:
         """Raises ConfigError."""
-        return checked(ServingConfig, self.shared | own_part_here())
+        return section_of(ServingConfig, self.shared | own_part_here())
 
 
 def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> EngineSettings:

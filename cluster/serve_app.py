@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.app import build_shared_app
-from cluster.configuration.config_parts import checked
+from cluster.configuration.config_file import section_of
 from cluster.configuration.serving_config import SharedConfig
 from cluster.user_error import ConfigError
 
@@ -21,4 +21,4 @@ def build(args: Mapping[str, Any]) -> Any:
         raise ConfigError(
             f"args: expected exactly the key config with a part of a SplitServe config, found {sorted(args)}"
         )
-    return build_shared_app(checked(SharedConfig, args["config"]), args["config"])
+    return build_shared_app(section_of(SharedConfig, args["config"]), args["config"])

@@ -64,9 +64,9 @@ def _most_likely(logprobs: Tensor, k: int) -> Tensor:
         return torch.empty(logprobs.shape[0], 0, dtype=torch.int64, device=logprobs.device)
     if logprobs.device.type == "cpu":  # a GPU would have to be waited for
         least = logprobs.topk(k, dim=-1).values[:, -1:]
-        ids = (logprobs >= least).nonzero()[:, 1]
-        if len(ids) == len(logprobs) * k:  # no row has several that equal its last one, or NaN
-            ids = ids.view(-1, k)
+        is_top = logprobs >= least
+        if bool((is_top.sum(dim=-1) == k).all()):  # no row has several that equal its last one, or NaN
+            ids = is_top.nonzero()[:, 1].view(-1, k)
             return ids.gather(1, logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
     return _first_of_equal_ones(logprobs, k)
 

@@ -41,9 +41,18 @@ def load_for_elsewhere(path: str | Path) -> tuple[dict[str, Any], Config]:
 def config_of(values: Mapping[str, Any]) -> Config:
     """The config of a mapping; files are not looked for. Raises ConfigError with one line for each wrong thing."""
     config, problems = _validate(dict(values), None)
-    if config is None:
-        raise ConfigError(*(f"{'.'.join(problem.path)}: {problem.text}" for problem in problems))
-    return config
+    return _or_raise(config, problems)
+
+
+def section_of(kind: type[SectionT], values: Mapping[str, Any], where: str = "") -> SectionT:
+    """A part of the config by itself. where: dotted place of its keys in the whole. Raises ConfigError likewise."""
+    return _or_raise(*_problems_with(kind, values), where)
+
+
+def _or_raise(section: SectionT | None, problems: list[Problem], where: str = "") -> SectionT:
+    if section is None:
+        raise ConfigError(*(f"{where}{'.'.join(problem.path)}: {problem.text}" for problem in problems))
+    return section
 
 
 def _load(file: Path, overrides: Mapping[str, object], is_elsewhere: bool) -> tuple[dict[str, Any], Config]:
@@ -96,7 +105,7 @@ def _validate(values: dict[Any, Any], base_dir: Path | None) -> tuple[Config | N
 
     base_dir: folder from which relative paths count; None: files are not looked for.
     """
-    config, problems = problems_with(Config, values, base_dir)
+    config, problems = _problems_with(Config, values, base_dir)
     doubtful = {path for problem in problems for path in problem.doubtful}
     if doubtful:
         # Conflicts were not looked for, as they need valid values: leave out what is wrong and try again.
@@ -109,7 +118,7 @@ def _validate(values: dict[Any, Any], base_dir: Path | None) -> tuple[Config | N
     return config, problems
 
 
-def problems_with(
+def _problems_with(
     kind: type[SectionT], values: Mapping[Any, Any], base_dir: Path | None = None
 ) -> tuple[SectionT | None, list[Problem]]:
     """A section of the config, or what is wrong with it by itself."""

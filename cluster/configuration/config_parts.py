@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from cluster.configuration.config_file import problems_with
-from cluster.configuration.config_section import Section
 from cluster.configuration.serving_config import ServingConfig, SharedConfig
 from cluster.user_error import ConfigError
 
@@ -23,7 +21,6 @@ OWN_PART_VARIABLE = "SPLITSERVE_DEPLOYMENT_CONFIG"
 _SERVE_KEYS = ("replicas", "autoscaling", "num_cpus", "num_gpus", "node_labels")
 
 Values = Mapping[str, Any]
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def shared_part(values: Values) -> dict[str, Any]:
@@ -68,14 +65,6 @@ def own_part_here() -> dict[str, Any]:
         ) from None
     assert isinstance(values, dict)
     return values
-
-
-def checked(kind: type[SectionT], values: Values, where: str = "") -> SectionT:
-    """A part of the config by itself. where: dotted place of its keys in the whole. Raises ConfigError."""
-    section, problems = problems_with(kind, values)
-    if section is None:
-        raise ConfigError(*(f"{where}{'.'.join(problem.path)}: {problem.text}" for problem in problems))
-    return section
 
 
 def _picked(values: Values, names: Any) -> dict[str, Any]:
