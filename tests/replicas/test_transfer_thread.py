@@ -97,7 +97,8 @@ def test_cancel_during_the_read_releases_the_blocks_only_at_its_end(pair: Pair) 
     until(lambda: pair.reader.thread.snapshot().reads_in_flight == 1)
     pair.reader.thread.cancel("c-read")
     assert pair.lost("c-read") is LossReason.CANCELLED
-    assert pair.source_outcome("c-read") is SourceOutcome.DROPPED
+    # The reader does not look at its read any more, but the transport ends it, and may tell the source so first.
+    assert pair.source_outcome("c-read") in (SourceOutcome.DROPPED, SourceOutcome.CONFIRMED)
     until(lambda: pair.reader.thread.snapshot().reads_quarantined == 1)
     assert "ReadReleased" not in pair.reader.seen("c-read")
     pair.reader.faults.held = set()
