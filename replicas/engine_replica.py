@@ -1,7 +1,8 @@
-"""What the Serve replicas of both kinds of engine have in common: start, metadata, health, metrics, drain, end.
+"""What the Serve replicas of both kinds of engine have in common: start, calls, metadata, health, metrics, drain, end.
 
-How one leaves: Serve takes it off the routers' tables, waits for the calls that are open here, and then for `__del__`;
-that waits for the readers of what it computed. All of it within `drain_timeout_s`, when Serve kills the process.
+How one leaves: Serve takes it off the routers' tables and waits for `__del__`; that takes no new calls, and waits for
+those that are open and for the readers of what it computed. All of it within `drain_timeout_s`, when Serve kills the
+process.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from replicas.engine_watch import EngineWatch
+from replicas.call_server import CallServer
+from replicas.call_wire import Decoder
+from replicas.engine_watch import EngineWatch, Watched
 from replicas.messages import Pulse
 from replicas.settings import EngineSettings
 
@@ -29,11 +32,14 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
 
 EngineT = TypeVar("EngineT", bound="Engine[Any, Any]")
+CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
 
 
-class EngineReplica(ABC, Generic[EngineT]):
-    """Loads its engine in the constructor (blocks until it can serve)."""
+class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
+    """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
+
+    call_type: ClassVar[type]  # CallT
 
     def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
         """settings: or what finds them in this process."""
@@ -54,24 +60,44 @@ class EngineReplica(ABC, Generic[EngineT]):
         gc.collect()
         gc.freeze()
         self._built.start()
-        self._watch = EngineWatch(self._built.watched(), settings.restart_after_s)
-        self._watch.start()
         self._termination = Termination(settings.drain_timeout_s)
         self._termination.watch()
         self._has_left = False
+        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        decode: Decoder[CallT] = Decoder(self.call_type)
+        self._calls = CallServer(host, decode, self._take, self._engine.cancel)
+        self._calls.start()
+        watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
+        self._watch = EngineWatch(watched, settings.restart_after_s)
+        self._watch.start()
 
     @abstractmethod
     def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[EngineT]:
         """The engine, not started. Imports the builder itself: it needs torch."""
 
+    @abstractmethod
+    def _begin(self, call: CallT) -> Future[ReplyT]:
+        """A request's part at this engine. Any thread; does not block."""
+
+    @abstractmethod
+    def _refusal(self) -> ReplyT:
+        """The reply of one that leaves."""
+
+    def _take(self, call: CallT) -> Future[ReplyT]:
+        if not self.is_leaving:
+            return self._begin(call)
+        refused: Future[ReplyT] = Future()
+        refused.set_result(self._refusal())
+        return refused
+
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
-        return {**self._built.metadata(), "node_id": self._node_id}
+        return {**self._built.metadata(), "node_id": self._node_id, "calls": self._calls.address.to_metadata()}
 
     @property
     def is_leaving(self) -> bool:
         """Whether new work is refused: routers learn of it before Serve tells them."""
-        return self._termination.is_requested
+        return self._has_left or self._termination.is_requested
 
     async def pulse(self) -> Pulse:
         """Load, not older than a step and 50 ms, and whether the engine stands still. Answered while it computes."""
@@ -91,30 +117,26 @@ class EngineReplica(ABC, Generic[EngineT]):
         self._built.check_health()
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
-        """Serve's hook for the end, when no call is open any more; it awaits the result."""
+        """Serve's hook for the end, when no router has it on its table any more; it awaits the result."""
         if getattr(self, "_has_left", True):  # not started, or the second time: by the garbage collector
             return None
         self._has_left = True
         return self._leave()
 
     async def _leave(self) -> None:
-        """Wait for the readers of leases, and for frames to leave; then end the engine."""
+        """Wait for calls, for the readers of leases, and for frames to leave; then end the engine."""
         self._watch.stop()
         begun_s = time.monotonic()
         deadline_s = begun_s + self._built.settings.drain_timeout_s
         while time.monotonic() < deadline_s:
-            if self._built.is_drained:
+            if self._is_drained:
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
-        extra = {"event": "drained", "waited_s": round(time.monotonic() - begun_s, 2), "all": self._built.is_drained}
+        extra = {"event": "drained", "waited_s": round(time.monotonic() - begun_s, 2), "all": self._is_drained}
         logger.info("the replica leaves", extra=extra)
         await asyncio.to_thread(self._built.stop)
+        await asyncio.to_thread(self._calls.stop)
 
-
-async def reply_or_cancel(future: Future[ReplyT], cancel: Callable[[str], None], request_id: str) -> ReplyT:
-    """Wait for an engine's reply. Serve cancels the call when the client has gone: that frees all the request holds."""
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        cancel(request_id)
-        raise
+    @property
+    def _is_drained(self) -> bool:
+        return not self._calls.num_open and self._built.is_drained

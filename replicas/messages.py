@@ -1,11 +1,12 @@
 """The only types that cross processes. No torch.
 
-Three carriers:
-- Serve calls (router <-> replicas): the dataclasses themselves, inside the trusted Ray cluster.
-- ZeroMQ frames (decode -> router): `Frame`, msgpack.
-- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack.
+Four carriers:
+- ZeroMQ calls (router <-> replicas): `GenerateCall`, `PrefillCall` and their replies, msgpack (`replicas.call_wire`).
+- ZeroMQ frames (decode -> router): `Frame`, msgpack (`replicas.wire`).
+- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack (likewise).
+- Serve calls (router <-> replicas): the other dataclasses themselves, inside the trusted Ray cluster.
 
-Bytes from a socket are decoded by `replicas.wire`, field by field; nothing is unpickled.
+Nothing of the first three is unpickled.
 """
 
 from __future__ import annotations

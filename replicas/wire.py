@@ -1,4 +1,4 @@
-"""Bytes of the two carriers that are not Serve calls: token frames (ZeroMQ) and NIXL notifications. No torch.
+"""Bytes of what streams: token frames (ZeroMQ) and NIXL notifications. No torch.
 
 A message is one msgpack array: version, tag, then the dataclass's fields in order. Decoding checks every field's
 exact type and range, and the length of every array: whatever is not precisely what an encoder here produces raises

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
-from replicas.engine_replica import reply_or_cancel
+from replicas.call_server import CallServer
+from replicas.call_wire import Decoder
 from replicas.messages import (
     CallStatus,
     FirstToken,
     Frame,
     GenerateCall,
-    GenerateReply,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -31,12 +32,12 @@ class StubDecodeReplica:
         self._epoch = epoch
         self._engine = StubDecodeEngine(TokenSender(self._replica_id, epoch), step_s)
         self._engine.start()
+        self._calls = CallServer(_own_host(), Decoder(GenerateCall), self._engine.generate, self._engine.cancel)
+        self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        return _metadata(self._replica_id, self._epoch) | {"channel_public_key": self._engine.sender.public_key}
-
-    async def generate(self, call: GenerateCall) -> GenerateReply:
-        return await reply_or_cancel(self._engine.generate(call), self._engine.cancel, call.request.request_id)
+        metadata = _metadata(self._replica_id, self._epoch, self._calls)
+        return metadata | {"channel_public_key": self._engine.sender.public_key}
 
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
         return self._engine.replay(router_id, from_seq)
@@ -56,14 +57,11 @@ class StubPrefillReplica:
 
     def __init__(self) -> None:
         self._replica_id, self._epoch = _own_id(), uuid.uuid4().hex[:12]
+        self._calls = CallServer(_own_host(), Decoder(PrefillCall), _prefill, lambda request_id: None)
+        self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        return _metadata(self._replica_id, self._epoch)
-
-    async def prefill(self, call: PrefillCall) -> PrefillReply:
-        token_id = call.request.prompt_ids[0]
-        first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
-        return PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load())
+        return _metadata(self._replica_id, self._epoch, self._calls)
 
     async def pulse(self) -> Pulse:
         return Pulse(stub_load(), 0.0)
@@ -74,8 +72,22 @@ class StubPrefillReplica:
     async def metrics_snapshot(self) -> tuple[str, list[Any]]:
         return self._replica_id, []
 
-    async def nothing(self, call: PrefillCall) -> None:
+    async def nothing(self, payload: bytes) -> None:
         """What one Serve call of this size costs."""
+
+
+def _prefill(call: PrefillCall) -> Future[PrefillReply]:
+    token_id = call.request.prompt_ids[0]
+    first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
+    future: Future[PrefillReply] = Future()
+    future.set_result(PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load()))
+    return future
+
+
+def _own_host() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _own_id() -> str:
@@ -85,7 +97,7 @@ def _own_id() -> str:
     return replica_id
 
 
-def _metadata(replica_id: str, epoch: str) -> dict[str, Any]:
+def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any]) -> dict[str, Any]:
     """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's on one host: it travels in every call."""
     peer = TransferPeer(
         replica_id=replica_id,
@@ -104,4 +116,5 @@ def _metadata(replica_id: str, epoch: str) -> dict[str, Any]:
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK_SIZE,
         "kv_bytes_per_token": 1,
+        "calls": calls.address.to_metadata(),
     }

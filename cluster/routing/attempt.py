@@ -97,7 +97,8 @@ class Attempt:
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
-        self._generate = _start(self._call_generate())
+        call = GenerateCall(self._request, self._channel, self._source)
+        self._generate = _start(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         try:
             await self._wait_admitted()
@@ -133,7 +134,7 @@ class Attempt:
         assert self._reader is not None
         num_tokens = len(self._request.prompt_ids)
         self._view.prompt_sent(prefill_id, num_tokens)
-        call = _start(self._prefill.call(prefill_id, "prefill", PrefillCall(self._request, self._reader)))
+        call = _start(self._prefill.submit(prefill_id, PrefillCall(self._request, self._reader)))
         try:
             await _wait(call, generate, timeout_s=handoff_by_s - time.monotonic())
             if not call.done() and generate.done():
@@ -220,11 +221,6 @@ class Attempt:
         return self._leg.num_taken(choice) - self._num_from_prefill
 
     # -- the generate call -------------------------------------------------------------------------
-
-    async def _call_generate(self) -> GenerateReply:
-        call = GenerateCall(self._request, self._channel, self._source)
-        reply: GenerateReply = await self._decode.call(self.route.decode_id, "generate", call)
-        return reply
 
     def _check_generate(self, stage: Stage) -> GenerateReply:
         """The reply that has come. Raises AttemptFailed unless it is OK."""

@@ -6,9 +6,9 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pulse_table import PulseRules, PulseTable
@@ -16,6 +16,8 @@ from cluster.routing.replica_registry import ReplicaTable
 from replicas.messages import CallStatus, EngineLoad, Pulse
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class Loss(StrEnum):
@@ -89,29 +91,37 @@ class WatchedPool(PoolClient):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def submit(self, replica_id: str, call: Any) -> Any:
         """As of the pool; raises ReplicaLost too when the replica freezes meanwhile, or says that it is leaving."""
+        reply = await self._while_it_answers(replica_id, self._pool.submit(replica_id, call))
+        if reply.status is CallStatus.LEAVING:
+            # Its own word, and for good. One that is off the table may be back: Serve reconfigures it for a moment.
+            if replica_id in self._pool.replicas():
+                self._lose(replica_id, Loss.LEAVING)
+            raise ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
+        return reply
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        """As of the pool; raises ReplicaLost too when the replica freezes meanwhile."""
+        return await self._while_it_answers(replica_id, self._pool.call(replica_id, method, *arguments))
+
+    async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
         try:
-            result = await self._call_while_it_answers(replica_id, method, *arguments)
+            result = await self._until_it_is_lost(replica_id, work)
         except ReplicaLost as loss:
             if loss.is_unreachable and replica_id in self._pool.replicas():
                 self._pulses.suspect(replica_id)
                 self._lose(replica_id, Loss.DEAD if loss.is_dead else Loss.UNREACHABLE)
             raise
-        if getattr(result, "status", None) is CallStatus.LEAVING:
-            # Its own word, and for good. One that is off the table may be back: Serve reconfigures it for a moment.
-            if replica_id in self._pool.replicas():
-                self._lose(replica_id, Loss.LEAVING)
-            raise ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
         self._pulses.heard(replica_id)
         return result
 
-    async def _call_while_it_answers(self, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _until_it_is_lost(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
         limit = asyncio.timeout(None)  # none, until the replica is lost
         self._open.setdefault(replica_id, set()).add(limit)
         try:
             async with limit:
-                return await self._pool.call(replica_id, method, *arguments)
+                return await work
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -95,6 +95,9 @@ class FakePool(PoolClient):
         self.members[replica_id] = FakeReplica(replica_id, self._total_blocks, self.cluster.on_sent, is_real)
         return self.members[replica_id]
 
+    async def submit(self, replica_id: str, call: Any) -> Any:
+        return await self.call(replica_id, "generate" if isinstance(call, GenerateCall) else "prefill", call)
+
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         self.cluster.seen()
         call = Call(replica_id, method, arguments)

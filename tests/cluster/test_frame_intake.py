@@ -17,6 +17,9 @@ class _NoPool(PoolClient):
     def replicas(self) -> ReplicaTable:
         return {}
 
+    async def submit(self, replica_id: str, call: Any) -> Any:
+        raise AssertionError("nobody is called")
+
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         raise AssertionError("nobody is called")
 

@@ -1,0 +1,129 @@
+"""One router's calls to one replica: a ZeroMQ DEALER socket (replicas/call_server.py is the other end)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from replicas.call_wire import MAX_MESSAGE_BYTES, CallAddress
+
+logger = logging.getLogger(__name__)
+
+# Any of them: what was sent may be lost.
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_CONNECT_TIMEOUT_MS = 3000
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 10_000  # a host that is silent for so long has gone; frozen processes are noticed by others
+
+
+class ChannelBroken(Exception):
+    """The replica could not be reached, or the connection ended: what was called may have been begun or not."""
+
+
+class CallFailed(Exception):
+    """The replica's answer is that something there failed; the text is the kind of error."""
+
+
+class CallChannel:
+    """Opened once, for any number of calls at a time; of no use once it is broken. One event loop; nothing blocks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: CallAddress, on_broken: Callable[[], None]):
+        """on_broken: called once, before the calls that wait fail."""
+        self._on_broken = on_broken
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}  # by request id
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._is_open = True
+        public_key, secret_key = zmq.curve_keypair()
+        self._socket.curve_publickey, self._socket.curve_secretkey = public_key, secret_key
+        self._socket.curve_serverkey = address.public_key.encode("ascii")
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # the router bounds the calls that are open
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect_timeout = self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
+        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        self._socket.ipv6 = True
+        self._monitor = self._socket.get_monitor_socket(_BROKEN)
+        self._socket.connect(address.endpoint)
+        # In an empty context: what is called from here belongs to no HTTP request.
+        empty = contextvars.Context()
+        empty.run(self._loop.add_reader, self._socket, self._receive)
+        empty.run(self._loop.add_reader, self._monitor, self._watch)
+        # A descriptor tells of what comes after the socket was found empty (zmq_getsockopt(3), ZMQ_FD).
+        empty.run(self._loop.call_soon, self._watch)
+
+    async def call(self, request_id: str, payload: bytes) -> bytes:
+        """The reply. Cancelling this cancels the call at the replica. Raises ChannelBroken, CallFailed.
+
+        request_id: of a call that is not open already; payload: not empty.
+        """
+        if not self._is_open:
+            raise ChannelBroken("the connection has ended")
+        name = request_id.encode("ascii")
+        reply: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting[name] = reply
+        self._send(name, payload)
+        try:
+            return await reply
+        finally:
+            if self._waiting.pop(name, None) is not None and self._is_open:  # cancelled
+                self._send(name, b"")
+
+    def close(self) -> None:
+        """End the connection: the replica cancels what is open. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_reader(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    def _send(self, *parts: bytes) -> None:
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
+        # Sending may use up the descriptor's one sign that something has come.
+        self._receive()
+
+    def _receive(self) -> None:
+        """Take all that has come: the descriptor tells of it once."""
+        while self._is_open:
+            try:
+                name, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            reply = self._waiting.pop(name, None)
+            if reply is None or reply.done():  # nobody waits any more, or the replica asks whether we are there
+                continue
+            if len(parts) == 1:
+                reply.set_result(parts[0])
+            else:
+                reply.set_exception(CallFailed(parts[-1].decode("ascii", "replace") if parts else "no answer"))
+
+    def _watch(self) -> None:
+        """The monitor tells of nothing but what breaks the connection."""
+        if not self._is_open:
+            return
+        with contextlib.suppress(zmq.Again):
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+            self._break()
+
+    def _break(self) -> None:
+        self._receive()  # what came before it broke counts
+        self.close()
+        self._on_broken()
+        waiting, self._waiting = self._waiting, {}
+        for reply in waiting.values():
+            if not reply.done():
+                reply.set_exception(ChannelBroken("the connection has ended"))

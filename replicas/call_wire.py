@@ -1,0 +1,55 @@
+"""Bytes of the calls that routers make and of their replies. No torch.
+
+msgpack of a dataclass' fields by name, checked against their types (msgspec). Nothing is unpickled, and no name in the
+bytes is ever looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+MAX_MESSAGE_BYTES = 64 << 20  # a prompt of a million tokens takes 5 MB, its candidates' log-probabilities 10 times that
+
+_T = TypeVar("_T")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class MalformedCall(ValueError):
+    """These bytes are not what they should be. The text says which field."""
+
+
+def encode(message: Any) -> bytes:
+    """Of a call or a reply. Does not block."""
+    return _ENCODER.encode(message)
+
+
+class Decoder(Generic[_T]):
+    """Makes messages of one type out of bytes."""
+
+    def __init__(self, kind: type[_T]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, payload: bytes) -> _T:
+        """Raises MalformedCall, and nothing else."""
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise MalformedCall(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class CallAddress:
+    """Where a replica takes calls, and its CURVE public key (Z85 text).
+
+    Nobody can connect without the key, and it never travels over that connection: it is a secret of the cluster, told
+    in the replica's metadata, not logged and not shown.
+    """
+
+    endpoint: str
+    public_key: str
+
+    def to_metadata(self) -> dict[str, str]:
+        return asdict(self)

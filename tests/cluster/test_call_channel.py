@@ -1,0 +1,295 @@
+"""A router's calls to a replica over real sockets: replies, ends from either side, strangers, and broken bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import zmq
+
+from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
+from replicas.call_server import CallServer
+from replicas.call_wire import CallAddress, Decoder, MalformedCall, encode
+from replicas.messages import (
+    CallStatus,
+    ChannelAddress,
+    EngineLoad,
+    FinishReason,
+    FirstToken,
+    GenerateCall,
+    GenerateReply,
+    GenerationRequest,
+    PrefillCall,
+    PrefillReply,
+    TransferPeer,
+)
+from scheduler.beam_search import BeamParams
+from scheduler.sampling_params import SamplingParams
+from scheduler.token_logprobs import TokenLogprobs
+
+HOST = "127.0.0.1"
+WAIT_S = 20.0
+SAMPLING = SamplingParams(0.5, 3, 0.9, 1 << 63, logit_bias=((4, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=2)
+BEAM = BeamParams(2, early_stopping="never")
+REQUEST = GenerationRequest(
+    "a1",
+    (5, 6, 49151),
+    (0, 2),
+    7,
+    frozenset({2, 9}),
+    SAMPLING,
+    1.5,
+    -3,
+    "c",
+    1,
+    BeamParams(2, early_stopping="never"),
+    2,
+)
+PEER = TransferPeer("r", "e", "agent", b"\x00\xff", "f", 1 << 47, 1, "VRAM", 10, 64)
+CALL = GenerateCall(REQUEST, ChannelAddress("router", "tcp://127.0.0.1:1", "key"), PEER)
+LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25, 1e5, (4, 3), 9)
+REPLY = GenerateReply(CallStatus.OK, "", ((0, 3), (2, 1)), 0.1, 0.2, 0.3)
+SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CALL,
+        replace(CALL, source=None, request=replace(REQUEST, beam=None, stop_token_ids=frozenset())),
+        PrefillCall(REQUEST, PEER),
+        REPLY,
+        replace(REPLY, status=CallStatus.KV_LOST, detail="why: ü", num_tokens_sent=()),
+        PrefillReply(
+            CallStatus.OK, "", (FirstToken(0, 7, FinishReason.STOP, SCORED), FirstToken(1, 8, None)), 0.1, 0.2, LOAD,
+            (None, SCORED),
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_sent_arrives_as_it_was(message: object) -> None:
+    decoded = Decoder(type(message))(encode(message))
+    assert decoded == message
+    assert repr(decoded) == repr(message)  # the types too: 1 == True == 1.0
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (b"", "truncated"),
+        (b"\x80\x04N.", "missing required field"),  # a pickle: an empty map, in msgpack
+        (encode(REPLY), "missing required field `request`"),
+        (encode({"request": {}, "channel": {}, "source": None}), "missing required field"),
+        (encode(CALL).replace(b"a1", b"\xc3\x28"), "utf-8"),
+        (encode(CALL)[:-1], "truncated"),
+        (encode(CALL) + b"\0", "trailing"),
+        (encode(replace(CALL, source="peer")), "source"),  # type: ignore[arg-type]
+        (encode(replace(CALL, request=replace(REQUEST, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
+        (encode(CALL).replace(b"\xa5width\x02", b"\xa5width\x00"), "width must be at least 1"),
+    ],
+)
+def test_other_bytes_are_refused(payload: bytes, what: str) -> None:
+    with pytest.raises(MalformedCall) as refused:
+        Decoder(GenerateCall)(payload)
+    assert what in str(refused.value)
+
+
+class Engine:
+    """Holds every call until the test answers."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, Future[GenerateReply]] = {}
+        self.cancelled: list[str] = []
+        self.raises = False
+
+    def start(self, call: GenerateCall) -> Future[GenerateReply]:
+        if self.raises:
+            raise RuntimeError("the prompt was a secret")
+        self.calls[call.request.request_id] = Future()
+        return self.calls[call.request.request_id]
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        future = self.calls.get(request_id)
+        if future is not None and not future.done():
+            future.set_result(replace(REPLY, status=CallStatus.CANCELLED))
+
+
+@dataclass
+class Rig:
+    engine: Engine
+    server: CallServer[GenerateCall, GenerateReply]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    engine = Engine()
+    server = CallServer(HOST, Decoder(GenerateCall), engine.start, engine.cancel)
+    server.start()
+    yield Rig(engine, server)
+    if server.thread.is_alive():
+        server.stop()
+
+
+@asynccontextmanager
+async def opened(address: CallAddress) -> AsyncIterator[tuple[CallChannel, list[str]]]:
+    """A channel, and a list that has something in it once the channel is broken."""
+    broken: list[str] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    channel = CallChannel(context, address, lambda: broken.append("broken"))
+    try:
+        yield channel, broken
+    finally:
+        channel.close()
+        context.term()
+
+
+def call_of(request_id: str) -> bytes:
+    return encode(replace(CALL, request=replace(REQUEST, request_id=request_id)))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_many_calls_are_answered_in_any_order(rig: Rig) -> None:
+    names = [f"call-{i}" for i in range(100)]
+    async with opened(rig.server.address) as (channel, broken):
+        replies = [asyncio.ensure_future(channel.call(name, call_of(name))) for name in names]
+        await until(lambda: len(rig.engine.calls) == len(names))
+        assert rig.server.num_open == len(names)
+        for i, name in reversed(list(enumerate(names))):
+            rig.engine.calls[name].set_result(replace(REPLY, detail=f"{i}"))
+        details = [Decoder(GenerateReply)(reply).detail for reply in await asyncio.gather(*replies)]
+        assert details == [f"{i}" for i in range(len(names))]
+        assert rig.server.num_open == 0
+        assert not rig.engine.cancelled
+        assert not broken
+
+
+async def test_a_cancelled_call_is_cancelled_there_and_costs_others_nothing(rig: Rig) -> None:
+    async with opened(rig.server.address) as (channel, _):
+        gone = asyncio.ensure_future(channel.call("gone", call_of("gone")))
+        stays = asyncio.ensure_future(channel.call("stays", call_of("stays")))
+        await until(lambda: len(rig.engine.calls) == 2)
+        gone.cancel()
+        await until(lambda: rig.engine.cancelled)
+        assert rig.engine.cancelled == ["gone"]
+        rig.engine.calls["stays"].set_result(REPLY)
+        assert Decoder(GenerateReply)(await stays) == REPLY
+        await until(lambda: rig.server.num_open == 0)
+
+
+async def test_failures_at_the_replica_are_named_but_not_told(rig: Rig) -> None:
+    async with opened(rig.server.address) as (channel, broken):
+        rig.engine.raises = True
+        with pytest.raises(CallFailed, match=r"^RuntimeError$"):
+            await channel.call("at-once", call_of("at-once"))
+        rig.engine.raises = False
+        later = asyncio.ensure_future(channel.call("later", call_of("later")))
+        await until(lambda: "later" in rig.engine.calls)
+        rig.engine.calls["later"].set_exception(ValueError("the prompt was a secret"))
+        with pytest.raises(CallFailed, match=r"^ValueError$"):
+            await later
+        with pytest.raises(CallFailed, match=r"^MalformedCall$"):
+            await channel.call("malformed", b"\x80\x04N.")
+        assert not broken
+        assert rig.server.num_open == 0
+
+
+async def test_a_router_that_goes_leaves_no_call_behind(rig: Rig) -> None:
+    async with opened(rig.server.address) as (stays, _):
+        kept = asyncio.ensure_future(stays.call("kept", call_of("kept")))
+        async with opened(rig.server.address) as (goes, _):
+            lost = asyncio.ensure_future(goes.call("lost", call_of("lost")))
+            await until(lambda: len(rig.engine.calls) == 2)
+        lost.cancel()
+        await until(lambda: rig.engine.cancelled)
+        assert rig.engine.cancelled == ["lost"]
+        assert rig.server.num_open == 1
+        rig.engine.calls["kept"].set_result(REPLY)
+        await kept
+
+
+_REPLICA = """
+import sys, time
+from concurrent.futures import Future
+from replicas.call_server import CallServer
+from replicas.call_wire import Decoder
+from replicas.messages import GenerateCall
+server = CallServer("127.0.0.1", Decoder(GenerateCall), lambda call: print("taken", flush=True) or Future(), print)
+server.start()
+print(server.address.endpoint, server.address.public_key, flush=True)
+time.sleep(100)
+"""
+
+
+async def test_calls_fail_at_once_when_the_replicas_process_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", _REPLICA], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = CallAddress(*process.stdout.readline().split())
+            async with opened(address) as (channel, broken):
+                call = asyncio.ensure_future(channel.call("a", call_of("a")))
+                assert await asyncio.to_thread(process.stdout.readline) == "taken\n"
+                os.kill(process.pid, signal.SIGKILL)
+                with pytest.raises(ChannelBroken):
+                    async with asyncio.timeout(WAIT_S):
+                        await call
+                assert broken == ["broken"]
+                with pytest.raises(ChannelBroken):
+                    await channel.call("b", call_of("b"))
+            async with opened(address) as (again, broken):  # nobody listens there any more
+                with pytest.raises(ChannelBroken):
+                    async with asyncio.timeout(WAIT_S):
+                        await again.call("c", call_of("c"))
+                assert broken == ["broken"]
+        finally:
+            process.kill()
+
+
+async def test_replies_are_sent_before_a_server_ends(rig: Rig) -> None:
+    async with opened(rig.server.address) as (channel, broken):
+        call = asyncio.ensure_future(channel.call("last", call_of("last")))
+        await until(lambda: "last" in rig.engine.calls)
+        rig.engine.calls["last"].set_result(REPLY)
+        await asyncio.to_thread(rig.server.stop)
+        assert Decoder(GenerateReply)(await call) == REPLY
+        await until(lambda: broken)
+
+
+async def test_who_does_not_know_the_key_is_not_heard(rig: Rig) -> None:
+    address = rig.server.address
+    wrong = replace(address, public_key=zmq.curve_keypair()[0].decode("ascii"))
+    async with opened(wrong) as (channel, _):
+        with pytest.raises(ChannelBroken):
+            async with asyncio.timeout(WAIT_S):
+                await channel.call("a", call_of("a"))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.linger = 0
+        plain.connect(address.endpoint)
+        plain.send_multipart([b"a", call_of("a")])
+        assert not await asyncio.to_thread(plain.poll, 300)
+    assert not rig.engine.calls
+
+
+async def test_other_parts_and_unknown_names_change_nothing(rig: Rig) -> None:
+    async with opened(rig.server.address) as (channel, broken):
+        channel._socket.send_multipart([b"a", b"b", b"c"])
+        channel._socket.send_multipart([b"a"])
+        channel._socket.send_multipart([b"\xff unknown", b""])
+        call = asyncio.ensure_future(channel.call("good", call_of("good")))
+        await until(lambda: "good" in rig.engine.calls)
+        assert len(rig.engine.cancelled) == 1
+        rig.engine.calls["good"].set_result(REPLY)
+        assert Decoder(GenerateReply)(await call) == REPLY
+        assert not broken
