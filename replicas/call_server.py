@@ -31,10 +31,14 @@ logger = logging.getLogger(__name__)
 CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
 
-_PROBE_MS = 1000  # how often routers with open calls are asked whether they are there
+_PROBE_S = 1.0  # how often routers with open calls are asked whether they are there
+_IDLE_MS = 250
+_CALLS_PER_TURN = 32  # then replies and probes get their turn
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 10_000  # a router's host that is silent for so long has gone
+_HANDSHAKE_MS = 3000  # who has not proved by then that it knows the key is disconnected
 _LINGER_MS = 1000
+_JOIN_S = 3.0
 
 
 class CallServer(Generic[CallT, ReplyT]):
@@ -60,14 +64,14 @@ class CallServer(Generic[CallT, ReplyT]):
         self._is_ending = False
         self._context = zmq.Context()
         self._public_key, secret_key = zmq.curve_keypair()
-        self._socket = self._bind(host, secret_key)
+        self._socket = self._bind(host, secret_key)  # of its thread, once that runs
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
         self.last_beat_s = time.monotonic()
 
     @property
     def address(self) -> CallAddress:
-        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        return CallAddress(endpoint, self._public_key.decode("ascii"))
+        return CallAddress(self._endpoint, self._public_key.decode("ascii"))
 
     @property
     def thread(self) -> threading.Thread:
@@ -83,15 +87,17 @@ class CallServer(Generic[CallT, ReplyT]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Take nothing more, send the replies there are, free the port. Blocks for up to two seconds."""
+        """Take nothing more, send the replies there are, free the port. Blocks for a moment, at most some seconds."""
         self._is_ending = True
         self._wake()
-        if self._thread.ident is not None:
-            self._thread.join(_LINGER_MS / 1000)
-        self._socket.close(linger=_LINGER_MS)
-        self._context.term()
-        self._wakes.close()
-        self._wake_end.close()
+        if self._thread.ident is None:
+            self._socket.close(linger=0)
+        else:
+            self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._context.term()
+            self._wakes.close()
+            self._wake_end.close()
 
     def _bind(self, host: str, secret_key: bytes) -> zmq.Socket[bytes]:
         bound: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -104,6 +110,7 @@ class CallServer(Generic[CallT, ReplyT]):
         bound.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         bound.heartbeat_ivl = _HEARTBEAT_MS
         bound.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        bound.handshake_ivl = _HANDSHAKE_MS
         if ":" in host:
             bound.ipv6 = True
             host = f"[{host}]"
@@ -120,20 +127,25 @@ class CallServer(Generic[CallT, ReplyT]):
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakes, zmq.POLLIN)
-        probe_s = time.monotonic() + _PROBE_MS / 1000
-        while not self._is_ending:
-            poller.poll(_PROBE_MS)
-            now_s = self.last_beat_s = time.monotonic()
-            self._receive()
+        probe_s = time.monotonic() + _PROBE_S
+        try:
+            while not self._is_ending:
+                poller.poll(_IDLE_MS)
+                now_s = self.last_beat_s = time.monotonic()
+                self._receive()
+                self._reply()
+                if now_s >= probe_s:
+                    self._probe()
+                    probe_s = now_s + _PROBE_S
             self._reply()
-            if now_s >= probe_s:
-                self._probe()
-                probe_s = now_s + _PROBE_MS / 1000
-        self._reply()
+        except Exception:
+            logger.critical("the calls thread died: nobody reaches this replica any more", exc_info=True)
+        finally:
+            self._socket.close(linger=_LINGER_MS)
 
     def _receive(self) -> None:
-        """Take all that has come."""
-        while True:
+        """Take what has come."""
+        for _ in range(_CALLS_PER_TURN):
             try:
                 router, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -173,7 +185,7 @@ class CallServer(Generic[CallT, ReplyT]):
         """Any thread. Once is enough until the thread has looked."""
         if not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(BlockingIOError):  # full of wakes
+            with contextlib.suppress(OSError):  # full of wakes, or closed at the end
                 self._wake_end.send(b"\0")
 
     def _reply(self) -> None:
@@ -186,12 +198,12 @@ class CallServer(Generic[CallT, ReplyT]):
             self._close(router, request_id)
             if future.cancelled():
                 continue
-            error = future.exception()
-            if error is None:
-                self._send(router, request_id, encode(future.result()))
-            else:
+            try:
+                parts = [encode(future.result())]
+            except Exception as error:
                 logger.error("a call failed", exc_info=error, extra={"event": "call_failed"})
-                self._send(router, request_id, b"", type(error).__name__.encode())
+                parts = [b"", type(error).__name__.encode()]
+            self._send(router, request_id, *parts)
 
     def _close(self, router: bytes, request_id: bytes) -> None:
         if (ids := self._open.get(router)) is not None:

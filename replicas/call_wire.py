@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-MAX_MESSAGE_BYTES = 64 << 20  # a prompt of a million tokens takes 5 MB, its candidates' log-probabilities 10 times that
+# A prompt of a million tokens takes 5 MB. More in one message would break the connection, with all calls on it.
+MAX_MESSAGE_BYTES = 32 << 20
 
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -21,9 +22,19 @@ class MalformedCall(ValueError):
     """These bytes are not what they should be. The text says which field."""
 
 
+class NotSendable(ValueError):
+    """This message cannot be sent to anybody: its bytes are too many, or a value has none."""
+
+
 def encode(message: Any) -> bytes:
-    """Of a call or a reply. Does not block."""
-    return _ENCODER.encode(message)
+    """Of a call or a reply. Does not block. Raises NotSendable."""
+    try:
+        payload = _ENCODER.encode(message)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        raise NotSendable(f"{type(message).__name__}: {type(error).__name__}") from error
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise NotSendable(f"{type(message).__name__} of {len(payload)} bytes, the most are {MAX_MESSAGE_BYTES}")
+    return payload
 
 
 class Decoder(Generic[_T]):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_END_S = 4.0  # what the end of engine and calls may take
 
 EngineT = TypeVar("EngineT", bound="Engine[Any, Any]")
 CallT = TypeVar("CallT")
@@ -40,6 +41,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
     """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
 
     call_type: ClassVar[type]  # CallT
+    _has_left = True  # until it has started
 
     def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
         """settings: or what finds them in this process."""
@@ -62,10 +64,10 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._built.start()
         self._termination = Termination(settings.drain_timeout_s)
         self._termination.watch()
-        self._has_left = False
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         decode: Decoder[CallT] = Decoder(self.call_type)
         self._calls = CallServer(host, decode, self._take, self._engine.cancel)
+        self._has_left = False
         self._calls.start()
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
         self._watch = EngineWatch(watched, settings.restart_after_s)
@@ -115,10 +117,12 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         """Serve's hook: raising has this replica drained and replaced."""
         self._termination.check()
         self._built.check_health()
+        if not self._calls.thread.is_alive():
+            raise RuntimeError("the thread that takes this replica's calls is dead")
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
         """Serve's hook for the end, when no router has it on its table any more; it awaits the result."""
-        if getattr(self, "_has_left", True):  # not started, or the second time: by the garbage collector
+        if self._has_left:  # not started, or the second time: by the garbage collector
             return None
         self._has_left = True
         return self._leave()
@@ -127,7 +131,9 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         """Wait for calls, for the readers of leases, and for frames to leave; then end the engine."""
         self._watch.stop()
         begun_s = time.monotonic()
-        deadline_s = begun_s + self._built.settings.drain_timeout_s
+        # Serve's clock began before, and at its end it kills: until then who still waits must be told.
+        drain_timeout_s = self._built.settings.drain_timeout_s
+        deadline_s = begun_s + max(drain_timeout_s - _END_S, drain_timeout_s / 2)
         while time.monotonic() < deadline_s:
             if self._is_drained:
                 break

@@ -25,6 +25,7 @@ from cluster.routing.generation import Leg
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.routing_policy import Route
+from replicas.call_wire import NotSendable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -261,7 +262,8 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, str(error), stage) from error
         # The client gets no more than its name: the text could be anything.
         logger.error("call failed", exc_info=error, extra={"event": "call_failed", "stage": stage})
-        raise self._failed(CallStatus.ERROR, type(error).__name__, stage) from error
+        may_retry = not isinstance(error, NotSendable)
+        raise self._failed(CallStatus.ERROR, type(error).__name__, stage, may_retry) from error
 
     def _failed(
         self, status: CallStatus, detail: str, stage: Stage | None = None, may_retry: bool = True

@@ -54,6 +54,8 @@ class CallChannel:
         self._socket.connect_timeout = self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
         self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         self._socket.ipv6 = True
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = -1  # what waits to be sent must not reach the replica once it has failed here
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._socket.connect(address.endpoint)
         # In an empty context: what is called from here belongs to no HTTP request.
@@ -68,20 +70,19 @@ class CallChannel:
 
         request_id: of a call that is not open already; payload: not empty.
         """
-        if not self._is_open:
-            raise ChannelBroken("the connection has ended")
         name = request_id.encode("ascii")
         reply: asyncio.Future[bytes] = self._loop.create_future()
         self._waiting[name] = reply
-        self._send(name, payload)
         try:
+            self._send(name, payload)
             return await reply
         finally:
-            if self._waiting.pop(name, None) is not None and self._is_open:  # cancelled
-                self._send(name, b"")
+            if self._waiting.pop(name, None) is not None:  # cancelled, or not sent
+                with contextlib.suppress(ChannelBroken):
+                    self._send(name, b"")
 
     def close(self) -> None:
-        """End the connection: the replica cancels what is open. Idempotent."""
+        """End the connection: the replica cancels what is open, and here it fails. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -90,9 +91,18 @@ class CallChannel:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+        waiting, self._waiting = self._waiting, {}
+        for reply in waiting.values():
+            if not reply.done():
+                reply.set_exception(ChannelBroken("the connection has ended"))
 
     def _send(self, *parts: bytes) -> None:
-        self._socket.send_multipart(parts, zmq.NOBLOCK)
+        if not self._is_open:
+            raise ChannelBroken("the connection has ended")
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it has ended, and the monitor is about to say so
+            raise ChannelBroken(str(error)) from error
         # Sending may use up the descriptor's one sign that something has come.
         self._receive()
 
@@ -121,9 +131,5 @@ class CallChannel:
 
     def _break(self) -> None:
         self._receive()  # what came before it broke counts
-        self.close()
         self._on_broken()
-        waiting, self._waiting = self._waiting, {}
-        for reply in waiting.values():
-            if not reply.done():
-                reply.set_exception(ChannelBroken("the connection has ended"))
+        self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, overload
@@ -21,6 +22,7 @@ _BY_VALUE: dict[str, Any] = {
     "response_serialization": "pickle",
 }
 _ASK_RAY_S = 1.0
+_MAX_SOCKETS = 65_536  # three a channel
 _REPLIES: dict[type, Decoder[Any]] = {GenerateCall: Decoder(GenerateReply), PrefillCall: Decoder(PrefillReply)}
 
 
@@ -59,7 +61,7 @@ class PoolClient(ABC):
     async def submit(self, replica_id: str, call: GenerateCall | PrefillCall) -> GenerateReply | PrefillReply:
         """A request's part at this replica, for as long as it takes. Cancelling this ends it there.
 
-        Raises ReplicaLost; CallFailed when something broke at the replica.
+        Raises ReplicaLost; CallFailed when something broke at the replica; NotSendable.
         """
 
     @abstractmethod
@@ -68,6 +70,9 @@ class PoolClient(ABC):
 
         Raises ReplicaLost, also when somebody else cancelled it there; and whatever the method raised.
         """
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to close
+        """No calls any more. On the event loop that made them; those that are open fail."""
 
 
 class ServePool(PoolClient):
@@ -82,7 +87,9 @@ class ServePool(PoolClient):
         self._handle = handle
         self._deployment = deployment
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._channels: dict[str, CallChannel] = {}
+        self._asked: dict[str, asyncio.Task[bool]] = {}
 
     def replicas(self) -> ReplicaTable:
         from cluster.routing import replica_registry
@@ -90,11 +97,12 @@ class ServePool(PoolClient):
         return replica_registry.REGISTRY.replicas(self._deployment)
 
     async def submit(self, replica_id: str, call: Any) -> Any:
-        channel = self._channels.get(replica_id) or self._open(replica_id)
+        payload = encode(call)
         try:
-            reply = await channel.call(call.request.request_id, encode(call))
-        except ChannelBroken as error:
-            is_dead = await self._is_dead(replica_id, error)
+            channel = self._channels.get(replica_id) or self._open(replica_id)
+            reply = await channel.call(call.request.request_id, payload)
+        except (ChannelBroken, zmq.ZMQError) as error:
+            is_dead = await self._found_dead(replica_id, error)
             raise ReplicaLost(replica_id, str(error), is_dead, is_unreachable=True) from error
         return _REPLIES[type(call)](reply)
 
@@ -109,6 +117,12 @@ class ServePool(PoolClient):
     def _forget(self, replica_id: str) -> None:
         """Its channel is broken: the next call opens another."""
         del self._channels[replica_id]
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._context.term()
 
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         from ray.exceptions import RayActorError
@@ -134,6 +148,14 @@ class ServePool(PoolClient):
                 raise
             # Serve's word for a method that was cancelled at the replica. Passed on, it would end our own task.
             raise ReplicaLost(replica_id, "the call was cancelled there", is_dead=False) from None
+
+    async def _found_dead(self, replica_id: str, error: Exception) -> bool:
+        """As `_is_dead`, asked once for all calls that were lost together."""
+        if (task := self._asked.get(replica_id)) is None:
+            task = asyncio.create_task(self._is_dead(replica_id, error), context=contextvars.Context())
+            self._asked[replica_id] = task
+            task.add_done_callback(lambda _: self._asked.pop(replica_id))
+        return await asyncio.shield(task)
 
     async def _is_dead(self, replica_id: str, error: Exception) -> bool:
         """Whether the process of a replica that a call did not reach, or lost, has ended. A broken connection does not

@@ -62,6 +62,7 @@ class WatchedPool(PoolClient):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        self._pool.close()
 
     # -- who there is ------------------------------------------------------------------------------
 

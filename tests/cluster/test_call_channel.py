@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
 from replicas.call_server import CallServer
-from replicas.call_wire import CallAddress, Decoder, MalformedCall, encode
+from replicas.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, NotSendable, encode
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -206,6 +207,63 @@ async def test_failures_at_the_replica_are_named_but_not_told(rig: Rig) -> None:
         assert rig.server.num_open == 0
 
 
+async def test_what_cannot_be_sent_costs_no_other_call(rig: Rig) -> None:
+    large = replace(CALL, request=replace(REQUEST, prompt_ids=(1 << 30,) * (MAX_MESSAGE_BYTES // 5)))
+    with pytest.raises(NotSendable, match="GenerateCall of 3"):
+        encode(large)
+    with pytest.raises(NotSendable):
+        encode(replace(CALL, request=replace(REQUEST, client="\ud800")))
+    with pytest.raises(NotSendable):
+        encode(replace(CALL, request=replace(REQUEST, priority=1 << 64)))
+    async with opened(rig.server.address) as (channel, broken):
+        calls = {name: asyncio.ensure_future(channel.call(name, call_of(name))) for name in ("large", "odd", "good")}
+        await until(lambda: len(rig.engine.calls) == 3)
+        rig.engine.calls["large"].set_result(replace(REPLY, detail="x" * MAX_MESSAGE_BYTES))
+        rig.engine.calls["odd"].set_result(replace(REPLY, detail="\ud800"))
+        for name in ("large", "odd"):
+            with pytest.raises(CallFailed, match=r"^NotSendable$"):
+                await calls[name]
+        rig.engine.calls["good"].set_result(REPLY)
+        assert Decoder(GenerateReply)(await calls["good"]) == REPLY
+        assert not broken
+    assert rig.server.thread.is_alive()
+
+
+async def test_a_server_ends_under_calls_that_keep_coming(rig: Rig) -> None:
+    """It answers between them, and each call ends: with its reply, or as broken."""
+    slow = rig.engine.start
+
+    def start(call: GenerateCall) -> Future[GenerateReply]:
+        time.sleep(0.002)
+        future = slow(call)
+        future.set_result(REPLY)
+        return future
+
+    rig.server._start = start
+    async with opened(rig.server.address) as (channel, _):
+        calls = [asyncio.ensure_future(channel.call(f"c{i}", call_of(f"c{i}"))) for i in range(1000)]
+        await until(lambda: any(call.done() for call in calls))
+        assert len(rig.engine.calls) < 900, "the first is answered long before the last is begun"
+        await asyncio.to_thread(rig.server.stop)
+        async with asyncio.timeout(WAIT_S):
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert not rig.server.thread.is_alive()
+    answered = [end for end in ends if isinstance(end, bytes)]
+    assert len(answered) == len(rig.engine.calls)
+    assert all(isinstance(end, ChannelBroken) for end in ends if not isinstance(end, bytes))
+
+
+async def test_closing_the_routers_end_fails_what_is_open(rig: Rig) -> None:
+    async with opened(rig.server.address) as (channel, broken):
+        call = asyncio.ensure_future(channel.call("a", call_of("a")))
+        await until(lambda: "a" in rig.engine.calls)
+        channel.close()
+        with pytest.raises(ChannelBroken):
+            await call
+        assert not broken
+    await until(lambda: rig.engine.cancelled)
+
+
 async def test_a_router_that_goes_leaves_no_call_behind(rig: Rig) -> None:
     async with opened(rig.server.address) as (stays, _):
         kept = asyncio.ensure_future(stays.call("kept", call_of("kept")))
@@ -215,7 +273,7 @@ async def test_a_router_that_goes_leaves_no_call_behind(rig: Rig) -> None:
         lost.cancel()
         await until(lambda: rig.engine.cancelled)
         assert rig.engine.cancelled == ["lost"]
-        assert rig.server.num_open == 1
+        await until(lambda: rig.server.num_open == 1)
         rig.engine.calls["kept"].set_result(REPLY)
         await kept
 

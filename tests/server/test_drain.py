@@ -29,7 +29,7 @@ FROZEN_AFTER_S = 3.0
 # Beside our own bound, what Ray and HTTP take on a machine with less cores than processes.
 SLACK_S = 10.0
 
-# About four minutes, and a server of its own: more than `make test` has room for.
+# About five minutes, and a server of its own: more than `make test` has room for.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 
@@ -98,6 +98,21 @@ def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
     wait_until(lambda: len(replicas(server, pool)) == 2 and ready(server), 120.0)
     assert "SIGTERM: draining" in server.log_file.read_text()
+
+
+@pytest.mark.parametrize("pool", ["decode", "prefill"])
+def test_a_killed_replica_is_noticed_at_once_and_replaced(server: RunningServer, pool: str) -> None:
+    before, dead = replicas(server, pool), losses(server, "dead")
+    with streams(server) as running:
+        pid = busiest(server, "decode") if pool == "decode" else before[0]
+        os.kill(pid, signal.SIGKILL)
+        if pool == "decode":  # calls are open there, at prefill there are none: Ray tells of it
+            wait_until(lambda: losses(server, "dead") == dead + 1, SLACK_S)
+        check(running)
+    check_streams(server)
+    wait_until(lambda: len(set(replicas(server, pool)) - {pid}) == 2 and ready(server), 120.0)
+    check_streams(server)
+    server.wait_for_baseline(30.0)
 
 
 def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
