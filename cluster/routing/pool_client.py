@@ -12,6 +12,7 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from cluster.routing.replica_registry import ReplicaTable
+from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
 from replicas.call_wire import CallAddress, Decoder, encode
 from replicas.messages import GenerateCall, GenerateReply, PrefillCall, PrefillReply
 
@@ -127,8 +128,6 @@ class ServePool(PoolClient):
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         from ray.exceptions import RayActorError
 
-        from cluster.routing.target_router import ReplicaGone, ReplicaUnreachable
-
         try:
             return await self._call(replica_id, method, *arguments, **_BY_VALUE)
         except ReplicaGone as error:
@@ -162,8 +161,6 @@ class ServePool(PoolClient):
         tell; Ray does, asked by an actor call. Waits for a moment at most; in doubt it has not.
         """
         from ray.exceptions import ActorDiedError
-
-        from cluster.routing.target_router import ReplicaGone
 
         if isinstance(error, ActorDiedError):
             return True

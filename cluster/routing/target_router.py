@@ -13,30 +13,9 @@ from typing import Any
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 
 from cluster.routing import replica_registry
+from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
 
 _FULL_REPLICA_RETRY_S = 0.005
-
-
-class ReplicaGone(Exception):
-    """The named replica is no longer in the pool. Nothing was sent."""
-
-    def __init__(self, replica_id: str) -> None:
-        super().__init__(replica_id)
-        self.replica_id = replica_id
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id} is not in its pool"
-
-
-class ReplicaUnreachable(Exception):
-    """No connection to the named replica, or it broke before the call was taken: the process may be dead or not."""
-
-    def __init__(self, replica_id: str) -> None:
-        super().__init__(replica_id)
-        self.replica_id = replica_id
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id} cannot be reached"
 
 
 class TargetRouter(PowerOfTwoChoicesRequestRouter):
@@ -56,7 +35,7 @@ class TargetRouter(PowerOfTwoChoicesRequestRouter):
         super().update_replicas(replicas)
         table = {replica.replica_id.unique_id: replica.replica_metadata for replica in replicas}
         self._unreachable &= table.keys()
-        # Through the module: this class is pickled by value, and a name imported from it would be a copy.
+        # Through the module: this class is pickled by value, and an object imported from it would be a copy.
         replica_registry.REGISTRY.update(self._deployment_id.name, table)
 
     async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:

@@ -229,7 +229,7 @@ async def test_serve_cancels_by_itself_or_for_us() -> None:
 async def test_serve_says_who_is_lost() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from cluster.routing.target_router import ReplicaGone, ReplicaUnreachable
+    from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
 
     broken = ActorUnavailableError("m", b"x" * 16)
     # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.

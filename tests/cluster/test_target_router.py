@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at import
 
@@ -17,12 +22,33 @@ def _replica(name: str) -> Any:
     return SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("decode", "app")))
 
 
-def _router(*names: str) -> Any:
-    from ray.serve._private.request_router.common import ReplicaQueueLengthCache
+_PICKLE = """
+import sys
+from ray.serve.config import RequestRouterConfig
+config = RequestRouterConfig(request_router_class="cluster.routing.target_router:TargetRouter")
+sys.stdout.buffer.write(config._serialized_request_router_cls)
+"""
+
+
+@cache
+def _as_ray_has_it() -> Any:
+    """The class as it comes out of the deployment's options in another process: a copy, and so is what it refers to by
+    the names of its module."""
+    from ray import cloudpickle
 
     from cluster.routing.target_router import TargetRouter
 
-    router = TargetRouter.__new__(TargetRouter)
+    pickled = subprocess.run([sys.executable, "-c", _PICKLE], check=True, capture_output=True).stdout
+    copied = cloudpickle.loads(pickled)
+    assert copied is not TargetRouter
+    return copied
+
+
+def _router(*names: str) -> Any:
+    from ray.serve._private.request_router.common import ReplicaQueueLengthCache
+
+    router_class = _as_ray_has_it()
+    router = router_class.__new__(router_class)
     router._replicas_list = [_replica(name) for name in names]
     router._replica_queue_len_cache = ReplicaQueueLengthCache()
     router._queue_len_gauge_last_update = {}
@@ -45,15 +71,11 @@ def test_a_call_goes_to_the_replica_that_was_named() -> None:
 
 
 def test_one_that_is_not_there_is_said_to_be_gone() -> None:
-    from cluster.routing.target_router import ReplicaGone
-
     with pytest.raises(ReplicaGone, match="c is not in its pool"):
         _choose(_router("a"), "c")
 
 
 def test_one_that_could_not_be_reached_is_not_tried_for_ever() -> None:
-    from cluster.routing.target_router import ReplicaUnreachable
-
     router = _router("a", "b")
     router.on_replica_actor_unavailable(_replica("a").replica_id)
     assert _choose(router, "b", is_retry=True).replica_id.unique_id == "b"

@@ -1,0 +1,29 @@
+"""Why a Serve call did not reach the replica that its caller named.
+
+Not in `target_router`: Ray copies that module's class with all that the module defines, and a copy of an exception is
+not caught by its name.
+"""
+
+from __future__ import annotations
+
+
+class ReplicaGone(Exception):
+    """The named replica is no longer in the pool. Nothing was sent."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.replica_id = replica_id
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} is not in its pool"
+
+
+class ReplicaUnreachable(Exception):
+    """No connection to the named replica, or it broke before the call was taken: the process may be dead or not."""
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.replica_id = replica_id
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} cannot be reached"
