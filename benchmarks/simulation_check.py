@@ -1,13 +1,15 @@
 """`python -m benchmarks.simulation_check`: the simulator against the real CPU system, on the same requests.
 
-One server (configs/local.yaml, which records its steps). First a calibration load at another rate, with requests of
-its own: it gives the step times, as they are while both engines share the cores, and the constants of the control path
-and the transfer. Then the load that is compared. Only what the calibration gave is simulated.
+One server (configs/local.yaml, which records its steps). Probes give the constants of the control path and the
+transfer. Then come a load of two minutes at another rate, with requests of its own, and the load that is compared:
+
+- what is judged: the step times fitted from the engines' steps of that load itself, as they were while both shared the
+  cores. What clients saw is not used: queueing, batching, handoffs and contention have to come out of the simulation.
+- the forecast: the steps of the two minutes before. It differs by as much more as the machine has become quicker or
+  slower meanwhile, and a virtual one is not always equally quick.
 
 With --keep FOLDER all that was measured stays there; `--kept FOLDER ...` judges such folders again, without a server,
-and says how far the same load was from itself where it was measured more than once. A virtual machine is not always
-equally quick: beside the plain comparison there is one "at its pace", with all steps of a pool as much longer or
-shorter as they were, all together, in the load that is compared.
+and says how far the same load was from itself where it was measured more than once.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.percentile import percentile
 from cluster.simulation.simulated_system import SimulatedSystem
-from cluster.simulation.step_fit import fit_costs, paces
+from cluster.simulation.step_fit import fit_costs
 from cluster.simulation.system_shape import shape_of
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "local.yaml"
@@ -48,7 +50,7 @@ _MODEL = "SmolLM2-135M-Instruct"
 _KV_BYTES_PER_TOKEN = 46_080  # SmolLM2-135M, float32
 _WANTED = 0.15
 _PROBES = 8
-_LOADS = {"compared": "rows", "compared, at its pace": "rows_at_pace", "calibration": "calibration_rows"}
+_LOADS = {"compared": "rows", "compared, forecast": "forecast_rows", "calibration": "calibration_rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,37 +123,38 @@ def measure(options: CheckOptions, folder: Path) -> None:
 
 
 def judge(folder: Path) -> dict[str, Any]:
-    """The loads that were measured, beside their simulation. Of the steps only those before the compared load count."""
+    """The loads that were measured, beside their simulation."""
     config = yaml.safe_load((folder / "config.yaml").read_text())
     probes, calibration, compared = (
         kept_records(folder / f"{name}.json") for name in ("probes", "calibration", "compared")
     )
-    until_s = min(record.sent_s for record in compared)
-    costs, lines = fit_costs(folder / "steps", _KV_BYTES_PER_TOKEN, until_s)
-    for line in lines:
-        _say(line)
-    costs = _with_constants(costs, probes, config)
+    began_s = min(record.sent_s for record in compared)
+    _say("steps before the compared load")
+    forecast = _with_constants(_fitted(folder, until_s=began_s), probes, config)
+    _say("steps of the compared load")
+    costs = _fitted(folder, from_s=began_s)
+    # Of the probes' own time: they have the machine to themselves, as no request of a load has.
+    costs = costs.model_copy(update={"control": forecast.control, "transfer": forecast.transfer})
     _say(
         f"control path: {1000 * costs.control.ingress_s:.1f} ms more than the calls; "
         f"handoff: {1000 * costs.transfer.latency_s:.1f} ms"
     )
-    pace = paces(folder / "steps", costs, until_s)
-    _say(
-        "while the compared load ran, steps took "
-        + ", ".join(f"{n:.2f} ({pool})" for pool, n in pace.items())
-        + " times"
-    )
-    at_pace = costs.model_copy(update={pool: getattr(costs, pool).slower(factor) for pool, factor in pace.items()})
     return {
         "folder": str(folder),
-        "pace": pace,
         "requests": len(compared),
         "failed": sum(not record.is_ok for record in compared),
         "costs": costs.model_dump(),
         "rows": _rows(compared, _simulate(costs, compared, config)),
-        "rows_at_pace": _rows(compared, _simulate(at_pace, compared, config)),
-        "calibration_rows": _rows(calibration, _simulate(costs, calibration, config)),
+        "forecast_rows": _rows(compared, _simulate(forecast, compared, config)),
+        "calibration_rows": _rows(calibration, _simulate(forecast, calibration, config)),
     }
+
+
+def _fitted(folder: Path, **times_s: float) -> CostModel:
+    costs, lines = fit_costs(folder / "steps", _KV_BYTES_PER_TOKEN, **times_s)
+    for line in lines:
+        _say(line)
+    return costs
 
 
 def check_table(result: dict[str, Any]) -> str:

@@ -67,15 +67,19 @@ def read_records(folder: Path) -> dict[str, list[list[StepRecord]]]:
     return pools
 
 
-def fit_costs(folder: Path, kv_bytes_per_token: int, until_s: float = math.inf) -> tuple[CostModel, list[str]]:
-    """A cost model of what was recorded (transfer and control path at their defaults), and lines about it. Steps that
-    end after until_s are left out.
+def fit_costs(
+    folder: Path, kv_bytes_per_token: int, from_s: float = 0.0, until_s: float = math.inf
+) -> tuple[CostModel, list[str]]:
+    """A cost model of what was recorded between these times (transfer and control path at their defaults), and lines
+    about it.
 
     A pool's contention is the factor under which its steps are explained best, a step that the other pool's steps
     overlap in part being slowed for that part. Raises UserError.
     """
     pools = {
-        pool: [[record for record in engine if record.end_s <= until_s] for engine in engines]
+        pool: [
+            [record for record in engine if from_s <= record.start_s and record.end_s <= until_s] for engine in engines
+        ]
         for pool, engines in read_records(folder).items()
     }
     for pool, engines in pools.items():
@@ -101,27 +105,6 @@ def _fit_pool(records: Sequence[StepRecord], overlaps: Sequence[float]) -> StepF
         tried.append((fit.squares, contention, fit))
     _, contention, fit = min(tried, key=lambda found: found[:2])
     return replace(fit, model=fit.model.model_copy(update={"contention": round(contention, 2)}))
-
-
-def paces(folder: Path, costs: CostModel, from_s: float, until_s: float = math.inf) -> dict[str, float]:
-    """By pool, how many times as long its steps between these times took, all together, as the model says. Raises
-    UserError.
-    """
-    records = {
-        pool: [record for engine in engines for record in engine] for pool, engines in read_records(folder).items()
-    }
-    found = {}
-    for pool in records:
-        model = getattr(costs, pool)
-        took_s = modelled_s = 0.0
-        for record, share in zip(records[pool], _overlaps(pool, records), strict=True):
-            if from_s <= record.start_s and record.end_s <= until_s:
-                took_s += record.duration_s
-                modelled_s += model.step_s(*record.shape) * _slowdown(share, model.contention)
-        if not modelled_s:
-            raise UserError(f"{folder}: no step of {pool} between these times")
-        found[pool] = took_s / modelled_s
-    return found
 
 
 def _slowdown(share: float, contention: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares, paces
+from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import UserError
 from replicas.step_recorder import StepRecorder
@@ -71,8 +71,8 @@ def test_contention_and_overhead_are_found(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-def test_the_pace_of_a_later_time_is_found(tmp_path: Path) -> None:
-    """From second 30 on all steps take 1.3 times as long; those before give the model."""
+def test_steps_of_other_times_are_left_out(tmp_path: Path) -> None:
+    """From second 30 on all steps take 1.3 times as long."""
     rng, now_s, steps = random.Random(5), 0.0, []
     while now_s < 60:
         rows, context = rng.randint(1, 16), rng.randint(100, 5000)
@@ -80,14 +80,14 @@ def test_the_pace_of_a_later_time_is_found(tmp_path: Path) -> None:
         steps.append([now_s, now_s + took_s, rows, context, 0, 0])
         now_s += took_s
     (tmp_path / "decode-1.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    costs, _ = fit_costs(tmp_path, 1000, 30.0)
-    assert paces(tmp_path, costs, 0.0, 30.0) == pytest.approx({"decode": 1.0}, abs=1e-3)
-    assert paces(tmp_path, costs, 30.0) == pytest.approx({"decode": 1.3}, rel=0.01)
-    slower = costs.decode.slower(1.3)
-    assert slower.step_s(4, 1000) == pytest.approx(1.3 * costs.decode.step_s(4, 1000))
-    assert slower.contention == costs.decode.contention
-    with pytest.raises(UserError, match="no step of decode"):
-        paces(tmp_path, costs, 100.0)
+    before, after = (fit_costs(tmp_path, 1000, *times)[0].decode for times in ((0.0, 30.0), (30.0, 60.0)))
+    assert before.base_s == pytest.approx(0.02)
+    assert after.base_s == pytest.approx(1.3 * 0.02)
+    slower = before.slower(1.3)
+    assert slower.step_s(4, 1000) == pytest.approx(after.step_s(4, 1000))
+    assert slower.contention == before.contention
+    with pytest.raises(UserError, match="too few steps of decode"):
+        fit_costs(tmp_path, 1000, 100.0)
 
 
 def end_beside(others: list[list[float]], start_s: float, alone_s: float, contention: float) -> float:
