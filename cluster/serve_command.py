@@ -102,8 +102,7 @@ def _deploy(config: Config, stop: threading.Event) -> dict[str, list[dict[str, A
         if status is None:
             continue
         if status.status == "RUNNING":
-            handle = serve.get_app_handle(APP_NAME)
-            description: dict[str, list[dict[str, Any]]] = handle.describe.remote().result(timeout_s=30)
+            description: dict[str, list[dict[str, Any]]] = _ingresses().describe.remote().result(timeout_s=30)
             return description
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise UserError(f"the application did not start: {_last_line(status)}")
@@ -138,11 +137,19 @@ def _last_line(status: Any) -> str:
     return str(status.message)
 
 
-def _drain(config: Config) -> None:
-    """Every ingress refuses new requests, and its streams end. Blocks, at most for the drain's time."""
+def _ingresses() -> Any:
+    """A handle. This process has no event loop, in which Serve's tuned modes would have the handle's work done."""
     from ray import serve
 
-    handle = serve.get_app_handle(APP_NAME)
+    handle: Any = serve.get_app_handle(APP_NAME)
+    if not handle.is_initialized:
+        handle._init(_run_router_in_separate_loop=True)
+    return handle
+
+
+def _drain(config: Config) -> None:
+    """Every ingress refuses new requests, and its streams end. Blocks, at most for the drain's time."""
+    handle = _ingresses()
 
     def ask(method: str) -> list[Any]:
         # An ingress that has died has no streams any more.
