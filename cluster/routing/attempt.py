@@ -194,13 +194,10 @@ class Attempt:
         """
         if (mail := self._box.get_nowait()) is not None:
             return mail
-        # A cancelled get leaves the item in the box, and a finished one is looked at: nothing gets lost here.
-        get = asyncio.ensure_future(self._box.get())
-        try:
-            await self._wait_for(get, timeout_s)
-            return get.result()
-        finally:
-            get.cancel()
+        await self._wait_for(self._box.arrival(), timeout_s)
+        mail = self._box.get_nowait()
+        assert mail is not None, "it has arrived, and nobody else takes it"
+        return mail
 
     async def _wait_for(self, awaited: asyncio.Future[Any], timeout_s: float | None) -> None:
         """Until frames make it done. Raises AttemptFailed when decode's call ended and they can't, or not in time."""

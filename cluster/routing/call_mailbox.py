@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,16 +34,26 @@ class Mailbox:
     def __init__(self, replica_id: str) -> None:
         """replica_id: whose frames may put something in."""
         self.replica_id = replica_id
-        self._waiting: asyncio.Queue[Mail] = asyncio.Queue()
-        self.put: Callable[[Mail], None] = self._waiting.put_nowait
+        self._waiting: deque[Mail] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self.put: Callable[[Mail], None] = self._keep
 
     def get_nowait(self) -> Mail | None:
         """What has waited longest, if anything has."""
-        return None if self._waiting.empty() else self._waiting.get_nowait()
+        return self._waiting.popleft() if self._waiting else None
 
-    async def get(self) -> Mail:
-        """Likewise, but waits for it. Cancelling this loses nothing."""
-        return await self._waiting.get()
+    def arrival(self) -> asyncio.Future[None]:
+        """Done as soon as there is something. The same one until then: one may stop waiting, and begin again."""
+        if self._arrival is None or self._arrival.done():
+            self._arrival = asyncio.get_running_loop().create_future()
+            if self._waiting:
+                self._arrival.set_result(None)
+        return self._arrival
+
+    def _keep(self, mail: Mail) -> None:
+        self._waiting.append(mail)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def pass_on(self, take: Callable[[Mail], bool]) -> asyncio.Future[None]:
         """Give `take` everything that is here and then each piece as it comes, until it returns True or raises.
