@@ -6,24 +6,29 @@ not caught by its name.
 
 from __future__ import annotations
 
+from typing import ClassVar
 
-class ReplicaGone(Exception):
+
+class TargetLost(Exception):
+    """Either of the two."""
+
+    what: ClassVar[str]
+
+    def __init__(self, replica_id: str) -> None:
+        super().__init__(replica_id)
+        self.replica_id = replica_id
+
+    def __str__(self) -> str:
+        return f"replica {self.replica_id} {self.what}"
+
+
+class ReplicaGone(TargetLost):
     """The named replica is no longer in the pool. Nothing was sent."""
 
-    def __init__(self, replica_id: str) -> None:
-        super().__init__(replica_id)
-        self.replica_id = replica_id
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id} is not in its pool"
+    what = "is not in its pool"
 
 
-class ReplicaUnreachable(Exception):
+class ReplicaUnreachable(TargetLost):
     """No connection to the named replica, or it broke before the call was taken: the process may be dead or not."""
 
-    def __init__(self, replica_id: str) -> None:
-        super().__init__(replica_id)
-        self.replica_id = replica_id
-
-    def __str__(self) -> str:
-        return f"replica {self.replica_id} cannot be reached"
+    what = "cannot be reached"
