@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from cluster.configuration.service_config import LimitsConfig
     from cluster.configuration.serving_config import ServingConfig, SharedConfig
-    from replicas.metric_set import FamilySnapshot
+    from replicas.metrics.metric_set import FamilySnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Ingress:
         import ray
         from ray import serve
 
-        from replicas.gguf_conversion import resolve_source
+        from replicas.model.gguf_conversion import resolve_source
         from replicas.structured_log import configure_logging
         from replicas.termination import Termination
 

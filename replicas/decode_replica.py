@@ -10,7 +10,7 @@ from replicas.messages import CallStatus, Frame, GenerateCall, GenerateReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from replicas.decode_engine import DecodeEngine
+    from replicas.engine.decode_engine import DecodeEngine
     from replicas.engine_builder import BuiltEngine
 
 

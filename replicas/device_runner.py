@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from replicas.kv_pool import KvPool
-from replicas.model_loader import LoadedModel
-from replicas.model_runner import ModelRunner
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_runner import ModelRunner
 
 
 def make_runner(
@@ -12,7 +12,7 @@ def make_runner(
 ) -> ModelRunner:
     """The runner for the pool's device. Raises UnsupportedModel."""
     if pool.tensor.is_cuda:
-        from replicas.cuda_runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
+        from replicas.cuda.cuda_runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
 
         return CudaRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)
     return ModelRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)

@@ -11,25 +11,25 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from replicas.decode_engine import DecodeEngine
+from replicas.channels.token_sender import TokenSender
 from replicas.device_runner import make_runner
-from replicas.engine import Engine, EngineParts, SchedulerT
-from replicas.engine_metrics import EngineMetrics
-from replicas.engine_watch import Watched
+from replicas.engine.decode_engine import DecodeEngine
+from replicas.engine.engine import Engine, EngineParts, SchedulerT
+from replicas.engine.engine_watch import Watched
+from replicas.engine.prefill_engine import PrefillEngine
+from replicas.engine.step_recorder import StepRecorder
 from replicas.fault_points import FaultPoints
-from replicas.handoff_actions import Event, HandoffTiming
-from replicas.kv_digest import BlockDigester
-from replicas.kv_pool import KvLayout, KvPool
+from replicas.kv.handoff_actions import Event, HandoffTiming
+from replicas.kv.kv_digest import BlockDigester
+from replicas.kv.kv_pool import KvLayout, KvPool
+from replicas.kv.nixl_transport import NixlTransport
+from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import TransferPeer
-from replicas.metric_set import FamilySnapshot
-from replicas.metrics import PoolMetrics
-from replicas.model_loader import LoadedModel, load_model
-from replicas.nixl_transport import NixlTransport
-from replicas.prefill_engine import PrefillEngine
+from replicas.metrics.engine_metrics import EngineMetrics
+from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.metrics import PoolMetrics
+from replicas.model.model_loader import LoadedModel, load_model
 from replicas.settings import EngineSettings
-from replicas.step_recorder import StepRecorder
-from replicas.token_sender import TokenSender
-from replicas.transfer_thread import TransferThread
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
 from scheduler.prefill_scheduler import PrefillScheduler

@@ -16,16 +16,16 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from replicas.call_server import CallServer
-from replicas.call_wire import Decoder
-from replicas.engine_watch import EngineWatch, Watched
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import Decoder
+from replicas.engine.engine_watch import EngineWatch, Watched
 from replicas.messages import Pulse
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from replicas.engine import Engine
+    from replicas.engine.engine import Engine
     from replicas.engine_builder import BuiltEngine
-    from replicas.metric_set import FamilySnapshot
+    from replicas.metrics.metric_set import FamilySnapshot
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The only types that cross processes. No torch.
 
 Four carriers:
-- ZeroMQ calls (router <-> replicas): `GenerateCall`, `PrefillCall` and their replies, msgpack (`replicas.call_wire`).
-- ZeroMQ frames (decode -> router): `Frame`, msgpack (`replicas.wire`).
+- ZeroMQ calls (router <-> replicas): `GenerateCall`, `PrefillCall` and their replies, msgpack (`channels.call_wire`).
+- ZeroMQ frames (decode -> router): `Frame`, msgpack (`channels.wire`).
 - NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack (likewise).
 - Serve calls (router <-> replicas): the other dataclasses themselves, inside the trusted Ray cluster.
 

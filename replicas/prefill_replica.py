@@ -10,8 +10,8 @@ from replicas.messages import CallStatus, PrefillCall, PrefillReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from replicas.engine.prefill_engine import PrefillEngine
     from replicas.engine_builder import BuiltEngine
-    from replicas.prefill_engine import PrefillEngine
 
 
 class PrefillReplica(EngineReplica["PrefillEngine", PrefillCall, PrefillReply]):

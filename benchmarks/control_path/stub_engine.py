@@ -1,7 +1,7 @@
 """A decode engine that computes nothing: it admits at once, and every token is there one step after the other.
 
-Real calls, real frames through the real sender, a thread of its own, as in `replicas/engine.py`. The handoff costs
-nothing: tokens follow admission without waiting for prefill, so what is measured is a lower bound of the path.
+Real calls, real frames through the real sender, a thread of its own, as in `replicas/engine/engine.py`. The handoff
+costs nothing: tokens follow admission without waiting for prefill, so what is measured is a lower bound of the path.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import (
     CallStatus,
     EngineLoad,
@@ -23,7 +24,6 @@ from replicas.messages import (
     GenerateReply,
     TokenItem,
 )
-from replicas.token_sender import TokenSender
 
 NUM_BLOCKS = 1_000_000
 _IDLE_FRAME_S = 0.5

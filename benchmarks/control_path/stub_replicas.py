@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
-from replicas.call_server import CallServer
-from replicas.call_wire import Decoder
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import Decoder
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import (
     CallStatus,
     FirstToken,
@@ -19,7 +20,6 @@ from replicas.messages import (
     Pulse,
     TransferPeer,
 )
-from replicas.token_sender import TokenSender
 
 BLOCK_SIZE = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.configuration.model_config import find_bundled_gguf
-from replicas.gguf_conversion import resolve_source
+from replicas.model.gguf_conversion import resolve_source
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 
 _CACHE_DIR = str(Path.home() / ".cache" / "splitserve")

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from replicas.channels.token_receiver import TokenReceiver
 from replicas.messages import CallStatus, Frame, GenerateCall, GenerationRequest
-from replicas.token_receiver import TokenReceiver
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from replicas.decode_engine import DecodeEngine
+    from replicas.engine.decode_engine import DecodeEngine
 
 _TAIL_S = 10.0  # the last frame may come after the reply that counts its tokens
 

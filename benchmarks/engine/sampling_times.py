@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from replicas.sample_place import SamplePlace
-from replicas.slot_state import SlotState
-from replicas.token_choice import choose_tokens
+from replicas.model.sample_place import SamplePlace
+from replicas.model.slot_state import SlotState
+from replicas.token_choice.token_choice import choose_tokens
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 

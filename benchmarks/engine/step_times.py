@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.engine.reference_model import ReferenceModel
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
-from replicas.model_runner import ModelRunner
+from replicas.model.model_runner import ModelRunner
 
 
 def decode_step_times(

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from replicas.decode_engine import DecodeEngine
 from replicas.device_runner import make_runner
-from replicas.engine import EngineParts
-from replicas.engine_metrics import EngineMetrics
+from replicas.engine.decode_engine import DecodeEngine
+from replicas.engine.engine import EngineParts
 from replicas.fault_points import FaultPoints
-from replicas.kv_pool import KvPool
+from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
-from replicas.metrics import PoolMetrics
-from replicas.model_loader import load_model
-from replicas.model_runner import ModelRunner
+from replicas.metrics.engine_metrics import EngineMetrics
+from replicas.metrics.metrics import PoolMetrics
+from replicas.model.model_loader import load_model
+from replicas.model.model_runner import ModelRunner
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.decode_scheduler import DecodeScheduler

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
-from replicas.model_runner import ModelRunner
+from replicas.model.model_runner import ModelRunner
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams

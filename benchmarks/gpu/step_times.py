@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine.step_plans import decode_step, set_up
-from replicas.model_runner import ModelRunner
+from replicas.model.model_runner import ModelRunner
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from replicas import metric_buckets
-from replicas.metric_set import MetricSet
+from replicas.metrics import metric_buckets
+from replicas.metrics.metric_set import MetricSet
 
 ENDPOINTS = (
     "/v1/chat/completions",

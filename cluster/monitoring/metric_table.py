@@ -23,8 +23,8 @@ from cluster.monitoring.ingress_metrics import (
     RETRY_STAGES,
     SPAN_ENDS,
 )
-from replicas import metric_buckets as buckets
-from replicas.metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
+from replicas.metrics import metric_buckets as buckets
+from replicas.metrics.metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
 
 Labels = dict[str, tuple[str, ...] | None]
 

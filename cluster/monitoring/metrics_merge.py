@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from replicas.metric_set import FamilySnapshot
+from replicas.metrics.metric_set import FamilySnapshot
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from cluster.routing.generation import Leg
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.routing_policy import Route
-from replicas.call_wire import NotSendable
+from replicas.channels.call_wire import NotSendable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,

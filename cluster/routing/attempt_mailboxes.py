@@ -10,8 +10,8 @@ from collections.abc import Callable
 from cluster.routing.call_mailbox import Admitted, ChannelLost, Mailbox
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
+from replicas.channels.token_receiver import TokenReceiver
 from replicas.messages import ChannelAddress, Frame
-from replicas.token_receiver import TokenReceiver
 
 logger = logging.getLogger(__name__)
 

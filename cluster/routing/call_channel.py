@@ -1,4 +1,4 @@
-"""One router's calls to one replica: a ZeroMQ DEALER socket (replicas/call_server.py is the other end)."""
+"""One router's calls to one replica: a ZeroMQ DEALER socket (replicas/channels/call_server.py is the other end)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
-from replicas.call_wire import MAX_MESSAGE_BYTES, CallAddress
+from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import zmq
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
-from replicas.call_wire import CallAddress, Decoder, encode
+from replicas.channels.call_wire import CallAddress, Decoder, encode
 from replicas.messages import GenerateCall, GenerateReply, PrefillCall, PrefillReply
 
 # All that is sent are importable classes: plain pickle, not Serve's default, which also takes code along.

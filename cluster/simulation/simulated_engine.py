@@ -1,4 +1,4 @@
-"""The loop of replicas.engine on the simulated clock: messages, expiry, admission, one step, commit.
+"""The loop of replicas.engine.engine on the simulated clock: messages, expiry, admission, one step, commit.
 
 An iteration is computed when it begins; what it brings about happens at the times when its steps end. Messages that
 come meanwhile wait for the next one, as they wait in a real engine's inbox.
@@ -17,7 +17,7 @@ from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
-from replicas.engine_status import StepClock
+from replicas.engine.engine_status import StepClock
 from replicas.messages import EngineLoad
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
@@ -172,7 +172,7 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
             self.scheduler.end(request_id, RequestState.FAILED, now_s)
 
     def load(self) -> EngineLoad:
-        """As replicas.engine reports it, but for the step time: to the policies it only settles ties."""
+        """As replicas.engine.engine reports it, but for the step time: to the policies it only settles ties."""
         scheduler = self.scheduler
         return EngineLoad(
             num_running=scheduler.num_running,

@@ -6,9 +6,9 @@ import asyncio
 
 from benchmarks.control_path.stub_engine import StubDecodeEngine, stub_load
 from benchmarks.control_path.stub_replicas import _metadata
+from replicas.channels.token_receiver import TokenReceiver
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import CallStatus, FinishReason, Frame, GenerateCall, GenerationRequest, TransferPeer
-from replicas.token_receiver import TokenReceiver
-from replicas.token_sender import TokenSender
 from scheduler.sampling_params import SamplingParams
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.replica_registry import ReplicaTable
+from replicas.channels.token_sender import FrameGone
+from replicas.channels.wire import encode_frame
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -28,14 +30,12 @@ from replicas.messages import (
     Pulse,
     TokenItem,
 )
-from replicas.token_sender import FrameGone
-from replicas.wire import encode_frame
 from scheduler.memory_budget import blocks_for_generation
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, tokens_of
 from tests.cluster.fake_replica import FakeReplica
 
 if TYPE_CHECKING:
-    from replicas.token_receiver import TokenReceiver
+    from replicas.channels.token_receiver import TokenReceiver
 
 BLOCK_SIZE = 4
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem, TransferPeer
-from replicas.token_sender import TokenSender
 
 EPOCH = "e1"
 

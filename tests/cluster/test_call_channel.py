@@ -17,8 +17,8 @@ import pytest
 import zmq
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
-from replicas.call_server import CallServer
-from replicas.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, NotSendable, encode
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, NotSendable, encode
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -281,8 +281,8 @@ async def test_a_router_that_goes_leaves_no_call_behind(rig: Rig) -> None:
 _REPLICA = """
 import sys, time
 from concurrent.futures import Future
-from replicas.call_server import CallServer
-from replicas.call_wire import Decoder
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import Decoder
 from replicas.messages import GenerateCall
 server = CallServer("127.0.0.1", Decoder(GenerateCall), lambda call: print("taken", flush=True) or Future(), print)
 server.start()

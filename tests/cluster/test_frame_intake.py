@@ -8,9 +8,9 @@ from typing import Any
 from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
+from replicas.channels.token_receiver import TokenReceiver
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import EngineLoad, Frame
-from replicas.token_receiver import TokenReceiver
-from replicas.token_sender import TokenSender
 
 
 class _NoPool(PoolClient):

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metric_table import PREFIX, MetricRow, metric_table
 from cluster.monitoring.metrics_merge import merge
-from replicas.metric_set import FamilySnapshot
-from replicas.metrics import PoolMetrics
+from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.metrics import PoolMetrics
 from tests.cluster.api_client import CHAT, TEXT
 from tests.cluster.fake_ingress import LENGTH, FakeIngress, ScriptedSource, text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.engine_watch import EngineWatch
+from replicas.engine.engine_watch import EngineWatch
 from tests.engines.local_system import LocalSystem, collect, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings

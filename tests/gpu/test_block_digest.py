@@ -1,14 +1,14 @@
-"""The digest kernel gives the very sums of `replicas.kv_digest`."""
+"""The digest kernel gives the very sums of `replicas.kv.kv_digest`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from replicas.kv_digest import BlockDigester
+from replicas.kv.kv_digest import BlockDigester
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.kernels.block_digest import sum_blocks
+from replicas.cuda.kernels.block_digest import sum_blocks
 
 pytestmark = pytest.mark.interpreted
 

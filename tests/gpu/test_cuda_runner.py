@@ -16,16 +16,16 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
-from replicas.kv_pool import KvPool
-from replicas.model_loader import load_model
+from replicas.engine.step_isolation import run_isolated
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import load_model
 from replicas.settings import ModelSettings
-from replicas.step_isolation import run_isolated
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas import cuda_attention, cuda_graphs, cuda_runner, cuda_step
-from replicas.cuda_runner import CudaRunner
+from replicas.cuda import cuda_attention, cuda_graphs, cuda_runner, cuda_step
+from replicas.cuda.cuda_runner import CudaRunner
 
 pytestmark = pytest.mark.interpreted
 

@@ -1,4 +1,4 @@
-"""Drawing on the GPU is the same function as `replicas.sampling`."""
+"""Drawing on the GPU is the same function as `replicas.token_choice.sampling`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from replicas.sampling import SamplingBatch, sample
-from replicas.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
+from replicas.cuda.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
+from replicas.token_choice.sampling import SamplingBatch, sample
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.kernels.token_draw import draw_tokens
+from replicas.cuda.kernels.token_draw import draw_tokens
 
 pytestmark = pytest.mark.interpreted
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.cuda_slots import CudaSlots
-from replicas.cuda_step import ChunkLayout, Launches, build_cuda_inputs, tokens_while_launching
+from replicas.cuda.cuda_slots import CudaSlots
+from replicas.cuda.cuda_step import ChunkLayout, Launches, build_cuda_inputs, tokens_while_launching
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan
 
 SHARING: Any = SimpleNamespace(

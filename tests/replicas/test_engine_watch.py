@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from replicas.engine_watch import EngineWatch, Progress, StallMeter, Watched, cpu_ticks
+from replicas.engine.engine_watch import EngineWatch, Progress, StallMeter, Watched, cpu_ticks
 
 PATIENCE_S = 20.0
 

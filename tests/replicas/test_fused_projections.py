@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from replicas.fused_projections import FusedCounts, JoinedLinear, ProjectionPart, fuse_projections
+from replicas.model.fused_projections import FusedCounts, JoinedLinear, ProjectionPart, fuse_projections
 
 TINY = {
     "vocab_size": 97,

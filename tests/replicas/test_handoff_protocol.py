@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
-from replicas.handoff_actions import (
+from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
+from replicas.kv.handoff_actions import (
     Event,
     HandoffArrived,
     HandoffTiming,
@@ -26,8 +26,8 @@ from replicas.handoff_actions import (
     SourceOutcome,
     SourceReleased,
 )
+from replicas.kv.transfer_driver import TransferDriver
 from replicas.messages import Handoff
-from replicas.transfer_driver import TransferDriver
 
 TIMING = HandoffTiming(lease_s=0.06, resend_s=0.005, max_resend_s=0.02, remember_s=0.3, quarantine_s=0.05)
 STEP_S = 0.004

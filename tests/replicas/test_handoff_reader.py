@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.handoff_actions import (
+from replicas.kv.handoff_actions import (
     Action,
     CheckDigest,
     HandoffArrived,
@@ -18,7 +18,7 @@ from replicas.handoff_actions import (
     SendNote,
     StartRead,
 )
-from replicas.handoff_reader import HandoffReader
+from replicas.kv.handoff_reader import HandoffReader
 from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)

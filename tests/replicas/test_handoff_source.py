@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.handoff_actions import Action, HandoffTiming, SendNote, SourceOutcome, SourceReleased
-from replicas.handoff_source import HandoffSource
+from replicas.kv.handoff_actions import Action, HandoffTiming, SendNote, SourceOutcome, SourceReleased
+from replicas.kv.handoff_source import HandoffSource
 from replicas.messages import Handoff, NoteKind, TransferNote
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0)

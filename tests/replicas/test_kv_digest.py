@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 
-from replicas.kv_digest import DIGEST_BYTES, BlockDigester
+from replicas.kv.kv_digest import DIGEST_BYTES, BlockDigester
 
 SHAPE = (12, 2, 2, 4, 2, 6)  # a block: 2 layers, K and V, 4 tokens, 2 heads of 6
 
@@ -51,9 +51,9 @@ def test_groups_of_blocks_and_single_blocks_agree(monkeypatch: pytest.MonkeyPatc
     pool = make_pool()
     ids = list(range(12))
     grouped = BlockDigester.for_pool(pool)
-    monkeypatch.setattr("replicas.kv_digest._GROUP_WORDS", grouped.words_per_block * 5)  # 5 + 5 + 2
+    monkeypatch.setattr("replicas.kv.kv_digest._GROUP_WORDS", grouped.words_per_block * 5)  # 5 + 5 + 2
     ragged = BlockDigester.for_pool(pool)
-    monkeypatch.setattr("replicas.kv_digest._GROUP_WORDS", 1)
+    monkeypatch.setattr("replicas.kv.kv_digest._GROUP_WORDS", 1)
     single = BlockDigester.for_pool(pool)
     digests = {digester.digest_blocks(pool, ids) for digester in (grouped, ragged, single)}
     assert digests == {naive_digest(pool, ids)}

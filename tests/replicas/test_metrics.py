@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from replicas import metric_buckets
-from replicas.metric_set import FamilySnapshot
-from replicas.metrics import BLOCK_STATES, PoolMetrics
+from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.metrics import BLOCK_STATES, PoolMetrics, metric_buckets
 
 
 def pool_metrics(pool: str = "decode") -> PoolMetrics:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from replicas.kv_pool import KvPool
-from replicas.model_loader import load_model
-from replicas.model_runner import ModelRunner
-from replicas.model_support import UnsupportedModel, refuse_unsupported
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import load_model
+from replicas.model.model_runner import ModelRunner
+from replicas.model.model_support import UnsupportedModel, refuse_unsupported
 from replicas.settings import ModelSettings
 
 TINY = {
@@ -96,7 +96,7 @@ def test_a_model_with_its_own_attention_is_refused_at_load(tmp_path: Path) -> No
 
 def test_the_self_check_catches_what_the_config_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs a little too large, as if a model did something between softmax and projection that we do not."""
-    import replicas.attention as attention
+    import replicas.model.attention as attention
 
     config = transformers.LlamaConfig(**TINY)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)

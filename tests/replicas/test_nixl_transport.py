@@ -16,9 +16,9 @@ import msgpack
 import pytest
 import torch
 
-from replicas.kv_transport import InvalidRead, PeerUnreachable, ReadHandle, ReadState, merge_runs
+from replicas.kv.kv_transport import InvalidRead, PeerUnreachable, ReadHandle, ReadState, merge_runs
+from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import TransferPeer
-from replicas.nixl_transport import NixlTransport
 
 SHAPE = (64, 2, 2, 16, 2, 32)  # blocks of 16 KiB
 BIG_SHAPE = (64, 16, 2, 16, 4, 64)  # 64 blocks of 512 KiB: long enough to catch a read in flight
@@ -199,7 +199,7 @@ import msgpack, torch
 from dataclasses import astuple
 from pathlib import Path
 from replicas.messages import TransferPeer
-from replicas.nixl_transport import NixlTransport
+from replicas.kv.nixl_transport import NixlTransport
 torch.set_num_threads(1)
 pool = torch.arange(torch.Size({BIG_SHAPE}).numel(), dtype=torch.float32).view({BIG_SHAPE})
 transport = NixlTransport(pool, "prefill-child", "c1", "f")

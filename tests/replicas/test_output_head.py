@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from replicas.output_head import WideLinear, lay_out_head
+from replicas.model.output_head import WideLinear, lay_out_head
 
 
 def tiny_llama(**changes: Any) -> Any:

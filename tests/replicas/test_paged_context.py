@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replicas.kv_pool import KvLayout, KvPool
-from replicas.paged_context import PagedContext, PagedStep
-from replicas.slot_state import SlotState
-from replicas.step_inputs import build_step_inputs
+from replicas.kv.kv_pool import KvLayout, KvPool
+from replicas.model.paged_context import PagedContext, PagedStep
+from replicas.model.slot_state import SlotState
+from replicas.model.step_inputs import build_step_inputs
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan, TableWrite
 
 LAYOUT = KvLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -9,8 +9,16 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from replicas.philox import token_noise
-from replicas.sampling import GREEDY_BELOW, RowGroup, SamplingBatch, _scale, _threshold, gumbel_from_words, sample
+from replicas.token_choice.philox import token_noise
+from replicas.token_choice.sampling import (
+    GREEDY_BELOW,
+    RowGroup,
+    SamplingBatch,
+    _scale,
+    _threshold,
+    gumbel_from_words,
+    sample,
+)
 from scheduler.sampling_params import SamplingParams
 
 Row = tuple[SamplingParams, int, int]

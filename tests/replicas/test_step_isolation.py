@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.step_isolation import run_isolated
+from replicas.engine.step_isolation import run_isolated
 from scheduler.plan import (
     BlockCopy,
     BlockSwap,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.step_timer import StepTimer
+from replicas.engine.step_timer import StepTimer
 from scheduler.plan import StepPlan
 
 

@@ -9,9 +9,9 @@ import time
 import pytest
 import zmq
 
-from replicas import token_receiver, token_sender
+from replicas.channels import token_receiver, token_sender
+from replicas.channels.token_sender import FrameGone, TokenSender
 from replicas.messages import ChannelAddress, Frame
-from replicas.token_sender import FrameGone, TokenSender
 from tests.replicas.token_channel_rig import LOAD, items, running_router, running_sender, until
 
 

@@ -7,8 +7,8 @@ import random
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.metric_buckets import PER_TOKEN_S
-from replicas.token_histogram import TokenHistogram
+from replicas.metrics.metric_buckets import PER_TOKEN_S
+from replicas.metrics.token_histogram import TokenHistogram
 
 
 def test_the_same_text_as_the_clients_own() -> None:

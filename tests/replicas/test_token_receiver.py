@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import zmq
 
-from replicas import token_receiver
+from replicas.channels import token_receiver
+from replicas.channels.token_receiver import TokenReceiver
+from replicas.channels.wire import encode_frame
 from replicas.messages import ChannelAddress, Frame
-from replicas.token_receiver import TokenReceiver
-from replicas.wire import encode_frame
 from tests.replicas.token_channel_rig import Router, frame_of, raw_push, raw_sender, running_router, until
 
 

@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.sample_place import SamplePlace
-from replicas.sampling import SamplingBatch, sample
-from replicas.slot_state import SlotState
-from replicas.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED, choose_tokens
+from replicas.model.sample_place import SamplePlace
+from replicas.model.slot_state import SlotState
+from replicas.token_choice.sampling import SamplingBatch, sample
+from replicas.token_choice.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED, choose_tokens
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected
@@ -175,7 +175,7 @@ def test_a_choice_that_fails_leaves_the_slots_as_they_were(monkeypatch: pytest.M
     def out_of_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("replicas.token_choice.TokenScores.of", out_of_memory)
+    monkeypatch.setattr("replicas.token_choice.token_choice.TokenScores.of", out_of_memory)
     with pytest.raises(MemoryError):
         choose_tokens(logits, places, slots)
     assert slots.last_token.tolist() == before.tolist() != first

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicas.handoff_actions import (
+from replicas.kv.handoff_actions import (
     CommandRefused,
     HandoffArrived,
     KvReady,
@@ -18,8 +18,8 @@ from replicas.handoff_actions import (
     ReadReleased,
     SourceOutcome,
 )
+from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import FirstToken
-from replicas.nixl_transport import NixlTransport
 from tests.replicas.transfer_engines import SHAPE, TIMING, Engine, Pair, deadline_s, until
 
 

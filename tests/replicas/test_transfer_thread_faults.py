@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
-from replicas.handoff_actions import (
+from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
+from replicas.kv.handoff_actions import (
     CommandRefused,
     HandoffArrived,
     KvReady,
     LossReason,
     SourceOutcome,
 )
-from replicas.kv_transport import KvTransport
+from replicas.kv.kv_transport import KvTransport
+from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import TransferPeer
-from replicas.transfer_thread import TransferThread
 from tests.replicas.transfer_engines import SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
 
 

@@ -11,6 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.channels.wire import (
+    WIRE_VERSION,
+    MalformedMessage,
+    decode_frame,
+    decode_notification,
+    encode_frame,
+    encode_notification,
+)
 from replicas.messages import (
     EngineLoad,
     FinishReason,
@@ -22,14 +30,6 @@ from replicas.messages import (
     TokenItem,
     TokenLogprobs,
     TransferNote,
-)
-from replicas.wire import (
-    WIRE_VERSION,
-    MalformedMessage,
-    decode_frame,
-    decode_notification,
-    encode_frame,
-    encode_notification,
 )
 
 counts = st.integers(0, 2**63 - 1)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 import zmq
 
+from replicas.channels.token_receiver import TokenReceiver
+from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
-from replicas.token_receiver import TokenReceiver
-from replicas.token_sender import TokenSender
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.006)
 PATIENCE_S = 10.0

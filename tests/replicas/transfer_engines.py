@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from replicas.handoff_actions import (
+from replicas.kv.handoff_actions import (
     Event,
     HandoffArrived,
     HandoffTiming,
@@ -17,10 +17,10 @@ from replicas.handoff_actions import (
     SourceOutcome,
     SourceReleased,
 )
-from replicas.kv_digest import BlockDigester
-from replicas.kv_transport import KvTransport
+from replicas.kv.kv_digest import BlockDigester
+from replicas.kv.kv_transport import KvTransport
+from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import FirstToken
-from replicas.transfer_thread import TransferThread
 
 TIMING = HandoffTiming(lease_s=0.4, resend_s=0.01, max_resend_s=0.05, remember_s=5.0, quarantine_s=0.05)
 SHAPE = (32, 2, 2, 16, 2, 32)

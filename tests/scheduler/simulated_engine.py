@@ -1,6 +1,6 @@
 """An engine loop around a scheduler and the paged model, which checks everything after every move.
 
-The loop is that of replicas.engine. A launched step may run at any time until its tokens are wanted, as on a
+The loop is that of replicas.engine.engine. A launched step may run at any time until its tokens are wanted, as on a
 GPU, while transfers go on beside it.
 """
 
@@ -183,7 +183,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             assert request is not None, f"{request_id} is over and planned"
             block_ids.update(block_id for sequence in request.sequences for block_id in sequence.block_ids)
         victim = self._victim(plan, self._faults.row_error)
-        if victim is not None:  # as replicas.step_isolation: the rest of the step runs
+        if victim is not None:  # as replicas.engine.step_isolation: the rest of the step runs
             rows = tuple(row for row in plan.rows if row.request_id != victim)
             chunks = tuple(chunk for chunk in plan.chunks if chunk.request_id != victim)
             plan = replace(plan, rows=rows, chunks=chunks)
@@ -230,7 +230,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         return self._rng.choice(works_on(plan))
 
     def _fail(self, now_s: float) -> None:
-        """As replicas.engine after an exception anywhere, sometimes in the middle of a plan."""
+        """As replicas.engine.engine after an exception anywhere, sometimes in the middle of a plan."""
         if isinstance(self.scheduler, DecodeScheduler) and self._rng.random() < 0.7:
             scheduler = self.scheduler
             scheduler.batch.plan_rows(scheduler.builder.next_step_id, scheduler._num_available)

@@ -11,7 +11,7 @@ import pytest
 from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import UserError
-from replicas.step_recorder import StepRecorder
+from replicas.engine.step_recorder import StepRecorder
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 from scheduler.step_shape import StepShape
 

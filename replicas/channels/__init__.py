@@ -1,0 +1,1 @@
+"""What carries calls, their replies and tokens between routers and replicas."""

@@ -1,0 +1,231 @@
+"""Takes the routers' calls and sends the replies: one ZeroMQ ROUTER socket and a thread of its own.
+
+Not Serve calls, which cost ten times as much (docs/control-path.md). CURVE encrypts, and admits those who know the
+replica's public key. The parts of a message:
+
+    router -> replica   request id, call         replica -> router   request id, reply
+                        request id, ""  (cancel)                     request id, "", what failed
+                                                                     "", ""  (is anybody there?)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Generic, TypeVar
+
+import zmq
+
+from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, encode
+
+logger = logging.getLogger(__name__)
+
+CallT = TypeVar("CallT")
+ReplyT = TypeVar("ReplyT")
+
+_PROBE_S = 1.0  # how often routers with open calls are asked whether they are there
+_IDLE_MS = 250
+_CALLS_PER_TURN = 32  # then replies and probes get their turn
+_HEARTBEAT_MS = 1000
+_HEARTBEAT_TIMEOUT_MS = 10_000  # a router's host that is silent for so long has gone
+_HANDSHAKE_MS = 3000  # who has not proved by then that it knows the key is disconnected
+_LINGER_MS = 1000
+_JOIN_S = 3.0
+
+
+class CallServer(Generic[CallT, ReplyT]):
+    """start, cancel: of the engine; called on this server's thread, so they must not block. The future that `start`
+    returns may be done on any thread. When a router has gone, its calls are cancelled."""
+
+    def __init__(
+        self,
+        host: str,
+        decode: Decoder[CallT],
+        start: Callable[[CallT], Future[ReplyT]],
+        cancel: Callable[[str], None],
+    ) -> None:
+        """host: this host's address as routers know it; the port is a free one. Raises zmq.ZMQError when it can't be
+        bound."""
+        self._decode, self._start, self._cancel = decode, start, cancel
+        self._open: defaultdict[bytes, set[bytes]] = defaultdict(set)  # request ids by router
+        self._done: queue.SimpleQueue[tuple[bytes, bytes, Future[ReplyT]]] = queue.SimpleQueue()
+        self._is_woken = False
+        self._wakes, self._wake_end = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._wake_end.setblocking(False)
+        self._is_ending = False
+        self._context = zmq.Context()
+        self._public_key, secret_key = zmq.curve_keypair()
+        self._socket = self._bind(host, secret_key)  # of its thread, once that runs
+        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
+        self.last_beat_s = time.monotonic()
+
+    @property
+    def address(self) -> CallAddress:
+        return CallAddress(self._endpoint, self._public_key.decode("ascii"))
+
+    @property
+    def thread(self) -> threading.Thread:
+        """For those that watch it."""
+        return self._thread
+
+    @property
+    def num_open(self) -> int:
+        """Calls without a reply. Any thread; one that has just come may not count yet."""
+        return sum(len(ids) for ids in list(self._open.values()))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take nothing more, send the replies there are, free the port. Blocks for a moment, at most some seconds."""
+        self._is_ending = True
+        self._wake()
+        if self._thread.ident is None:
+            self._socket.close(linger=0)
+        else:
+            self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._context.term()
+            self._wakes.close()
+            self._wake_end.close()
+
+    def _bind(self, host: str, secret_key: bytes) -> zmq.Socket[bytes]:
+        bound: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        bound.curve_server = True
+        bound.curve_publickey = self._public_key
+        bound.curve_secretkey = secret_key
+        bound.router_mandatory = True  # tells when a router has gone
+        # Nothing is dropped: a router bounds the calls it has open.
+        bound.sndhwm = bound.rcvhwm = 0
+        bound.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        bound.heartbeat_ivl = _HEARTBEAT_MS
+        bound.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        bound.handshake_ivl = _HANDSHAKE_MS
+        if ":" in host:
+            bound.ipv6 = True
+            host = f"[{host}]"
+        try:
+            bound.bind_to_random_port(f"tcp://{host}")
+        except zmq.ZMQError:
+            bound.close(linger=0)
+            raise
+        return bound
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakes, zmq.POLLIN)
+        probe_s = time.monotonic() + _PROBE_S
+        try:
+            while not self._is_ending:
+                poller.poll(_IDLE_MS)
+                now_s = self.last_beat_s = time.monotonic()
+                self._receive()
+                self._reply()
+                if now_s >= probe_s:
+                    self._probe()
+                    probe_s = now_s + _PROBE_S
+            self._reply()
+        except Exception:
+            logger.critical("the calls thread died: nobody reaches this replica any more", exc_info=True)
+        finally:
+            self._socket.close(linger=_LINGER_MS)
+
+    def _receive(self) -> None:
+        """Take what has come."""
+        for _ in range(_CALLS_PER_TURN):
+            try:
+                router, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._take(router, parts)
+            except Exception:  # a bug of ours; others' calls go on
+                logger.exception("a call could not be taken", extra={"event": "call_failed"})
+
+    def _take(self, router: bytes, parts: list[bytes]) -> None:
+        if len(parts) != 2:
+            logger.warning("dropped a call of %d parts", len(parts), extra={"event": "malformed_call"})
+            return
+        request_id, payload = parts
+        if not payload:
+            self._cancel(request_id.decode("ascii", "replace"))
+            return
+        try:
+            future = self._start(self._decode(payload))
+        except MalformedCall as error:
+            logger.warning("dropped a malformed call: %s", error, extra={"event": "malformed_call"})
+            self._send(router, request_id, b"", b"MalformedCall")
+            return
+        except Exception as error:
+            logger.exception("a call failed at once", extra={"event": "call_failed"})
+            self._send(router, request_id, b"", type(error).__name__.encode())
+            return
+        self._open[router].add(request_id)
+        future.add_done_callback(partial(self._on_done, router, request_id))
+
+    def _on_done(self, router: bytes, request_id: bytes, future: Future[ReplyT]) -> None:
+        """Any thread."""
+        self._done.put((router, request_id, future))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Any thread. Once is enough until the thread has looked."""
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # full of wakes, or closed at the end
+                self._wake_end.send(b"\0")
+
+    def _reply(self) -> None:
+        # In this order: who finds it woken has put something in before the queue is looked at.
+        with contextlib.suppress(BlockingIOError):
+            self._wakes.recv(4096)
+        self._is_woken = False
+        while not self._done.empty():
+            router, request_id, future = self._done.get_nowait()
+            self._close(router, request_id)
+            if future.cancelled():
+                continue
+            try:
+                parts = [encode(future.result())]
+            except Exception as error:
+                logger.error("a call failed", exc_info=error, extra={"event": "call_failed"})
+                parts = [b"", type(error).__name__.encode()]
+            self._send(router, request_id, *parts)
+
+    def _close(self, router: bytes, request_id: bytes) -> None:
+        if (ids := self._open.get(router)) is not None:
+            ids.discard(request_id)
+            if not ids:
+                del self._open[router]
+
+    def _probe(self) -> None:
+        """Ask every router that waits for a reply whether it is there: ZeroMQ says so when its connection is not."""
+        for router in list(self._open):
+            if not self._send(router, b"", b""):
+                extra = {"event": "router_gone", "num_calls": len(self._open[router])}
+                logger.warning("a router has gone; its calls are cancelled", extra=extra)
+                for request_id in self._open[router]:
+                    self._cancel(request_id.decode("ascii", "replace"))
+
+    def _send(self, router: bytes, *parts: bytes) -> bool:
+        """Whether the router is there."""
+        try:
+            self._socket.send_multipart([router, *parts], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                logger.error("a reply could not be sent: %s", error, extra={"event": "reply_failed"})
+            return False
+        return True

@@ -1,0 +1,276 @@
+"""The decode side of the token channels: one ZeroMQ PUSH socket per router, encrypted and authenticated by CURVE."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from replicas.channels.wire import encode_frame
+from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
+
+logger = logging.getLogger(__name__)
+
+# Frames handed to ZeroMQ beyond what the router has read. Small: what waits here is lost when the connection breaks
+# (and then replayed); what waits in the ring is not.
+SEND_HIGH_WATER_MARK = 64
+# Frames handed to ZeroMQ in one flush, however long the backlog: a step waits for this.
+MAX_FRAMES_PER_FLUSH = 64
+# How many closed channels' numbering is remembered.
+MAX_CLOSED = 1024
+HEARTBEAT_MS = 1000
+# A peer whose host vanished without closing the connection is noticed after the stall deadline and this. Not before
+# the deadline: a router that stopped reading does not answer heartbeats either, and on each new connection ZeroMQ
+# would take a thousand frames more for it, so that it would never look stalled.
+HEARTBEAT_MARGIN_S = 5.0
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 1000
+# ZeroMQ gives up for good on a connection that was refused (a router that does not know our key yet).
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+RETRY_REFUSED_S = 0.5
+
+
+class FrameGone(Exception):
+    """replay() was asked for frames that are no longer, or were never, kept. oldest_seq is what there still is."""
+
+    def __init__(self, router_id: str, from_seq: int, oldest_seq: int) -> None:
+        super().__init__(router_id, from_seq, oldest_seq)  # all arguments: it crosses a Serve call
+        self.router_id = router_id
+        self.from_seq = from_seq
+        self.oldest_seq = oldest_seq
+
+    def __str__(self) -> str:
+        return f"frames for router {self.router_id} from {self.from_seq} are gone; the oldest kept is {self.oldest_seq}"
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One router. ring[-1].seq == next_seq - 1; frames before unsent_seq were handed to ZeroMQ."""
+
+    address: ChannelAddress
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]  # events of the socket: only REFUSED
+    ring: deque[Frame] = field(default_factory=deque)
+    ring_tokens: int = 0
+    next_seq: int = 0
+    unsent_seq: int = 0
+    blocked_since_s: float | None = None
+    refused_s: float | None = None
+
+    @property
+    def oldest_seq(self) -> int:
+        return self.next_seq - len(self.ring)
+
+
+class TokenSender:
+    """Sends frames to routers in order, without ever blocking.
+
+    Owned by the engine's thread: every method is called there, except `replay` and `owes_tokens`.
+
+    A frame that a channel cannot take now (not connected yet, router too slow) stays in the channel's ring and goes out
+    before any later one, at the next `send` or `flush`. The ring also keeps sent frames for `replay`. It is bounded: a
+    frame that leaves it unsent is a gap that the router notices and cannot fill.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        epoch: str,
+        *,
+        stall_deadline_s: float = 10.0,
+        ring_frames: int = 2048,
+        ring_tokens: int = 200_000,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica_id = replica_id
+        self._epoch = epoch
+        self._stall_deadline_s = stall_deadline_s
+        self._ring_frames = ring_frames
+        self._ring_tokens = ring_tokens
+        self._now_s = now_s
+        self._context = zmq.Context()
+        self._public_key, self._secret_key = zmq.curve_keypair()
+        self._channels: dict[str, _Channel] = {}
+        # Next seq of closed channels: if the router comes back, the numbering goes on, or it would take new frames for
+        # old ones. In order of closing.
+        self._closed: dict[ChannelAddress, int] = {}
+        # Guards _channels and the rings against readers on other threads; never held while sending.
+        self._lock = threading.Lock()
+
+    @property
+    def public_key(self) -> str:
+        """Z85 text, for the replica's metadata: routers admit only published keys."""
+        return self._public_key.decode("ascii")
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether some frame waits in a ring: then call flush() soon, even when there is nothing new to send."""
+        return any(channel.unsent_seq < channel.next_seq for channel in self._channels.values())
+
+    @property
+    def owes_tokens(self) -> bool:
+        """Whether a frame that a request waits for has not left. Frames with nothing but load concern nobody here when
+        this replica, or their router, ends. Any thread."""
+        with self._lock:
+            return any(
+                frame.admitted or frame.tokens or frame.prompts
+                for channel in self._channels.values()
+                for frame in islice(channel.ring, channel.unsent_seq - channel.oldest_seq, None)
+            )
+
+    def open(self, address: ChannelAddress) -> None:
+        """Start connecting to a router; does nothing when that very channel is open.
+
+        Sequence numbers start at 0, or go on where a closed channel to the same address ended. Raises ValueError for
+        an address that ZeroMQ cannot use.
+        """
+        existing = self._channels.get(address.router_id)
+        if existing is not None:
+            if existing.address == address:
+                return
+            self.close(address.router_id)
+        first_seq = self._closed.pop(address, 0)
+        channel = _Channel(address, *self._connect(address), next_seq=first_seq, unsent_seq=first_seq)
+        with self._lock:
+            self._channels[address.router_id] = channel
+
+    def send(
+        self,
+        router_id: str,
+        load: EngineLoad,
+        admitted: Sequence[str] = (),
+        tokens: Sequence[TokenItem] = (),
+        prompts: Sequence[PromptLogprobs] = (),
+    ) -> int:
+        """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""
+        channel = self._channels[router_id]
+        frame = Frame(
+            self._replica_id, self._epoch, channel.next_seq, load, tuple(admitted), tuple(tokens), tuple(prompts)
+        )
+        with self._lock:
+            self._keep(channel, frame)
+        self._flush(channel)
+        return frame.seq
+
+    def flush(self) -> None:
+        """Send what waits, where it can be sent."""
+        for channel in self._channels.values():
+            self._flush(channel)
+
+    def replay(self, router_id: str, from_seq: int) -> list[Frame]:
+        """Every frame for this router from from_seq on. Any thread. Raises FrameGone."""
+        with self._lock:
+            channel = self._channels.get(router_id)
+            if channel is None:
+                raise FrameGone(router_id, from_seq, 0)
+            if not channel.oldest_seq <= from_seq <= channel.next_seq:
+                raise FrameGone(router_id, from_seq, channel.oldest_seq)
+            return list(channel.ring)[from_seq - channel.oldest_seq :]
+
+    def stalled_routers(self, now_s: float) -> list[str]:
+        """Routers whose channel has taken nothing for longer than the deadline while frames waited for it."""
+        return [
+            router_id
+            for router_id, channel in self._channels.items()
+            if channel.blocked_since_s is not None and now_s - channel.blocked_since_s > self._stall_deadline_s
+        ]
+
+    def close(self, router_id: str) -> None:
+        """Forget a router, with what it has not read. Unknown ids are fine."""
+        with self._lock:
+            channel = self._channels.pop(router_id, None)
+        if channel is None:
+            return
+        _close(channel, linger_ms=0)
+        self._closed[channel.address] = channel.next_seq
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+
+    def shut_down(self, linger_s: float = 1.0) -> None:
+        """Close every channel. Blocks for up to linger_s while sent frames leave this host."""
+        self.flush()
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            _close(channel, linger_ms=int(linger_s * 1000))
+        self._context.term()
+
+    def _connect(self, address: ChannelAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """(socket, monitor) of a connection that is on its way."""
+        socket = self._context.socket(zmq.PUSH)
+        try:
+            socket.curve_publickey = self._public_key
+            socket.curve_secretkey = self._secret_key
+            socket.curve_serverkey = address.public_key.encode("ascii")
+            socket.sndhwm = SEND_HIGH_WATER_MARK
+            # Without this a frame would be taken for a connection that may never come about.
+            socket.immediate = True
+            socket.ipv6 = True
+            socket.heartbeat_ivl = HEARTBEAT_MS
+            socket.heartbeat_timeout = int((self._stall_deadline_s + HEARTBEAT_MARGIN_S) * 1000)
+            socket.reconnect_ivl = RECONNECT_MS
+            socket.reconnect_ivl_max = RECONNECT_MAX_MS
+            monitor = socket.get_monitor_socket(REFUSED)
+            socket.connect(address.endpoint)
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            socket.close(linger=0)
+            raise ValueError(f"cannot open a token channel to {address}: {error}") from error
+        return socket, monitor
+
+    def _keep(self, channel: _Channel, frame: Frame) -> None:
+        channel.ring.append(frame)
+        channel.ring_tokens += _num_tokens(frame)
+        channel.next_seq += 1
+        while len(channel.ring) > self._ring_frames or (
+            channel.ring_tokens > self._ring_tokens and len(channel.ring) > 1
+        ):
+            channel.ring_tokens -= _num_tokens(channel.ring.popleft())
+        channel.unsent_seq = max(channel.unsent_seq, channel.oldest_seq)
+
+    def _flush(self, channel: _Channel) -> None:
+        # Only this thread changes the ring: reading it needs no lock.
+        for _ in range(min(channel.next_seq - channel.unsent_seq, MAX_FRAMES_PER_FLUSH)):
+            frame = channel.ring[channel.unsent_seq - channel.next_seq]  # counted from the newest
+            try:
+                channel.socket.send(encode_frame(frame), zmq.NOBLOCK)
+            except zmq.Again:
+                if channel.blocked_since_s is None:
+                    channel.blocked_since_s = self._now_s()
+                self._reconnect_if_refused(channel)
+                return
+            channel.unsent_seq += 1
+            channel.blocked_since_s = None
+
+    def _reconnect_if_refused(self, channel: _Channel) -> None:
+        if channel.refused_s is None and channel.monitor.poll(0):
+            event = recv_monitor_message(channel.monitor, zmq.NOBLOCK)
+            channel.refused_s = self._now_s()
+            logger.warning(
+                "token channel: router %s refused us (%s)", channel.address.router_id, zmq.Event(event["event"]).name
+            )
+        if channel.refused_s is not None and self._now_s() - channel.refused_s >= RETRY_REFUSED_S:
+            _close(channel, linger_ms=0)
+            channel.socket, channel.monitor = self._connect(channel.address)
+            channel.refused_s = None
+
+
+def _num_tokens(frame: Frame) -> int:
+    """Generated ones, prompt tokens whose log-probabilities it carries, and candidates beside any of them."""
+    scored = [item.logprobs for item in frame.tokens]
+    for part in frame.prompts:
+        scored += part.positions
+    return sum(1 if scores is None else 1 + len(scores.top) for scores in scored)
+
+
+def _close(channel: _Channel, linger_ms: int) -> None:
+    channel.socket.disable_monitor()
+    channel.monitor.close(linger=0)
+    channel.socket.close(linger=linger_ms)

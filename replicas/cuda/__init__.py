@@ -1,0 +1,1 @@
+"""What a step is on CUDA: graphs, slots and kernels."""

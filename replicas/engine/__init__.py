@@ -1,0 +1,1 @@
+"""The loop of an engine, and what watches and records it."""

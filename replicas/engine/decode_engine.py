@@ -1,0 +1,290 @@
+"""Decode engine: admits by memory, loads KV (or prefills itself), decodes the running batch, sends tokens.
+
+A call's life: submit -> admitted (told in a frame) -> handoff arrives -> read -> confirmed -> running ->
+reply. Tokens leave in frames, one per step and router; the reply only says how many there were.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from replicas.engine.call_table import OpenCall, scheduler_request
+from replicas.engine.engine import Engine, EngineParts
+from replicas.kv.handoff_actions import CommandRefused, Event, HandoffArrived, KvLost, KvReady, LossReason, ReadReleased
+from replicas.messages import (
+    CallStatus,
+    FinishReason,
+    Frame,
+    GenerateCall,
+    GenerateReply,
+    Handoff,
+    PromptLogprobs,
+    TokenItem,
+)
+from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.memory_budget import num_blocks_for
+from scheduler.outcome import NeverFits, TokenEvent
+from scheduler.plan import StepOutput
+from scheduler.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from replicas.channels.token_sender import TokenSender
+    from replicas.kv.transfer_thread import TransferThread
+
+
+logger = logging.getLogger(__name__)
+
+# A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
+_UNSENT_POLL_S = 0.005
+# A beam search sends all its tokens when it is over. A step of anything else has fewer than this.
+_MAX_FRAME_TOKENS = 4096
+# Log-probabilities of a prompt take up to 300 bytes a token: these many are a frame.
+_MAX_FRAME_POSITIONS = 4096
+
+
+@dataclass(slots=True)
+class DecodeOpenCall(OpenCall[GenerateCall, GenerateReply]):
+    """What else decode keeps of a call."""
+
+    handoff: Handoff | None = None  # once it has arrived
+    num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
+
+    @property
+    def router_id(self) -> str:
+        return self.call.channel.router_id
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What this iteration has for one router."""
+
+    admitted: list[str] = field(default_factory=list)
+    tokens: list[TokenItem] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+    def take_admitted(self) -> tuple[str, ...]:
+        admitted, self.admitted = tuple(self.admitted), []
+        return admitted
+
+
+class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
+    """Also the whole engine of a colocated system: a call without a source is prefilled here."""
+
+    transfers: TransferThread  # set by the builder before start: its events come back to this engine
+
+    def __init__(self, parts: EngineParts[DecodeScheduler], sender: TokenSender, idle_frame_s: float) -> None:
+        super().__init__("decode", parts)
+        self.sender = sender
+        self._idle_frame_s = idle_frame_s
+        self._outbox: defaultdict[str, _Outbox] = defaultdict(_Outbox)  # by router
+        self._last_sent_s: dict[str, float] = {}  # by router
+        self._finished: list[DecodeOpenCall] = []  # to be answered after this iteration's frames
+
+    def generate(self, call: GenerateCall) -> Future[GenerateReply]:
+        """Queue a request. Any thread; does not block. The future is always answered."""
+        request = scheduler_request(call.request, time.monotonic(), local_prefill=call.source is None)
+        opened = DecodeOpenCall(call, request)
+        self._post(lambda: self._submit(opened))
+        return opened.future
+
+    def replay(self, router_id: str, from_seq: int) -> list[Frame]:
+        """Frames a router missed. Any thread. Raises FrameGone when they are no longer kept."""
+        return self.sender.replay(router_id, from_seq)
+
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.sender.owes_tokens
+
+    def on_transfer_event(self, event: Event) -> None:
+        """Called by the transfer thread. Does not block."""
+        self._post(lambda: self._on_transfer(event))
+
+    # -- arrival -----------------------------------------------------------------------------------
+
+    def _submit(self, opened: DecodeOpenCall) -> None:
+        request = opened.request
+        try:
+            self.sender.open(opened.call.channel)
+            self.scheduler.submit(request, time.monotonic())
+        except NeverFits as error:
+            needs = f"{request.prompt_len} prompt tokens and max_tokens {request.max_tokens}"
+            self._reply(opened, CallStatus.REJECTED, f"{needs}, {len(request.choices)} choices: {error}")
+            return
+        except ValueError as error:  # an unusable channel address, or a known id
+            self._reply(opened, CallStatus.ERROR, str(error))
+            return
+        self._calls[request.request_id] = opened
+
+    def _on_admitted(self, requests: tuple[Request, ...]) -> None:
+        for request in requests:
+            opened = self._calls[request.request_id]
+            self._outbox[opened.router_id].admitted.append(request.request_id)
+            if opened.call.source is not None:
+                self.transfers.expect(
+                    request.request_id,
+                    source=opened.call.source,
+                    prompt_len=request.prompt_len,
+                    num_blocks=num_blocks_for(request.prompt_len, self.scheduler.limits.block_size),
+                    deadline_s=request.deadline_s,
+                )
+
+    def _on_planned(self) -> None:
+        for request in self.scheduler.take_evicted():
+            detail = f"{request.request_id} gave way: no KV memory, no host memory"
+            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
+            self._end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
+
+    # -- the handoff -------------------------------------------------------------------------------
+
+    def _on_transfer(self, event: Event) -> None:
+        match event:
+            case HandoffArrived(transfer_id, handoff):
+                self._on_handoff(transfer_id, handoff)
+            case KvReady(transfer_id):
+                self._on_kv_ready(transfer_id)
+            case KvLost(transfer_id, reason, detail):
+                if reason is not LossReason.CANCELLED:
+                    text = f"{reason}: {detail}" if detail else str(reason)
+                    self._end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, text)
+            case ReadReleased(transfer_id):
+                self.scheduler.transfer_ended(transfer_id)
+            case CommandRefused(transfer_id, command, detail):
+                self.scheduler.transfer_ended(transfer_id)
+                self._end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, f"{command}: {detail}")
+            case _:
+                raise AssertionError(f"a decode engine offers nothing, got {event}")
+
+    def _on_handoff(self, transfer_id: str, handoff: Handoff) -> None:
+        if self.scheduler.get(transfer_id) is None:
+            return  # ended meanwhile; its cancel is on the way to the transfer thread
+        self._calls[transfer_id].handoff = handoff
+        block_ids = self.scheduler.begin_load(transfer_id, time.monotonic())
+        self.transfers.read_into(transfer_id, block_ids)
+
+    def _on_kv_ready(self, transfer_id: str) -> None:
+        if self.scheduler.get(transfer_id) is None:
+            return
+        opened = self._calls[transfer_id]
+        assert opened.handoff is not None, "KV was read without a handoff"
+        try:
+            self._join_batch(opened, opened.handoff)
+        except ValueError as error:  # the handoff's first tokens are not those of this request
+            self._end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
+            return
+        self.metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
+
+    def _join_batch(self, opened: DecodeOpenCall, handoff: Handoff) -> None:
+        """Raises ValueError."""
+        request_id = opened.request.request_id
+        if opened.request.search is not None:
+            self.scheduler.beams_ready(request_id, handoff.candidates, time.monotonic())
+            self._outbox[opened.router_id].admitted.append(request_id)
+            return
+        firsts = handoff.first_tokens
+        by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
+        self.scheduler.kv_ready(request_id, by_choice, time.monotonic())
+
+    # -- tokens ------------------------------------------------------------------------------------
+
+    def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            self._send_prompt(prompt)
+        events = self.scheduler.commit(output, now_s)
+        for event in events:
+            self._send_token(event)
+        for request_id in {event.request_id for event in events if event.finish_reason}:
+            if self.scheduler.get(request_id) is None:
+                self._finished.append(self._calls.pop(request_id))
+
+    def _send_prompt(self, prompt: PromptLogprobs) -> None:
+        opened = self._calls.get(prompt.request_id)
+        if opened is None:
+            return
+        for first in range(0, len(prompt.positions), _MAX_FRAME_POSITIONS):
+            positions = prompt.positions[first : first + _MAX_FRAME_POSITIONS]
+            part = PromptLogprobs(prompt.request_id, prompt.start + first, positions)
+            self._outbox[opened.router_id].prompts.append(part)
+
+    def _send_token(self, event: TokenEvent) -> None:
+        opened = self._calls[event.request_id]
+        opened.num_sent[event.choice] += 1
+        if not event.index and opened.first_token_s is None and opened.request.search is None:
+            opened.first_token_s = time.monotonic()
+        reason = FinishReason(event.finish_reason) if event.finish_reason else None
+        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
+        self._outbox[opened.router_id].tokens.append(item)
+
+    def _flush(self, now_s: float) -> None:
+        """One frame per router that has something, or that has not heard of us for a while; then the replies.
+
+        Replies come last: they say how many tokens were sent. Very many tokens (of a beam search) are several frames.
+        """
+        load = self._load()
+        for router_id, outbox in self._outbox.items():
+            for part in outbox.prompts:
+                self.sender.send(router_id, load, outbox.take_admitted(), (), (part,))
+            for start in range(0, max(1, len(outbox.tokens)), _MAX_FRAME_TOKENS):
+                tokens = tuple(outbox.tokens[start : start + _MAX_FRAME_TOKENS])
+                self.sender.send(router_id, load, outbox.take_admitted(), tokens)
+            self._last_sent_s[router_id] = now_s
+        self._outbox.clear()
+        for router_id, sent_s in self._last_sent_s.items():
+            if now_s - sent_s >= self._idle_frame_s:
+                self.sender.send(router_id, load, (), ())
+                self._last_sent_s[router_id] = now_s
+        self.sender.flush()
+        self._end_stalled_routers(now_s)
+        for opened in self._finished:
+            self._reply(opened, CallStatus.OK, "")
+        self._finished.clear()
+
+    def _end_stalled_routers(self, now_s: float) -> None:
+        """A router whose channel stays away is gone, whatever Serve believes: its requests end."""
+        for router_id in self.sender.stalled_routers(now_s):
+            theirs = [rid for rid, opened in self._calls.items() if opened.router_id == router_id]
+            for request_id in theirs:
+                self._end(request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "the router's channel stayed away")
+            self.sender.close(router_id)
+            self._last_sent_s.pop(router_id, None)
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+        opened = self._calls.pop(request_id, None)
+        if opened is None:
+            return
+        entered_s = opened.request.entered_s
+        self.scheduler.end(request_id, state, time.monotonic())
+        if (
+            opened.call.source is not None
+            and RequestState.ADMITTED in entered_s
+            and RequestState.RUNNING not in entered_s
+        ):
+            self.transfers.cancel(request_id)
+        self._reply(opened, status, detail)
+
+    def _reply(self, opened: DecodeOpenCall, status: CallStatus, detail: str) -> None:
+        reply = GenerateReply(
+            status=status,
+            detail=detail,
+            num_tokens_sent=tuple(sorted(opened.num_sent.items())),
+            queue_s=opened.time_between(RequestState.QUEUED, RequestState.ADMITTED),
+            transfer_s=opened.time_between(RequestState.LOADING, RequestState.RUNNING),
+            decode_s=opened.decode_s(),
+            prefill_s=opened.prefill_s(),
+        )
+        self.metrics.generation_done(reply)
+        opened.reply(reply)
+
+    def _idle_s(self) -> float:
+        if self.sender.has_unsent:
+            return _UNSENT_POLL_S
+        return self._idle_frame_s if self._last_sent_s else super()._idle_s()
+
+    def _close(self) -> None:
+        self.sender.shut_down()

@@ -1,0 +1,127 @@
+"""Prefill engine: computes prompts, answers with the first token, hands the KV over under a lease."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from replicas.engine.call_table import OpenCall, scheduler_request
+from replicas.engine.engine import Engine, EngineParts
+from replicas.kv.handoff_actions import CommandRefused, Event, SourceReleased
+from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, TokenLogprobs
+from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
+from scheduler.plan import StepOutput
+from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from replicas.kv.transfer_thread import TransferThread
+
+
+@dataclass(slots=True)
+class PrefillOpenCall(OpenCall[PrefillCall, PrefillReply]):
+    """What else prefill keeps of a call."""
+
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # if asked for: of the chunks so far
+
+
+class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
+    """A call is open from submission until its prompt is computed; its blocks live on until the lease ends."""
+
+    transfers: TransferThread  # set by the builder before start: its events come back to this engine
+
+    def __init__(self, parts: EngineParts[PrefillScheduler]) -> None:
+        super().__init__("prefill", parts)
+
+    def prefill(self, call: PrefillCall) -> Future[PrefillReply]:
+        """Queue a prompt. Any thread; does not block. The future is always answered."""
+        request = scheduler_request(call.request, time.monotonic(), local_prefill=True)
+        opened = PrefillOpenCall(call, request)
+        self._post(lambda: self._submit(opened))
+        return opened.future
+
+    def on_transfer_event(self, event: Event) -> None:
+        """Called by the transfer thread. Does not block."""
+        match event:
+            case SourceReleased(transfer_id):
+                self._post(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()))
+            case CommandRefused(transfer_id):
+                self._post(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()))
+            case _:
+                raise AssertionError(f"a prefill engine reads nothing, got {event}")
+
+    # -- engine thread -----------------------------------------------------------------------------
+
+    def _submit(self, opened: PrefillOpenCall) -> None:
+        request = opened.request
+        try:
+            self.scheduler.submit(request, time.monotonic())
+        except NeverFits as error:
+            self._reply(opened, CallStatus.REJECTED, f"a prompt of {request.prompt_len} tokens {error}")
+            return
+        except DuplicateRequest as error:
+            self._reply(opened, CallStatus.ERROR, str(error))
+            return
+        self._calls[request.request_id] = opened
+
+    def _on_admitted(self, requests: tuple[Request, ...]) -> None:
+        pass  # the scheduler has put them in line for the next step
+
+    def _on_planned(self) -> None:
+        pass  # a prompt never gives way
+
+    def _on_tokens(self, output: StepOutput, now_s: float) -> None:
+        for prompt in output.prompts:
+            if (scored := self._calls.get(prompt.request_id)) is not None:
+                scored.prompt_logprobs += prompt.positions
+        for done in self.scheduler.commit(output, now_s):
+            opened = self._calls.pop(done.request_id)
+            first_tokens = tuple(
+                FirstToken(
+                    event.choice,
+                    event.token_id,
+                    FinishReason(event.finish_reason) if event.finish_reason else None,
+                    event.logprobs,
+                )
+                for event in done.first_tokens
+            )
+            self._hand_over(opened, done, first_tokens)
+            self._reply(opened, CallStatus.OK, "", first_tokens)
+
+    def _hand_over(self, opened: PrefillOpenCall, done: PromptDone, first_tokens: tuple[FirstToken, ...]) -> None:
+        if done.block_ids:
+            self.transfers.offer(
+                done.request_id,
+                reader=opened.call.reader,
+                block_ids=done.block_ids,
+                prompt_len=opened.request.prompt_len,
+                first_tokens=tuple(replace(token, logprobs=None) for token in first_tokens),
+                deadline_s=opened.request.deadline_s,
+                candidates=done.candidates,
+            )
+
+    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+        request = self.scheduler.get(request_id)
+        if request is not None and request.state is RequestState.LEASED:
+            # The reader holds the other end: the transfer thread tells it, and reports the release.
+            self.transfers.cancel(request_id)
+            return
+        self.scheduler.end(request_id, state, time.monotonic())
+        opened = self._calls.pop(request_id, None)
+        if opened is not None:
+            self._reply(opened, status, detail)
+
+    def _reply(
+        self, opened: PrefillOpenCall, status: CallStatus, detail: str, first_tokens: tuple[FirstToken, ...] = ()
+    ) -> None:
+        queue_s = opened.time_between(RequestState.QUEUED, RequestState.ADMITTED)
+        done_state = RequestState.LEASED if RequestState.LEASED in opened.request.entered_s else RequestState.FINISHED
+        prefill_s = opened.time_between(RequestState.ADMITTED, done_state)
+        self.metrics.prompt_done(status, queue_s, prefill_s)
+        scores = tuple(opened.prompt_logprobs) if status is CallStatus.OK else ()
+        opened.reply(PrefillReply(status, detail, first_tokens, queue_s, prefill_s, self._load(), scores))
+
+    def _flush(self, now_s: float) -> None:
+        pass  # replies and handoffs leave as they come up

@@ -1,0 +1,1 @@
+"""KV pools, and how KV moves from one engine to another."""

@@ -1,0 +1,251 @@
+"""The KV transport over NIXL's UCX backend: cuda_ipc or RDMA between GPUs, shared memory or TCP between CPUs.
+
+What NIXL 1.5.1 does, seen or read in its source, and what follows from it here:
+- Its progress thread burns a whole core (measured), so there is none: UCX progresses when we poll. So a first
+  message goes out only while its sender keeps polling, and emulated reads (shared memory, TCP) need the source's polls.
+- Releasing a handle that is in flight says OK and recalls nothing, and so does removing its peer: the handle then
+  reports NOT_FOUND while bytes may still land. So neither is done before the read's end, and NOT_FOUND is no end.
+- A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nixl_cu13._api import nixl_agent, nixl_agent_config
+from nixl_cu13._bindings import nixlNotFoundError, nixlRemoteDisconnectError
+
+from replicas.kv.kv_transport import (
+    BlockRun,
+    KvTransport,
+    PeerUnreachable,
+    ReadHandle,
+    ReadState,
+    check_read,
+    merge_runs,
+)
+from replicas.messages import TransferPeer
+
+_BACKEND = "UCX"
+_STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE, "ERR": ReadState.FAILED}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Read:
+    agent_name: str
+    nixl_handle: Any
+    state: ReadState
+    num_descriptors: int
+
+
+class NixlTransport(KvTransport):
+    """Reads into one contiguous pool tensor, dimension 0 of which counts the blocks. Registers it once.
+
+    Creating it loads UCX and registers the memory (about half a second on a CPU); the pool must outlive it.
+    net_devices: the interfaces that UCX may use; set in the environment of the process, which UCX reads, and only
+    where the operator has not set it. None leaves UCX alone.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        replica_id: str,
+        epoch: str,
+        fingerprint: str,
+        net_devices: str | None = "lo",
+    ) -> None:
+        if not pool.is_contiguous() or pool.dim() < 2:
+            raise ValueError("the pool must be one contiguous tensor of blocks")
+        self._pool = pool  # keeps the registered memory alive
+        name = f"{replica_id}-{epoch}"
+        on_cpu = pool.device.type == "cpu"
+        if net_devices is not None:
+            os.environ.setdefault("UCX_NET_DEVICES", net_devices)
+            if on_cpu:
+                os.environ.setdefault("UCX_TLS", "sm,tcp,self")
+        self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
+        if _BACKEND not in self._agent.backends:
+            raise RuntimeError("NIXL has no UCX backend here")
+        block_bytes = pool[0].numel() * pool.element_size()
+        device_id = 0 if on_cpu else pool.get_device()
+        mem_type = "DRAM" if on_cpu else "VRAM"
+        region = [(pool.data_ptr(), pool.shape[0] * block_bytes, device_id, "")]
+        self._registration: Any = self._agent.register_memory(region, mem_type)
+        self._local = TransferPeer(
+            replica_id=replica_id,
+            epoch=epoch,
+            agent_name=name,
+            agent_metadata=bytes(self._agent.get_agent_metadata()),
+            fingerprint=fingerprint,
+            base_address=pool.data_ptr(),
+            device_id=device_id,
+            mem_type=mem_type,
+            num_blocks=pool.shape[0],
+            block_bytes=block_bytes,
+        )
+        self._peers: dict[str, TransferPeer] = {}
+        self._removed: set[str] = set()  # peers still loaded in NIXL because of a read in flight
+        self._reads: dict[int, _Read] = {}
+        self._num_reads = 0
+        self._closed = False
+        logger.info(
+            "NIXL agent %s: %s pool, %d blocks of %d bytes, UCX_TLS=%s UCX_NET_DEVICES=%s",
+            name,
+            mem_type,
+            pool.shape[0],
+            block_bytes,
+            os.environ.get("UCX_TLS", "(default)"),
+            os.environ.get("UCX_NET_DEVICES", "(default)"),
+        )
+
+    def local_peer(self) -> TransferPeer:
+        return self._local
+
+    def load_peer(self, peer: TransferPeer) -> None:
+        if peer.agent_name in self._peers:
+            return
+        if peer.agent_name in self._removed:
+            raise PeerUnreachable(f"{peer.agent_name} was removed")
+        try:
+            loaded = _text(self._agent.add_remote_agent(peer.agent_metadata))
+        except Exception as error:
+            raise PeerUnreachable(f"metadata of {peer.agent_name} is unusable: {error}") from error
+        if loaded != peer.agent_name:
+            if loaded not in self._peers and loaded not in self._removed:
+                self._agent.remove_remote_agent(loaded)
+            raise PeerUnreachable(f"metadata of {peer.agent_name} belongs to {loaded}")
+        self._peers[peer.agent_name] = peer
+        logger.info("NIXL agent %s: loaded peer %s (%s)", self._local.agent_name, peer.agent_name, peer.mem_type)
+
+    def remove_peer(self, agent_name: str) -> None:
+        if self._peers.pop(agent_name, None) is not None:
+            self._removed.add(agent_name)
+            self._unload_if_idle(agent_name)
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        if agent_name not in self._peers:
+            raise PeerUnreachable(f"{agent_name} is not loaded")
+        try:
+            self._agent.send_notif(agent_name, payload)
+        except Exception as error:
+            raise PeerUnreachable(f"cannot notify {agent_name}: {error}") from error
+
+    def poll_notifications(self) -> list[tuple[str, bytes]]:
+        mail: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        return [(_text(sender), bytes(payload)) for sender, payloads in mail.items() for payload in payloads]
+
+    def start_read(
+        self,
+        peer: TransferPeer,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes,
+    ) -> ReadHandle:
+        check_read(self._local, peer, local_block_ids, remote_block_ids)
+        if self._peers.get(peer.agent_name) != peer:
+            raise PeerUnreachable(f"{peer.agent_name} is not loaded")
+        runs = merge_runs(local_block_ids, remote_block_ids)
+        agent = self._agent
+        try:
+            nixl_handle = agent.initialize_xfer(
+                "READ",
+                self._descriptors(self._local, [run.local_start for run in runs], runs),
+                self._descriptors(peer, [run.remote_start for run in runs], runs),
+                peer.agent_name,
+                notification,
+            )
+        except Exception as error:
+            raise PeerUnreachable(f"cannot prepare a read from {peer.agent_name}: {error}") from error
+        state = self._post(nixl_handle, peer.agent_name)
+        handle = ReadHandle(peer.agent_name, self._num_reads)
+        self._num_reads += 1
+        self._reads[handle.read_id] = _Read(peer.agent_name, nixl_handle, state, len(runs))
+        return handle
+
+    def poll_read(self, handle: ReadHandle) -> ReadState:
+        read = self._reads[handle.read_id]
+        if read.state is ReadState.READING:
+            try:
+                read.state = _STATES[self._agent.check_xfer_state(read.nixl_handle)]
+            except nixlNotFoundError:
+                pass  # NIXL has lost sight of the read; UCX has perhaps not. It stays in flight, for ever.
+            except Exception as error:
+                logger.warning("read from %s failed: %s", handle.agent_name, error)
+                read.state = ReadState.FAILED
+        return read.state
+
+    def release_read(self, handle: ReadHandle) -> None:
+        read = self._reads[handle.read_id]
+        if read.state is ReadState.READING:
+            raise ValueError("this read is still in flight")
+        del self._reads[handle.read_id]
+        self._release(read.nixl_handle)
+        self._unload_if_idle(read.agent_name)
+
+    def num_descriptors(self, handle: ReadHandle) -> int:
+        """Into how many pieces the read's blocks were merged."""
+        return self._reads[handle.read_id].num_descriptors
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if any(read.state is ReadState.READING for read in self._reads.values()):
+            raise ValueError("a read is still in flight")
+        self._closed = True
+        for read in self._reads.values():
+            self._release(read.nixl_handle)
+        self._reads.clear()
+        for agent_name in [*self._peers, *self._removed]:
+            self._unload(agent_name)
+        self._agent.deregister_memory(self._registration)
+        self._registration = None
+        self._agent = None
+
+    def _descriptors(self, peer: TransferPeer, starts: list[int], runs: list[BlockRun]) -> Any:
+        size = peer.block_bytes
+        table = [
+            (peer.base_address + start * size, run.num_blocks * size, peer.device_id)
+            for start, run in zip(starts, runs, strict=True)
+        ]
+        return self._agent.get_xfer_descs(table, peer.mem_type)
+
+    def _post(self, nixl_handle: Any, agent_name: str) -> ReadState:
+        """Raises PeerUnreachable when the peer is gone: UCX has then ended whatever was posted."""
+        try:
+            return _STATES[self._agent.transfer(nixl_handle)]
+        except nixlRemoteDisconnectError as error:
+            self._release(nixl_handle)
+            raise PeerUnreachable(f"{agent_name} is gone: {error}") from error
+        except Exception as error:
+            # Some descriptors may be under way already and cannot be recalled. Keep the handle: it reads for ever,
+            # so the transfer dies of its deadline and its blocks are quarantined.
+            logger.error("posting a read from %s failed half-way: %s", agent_name, error)
+            return ReadState.READING
+
+    def _release(self, nixl_handle: Any) -> None:
+        try:
+            self._agent.release_xfer_handle(nixl_handle)
+        except Exception as error:
+            logger.warning("NIXL did not release an ended read: %s", error)
+
+    def _unload_if_idle(self, agent_name: str) -> None:
+        if agent_name in self._removed and all(read.agent_name != agent_name for read in self._reads.values()):
+            self._removed.discard(agent_name)
+            self._unload(agent_name)
+
+    def _unload(self, agent_name: str) -> None:
+        try:
+            self._agent.remove_remote_agent(agent_name)
+        except Exception as error:
+            logger.warning("NIXL did not remove %s: %s", agent_name, error)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

@@ -1,0 +1,297 @@
+"""Carries out what the two halves of the handoff protocol order, over one transport. No thread, no sleeping.
+
+The transfer thread turns the crank; a test may turn it by hand with a fake transport and clock. Whatever the
+transport, the engine's callback, a peer's bytes or a test hook do wrong is counted, logged and confined to the
+transfer it belongs to.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from replicas.channels.wire import MalformedMessage, decode_notification, encode_notification
+from replicas.kv.handoff_actions import (
+    Action,
+    CheckDigest,
+    CommandRefused,
+    Event,
+    HandoffTiming,
+    KvLost,
+    KvReady,
+    LossReason,
+    SendNote,
+    SourceOutcome,
+    SourceReleased,
+    StartRead,
+)
+from replicas.kv.handoff_reader import HandoffReader
+from replicas.kv.handoff_source import HandoffSource
+from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, ReadState
+from replicas.kv.transfer_faults import TransferFaults, hold_point
+from replicas.messages import Handoff, TransferPeer
+
+_LOG_EVERY_S = 1.0  # of one kind of error: a broken transport fails at every poll
+
+logger = logging.getLogger(__name__)
+
+DigestBlocks = Callable[[Sequence[int]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadInFlight:
+    num_blocks: int
+    local_block_ids: tuple[int, ...]
+    handle: ReadHandle
+    started_s: float
+
+
+class TransferDriver:
+    """Owns the transport and both state machines. For one thread; counters may be read from others.
+
+    on_event: gets every event; digest_blocks: None means no verification, neither given nor asked for.
+    """
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        on_event: Callable[[Event], None],
+        timing: HandoffTiming,
+        digest_blocks: DigestBlocks | None,
+        faults: TransferFaults | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.local_peer = transport.local_peer()
+        self.source = HandoffSource(self.local_peer.epoch, timing)
+        self.reader = HandoffReader(
+            self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digest=digest_blocks is not None
+        )
+        self.reads: dict[str, _ReadInFlight] = {}
+        self.results: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.bytes_read = 0
+        self.read_s = 0.0
+        self._transport = transport
+        self._on_event = on_event
+        self._digest_blocks = digest_blocks
+        self._faults = faults
+        self._now_s = now_s
+        self._offered: dict[str, tuple[int, ...]] = {}  # blocks under a lease
+        self._held: list[Action] = []
+        self._logged_s: dict[str, float] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is pending that a poll may move. A quarantined read is not: it is looked at when idle, too."""
+        moving = len(self.reads) > self.reader.num_quarantined(self._now_s())
+        return moving or bool(self.source.num_open or self.reader.num_open or self._held)
+
+    # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
+
+    def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
+        """Digest the blocks if verification is on (blocks for that long), then offer them."""
+        transfer_id = handoff.transfer_id
+        try:
+            self._transport.load_peer(reader)
+            if self._digest_blocks is not None:
+                handoff = replace(handoff, digest=self._digest_blocks(handoff.block_ids))
+            actions = self.source.offer(handoff, reader.agent_name, deadline_s, self._now_s())
+        except PeerUnreachable as error:
+            self._report("unreachable", f"offer of {transfer_id}: {error}")
+            self._perform([SourceReleased(transfer_id, SourceOutcome.PEER_UNREACHABLE)])
+        except Exception as error:
+            self._refuse(transfer_id, "offer", error)
+        else:
+            self._offered[transfer_id] = handoff.block_ids
+            self._perform(actions)
+
+    def expect(
+        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int, deadline_s: float
+    ) -> None:
+        now_s = self._now_s()
+        try:
+            self._perform(self.reader.expect(transfer_id, source, prompt_len, num_blocks, deadline_s, now_s))
+        except ValueError as error:
+            self._refuse(transfer_id, "expect", error)
+            return
+        try:
+            self._transport.load_peer(source)
+        except Exception as error:
+            self._perform(self.reader.fail(transfer_id, LossReason.PEER_UNREACHABLE, str(error), now_s))
+
+    def read_into(self, transfer_id: str, local_block_ids: tuple[int, ...]) -> None:
+        try:
+            self._perform(self.reader.read_into(transfer_id, local_block_ids, self._now_s()))
+        except ValueError as error:
+            self._refuse(transfer_id, "read_into", error)
+
+    def cancel(self, transfer_id: str) -> None:
+        now_s = self._now_s()
+        self._perform([*self.source.cancel(transfer_id, now_s), *self.reader.cancel(transfer_id, now_s)])
+
+    def cancel_all(self) -> None:
+        now_s = self._now_s()
+        self._perform([*self.source.cancel_all(now_s), *self.reader.cancel_all(now_s)])
+
+    def forget_peer(self, agent_name: str) -> None:
+        now_s = self._now_s()
+        self._perform([*self.source.peer_dead(agent_name, now_s), *self.reader.peer_dead(agent_name, now_s)])
+        self._transport.remove_peer(agent_name)
+
+    # -- the crank -----------------------------------------------------------------------------------------------
+
+    def collect(self) -> list[tuple[str, bytes]]:
+        """Take the notifications that have come. Commands given before they were sent must be applied between
+        this and `advance`: a handoff must never overtake its own `expect`."""
+        try:
+            return self._transport.poll_notifications()
+        except Exception as error:
+            self._report("poll", f"polling notifications: {error!r}")
+            return []
+
+    def advance(self, mail: Iterable[tuple[str, bytes]]) -> None:
+        """Handle notifications, then reads, then the clock. Never raises."""
+        for agent_name, payload in mail:
+            self._attempt(partial(self._receive, agent_name, payload))
+        for transfer_id in list(self.reads):
+            self._attempt(partial(self._poll_read, transfer_id))
+        held, self._held = self._held, []
+        self._perform(held)
+        self._attempt(lambda: self.source.tick(self._now_s()))
+        self._attempt(lambda: self.reader.tick(self._now_s()))
+
+    def close(self) -> None:
+        """Close the transport. Only when no read is in flight."""
+        self._transport.close()
+
+    def _receive(self, agent_name: str, payload: bytes) -> list[Action]:
+        now_s = self._now_s()
+        try:
+            message = decode_notification(payload)
+        except MalformedMessage as error:
+            self._report("malformed", f"notification of {agent_name}: {error}")
+            return []
+        if isinstance(message, Handoff):
+            return self.reader.receive_handoff(message, agent_name, now_s)
+        return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
+
+    def _poll_read(self, transfer_id: str) -> list[Action]:
+        if self._is_held("end_read"):
+            return []
+        read = self.reads[transfer_id]
+        # Should this raise, the read stays in flight until its deadline: nobody knows what may still land.
+        state = self._transport.poll_read(read.handle)
+        if state is ReadState.READING:
+            return []
+        del self.reads[transfer_id]
+        ok = state is ReadState.DONE
+        if ok:
+            self.bytes_read += read.num_blocks * self.local_peer.block_bytes
+            self.read_s += self._now_s() - read.started_s
+        self._confined("internal", partial(self._transport.release_read, read.handle))
+        if ok and self._faults is not None:
+            self._confined("hook", partial(self._faults.after_read, transfer_id, read.local_block_ids))
+        return self.reader.read_ended(transfer_id, ok, "" if ok else "the transport reports an error", self._now_s())
+
+    # -- orders and events ---------------------------------------------------------------------------------------
+
+    def _attempt(self, step: Callable[[], list[Action]]) -> None:
+        """Take a step and carry out what it orders. A bug in it costs that step, not the thread."""
+        try:
+            self._perform(step())
+        except Exception as error:
+            self._report("internal", f"{step}: {error!r}")
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        """Carry out actions and what follows from them, in order. Never raises."""
+        pending = deque(actions)
+        while pending:
+            action = pending.popleft()
+            if self._is_held(hold_point(action)):
+                self._held.append(action)
+                continue
+            try:
+                pending.extendleft(reversed(self._carry_out(action)))
+            except Exception as error:
+                self._report("internal", f"{type(action).__name__}: {error!r}")
+
+    def _carry_out(self, action: Action) -> list[Action]:
+        match action:
+            case SendNote():
+                self._send(action)
+            case StartRead():
+                return self._start_read(action)
+            case CheckDigest():
+                return self._check_digest(action)
+            case _:
+                self._emit(action)
+        return []
+
+    def _send(self, order: SendNote) -> None:
+        try:
+            self._transport.notify(order.agent_name, encode_notification(order.message))
+        except PeerUnreachable as error:
+            self._report("unreachable", str(error))
+
+    def _start_read(self, order: StartRead) -> list[Action]:
+        transfer_id, now_s = order.transfer_id, self._now_s()
+        try:
+            done = encode_notification(order.done)
+            local, remote = order.local_block_ids, order.remote_block_ids
+            handle = self._transport.start_read(order.peer, local, remote, done)
+        except Exception as error:
+            self._report("read", f"read of {transfer_id}: {error}")
+            return self.reader.read_ended(transfer_id, False, str(error), now_s)
+        self.reads[transfer_id] = _ReadInFlight(len(local), local, handle, now_s)
+        return []
+
+    def _check_digest(self, order: CheckDigest) -> list[Action]:
+        assert self._digest_blocks is not None, "the reader asks for a digest only when it verifies"
+        try:
+            agrees = self._digest_blocks(order.local_block_ids) == order.digest
+        except Exception as error:
+            self._report("internal", f"digest of {order.transfer_id}: {error!r}")
+            agrees = False
+        return self.reader.digest_checked(order.transfer_id, agrees, self._now_s())
+
+    def _emit(self, event: Event) -> None:
+        match event:
+            case KvReady():
+                self.results["ready"] += 1
+            case KvLost(transfer_id, reason, detail):
+                self.results[f"lost: {reason}"] += 1
+                if reason is not LossReason.CANCELLED:
+                    logger.warning("KV of %s lost: %s %s", transfer_id, reason, detail)
+            case SourceReleased(transfer_id, outcome):
+                self.results[f"source: {outcome}"] += 1
+                block_ids = self._offered.pop(transfer_id, ())
+                if outcome is SourceOutcome.CONFIRMED and self._faults is not None:
+                    self._confined("hook", partial(self._faults.after_confirm, transfer_id, block_ids))
+            case _:
+                pass
+        self._confined("callback", partial(self._on_event, event))
+
+    def _refuse(self, transfer_id: str, command: str, error: Exception) -> None:
+        self._report("refused", f"{command} of {transfer_id}: {error}")
+        self._perform([CommandRefused(transfer_id, command, str(error))])
+
+    def _is_held(self, point: str) -> bool:
+        return self._faults is not None and bool(point) and self._faults.hold(point)
+
+    def _confined(self, kind: str, call: Callable[[], None]) -> None:
+        """Call foreign code whose failure must not change what follows."""
+        try:
+            call()
+        except Exception as error:
+            self._report(kind, repr(error))
+
+    def _report(self, kind: str, text: str) -> None:
+        self.errors[kind] += 1
+        now_s = self._now_s()
+        if now_s - self._logged_s.get(kind, -_LOG_EVERY_S) >= _LOG_EVERY_S:
+            self._logged_s[kind] = now_s
+            logger.warning("KV transfer (%s, %d so far): %s", kind, self.errors[kind], text)

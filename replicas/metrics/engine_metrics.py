@@ -1,0 +1,79 @@
+"""Fills an engine's metrics: from its replies as they go out, from its counters and its ledger when it is asked."""
+
+from __future__ import annotations
+
+from replicas.engine.engine_status import EngineStatus, StepClock
+from replicas.kv.transfer_thread import TransferSnapshot
+from replicas.messages import CallStatus, GenerateReply
+from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.metrics import PoolMetrics
+
+
+class EngineMetrics:
+    """`snapshot` runs on the replica's event loop, the rest on the engine thread. Nothing here raises."""
+
+    def __init__(self, pool: PoolMetrics) -> None:
+        self._pool = pool
+
+    def prompt_done(self, status: CallStatus, queue_s: float, prefill_s: float) -> None:
+        """A prefill call was answered."""
+        if status is CallStatus.OK:
+            self._pool.queue_time.observe(queue_s)
+            self._pool.prefill_time.observe(prefill_s)
+
+    def generation_done(self, reply: GenerateReply) -> None:
+        """A generate call was answered."""
+        if reply.status is CallStatus.OK:
+            self._pool.queue_time.observe(reply.queue_s)
+            self._pool.decode_time.observe(reply.decode_s)
+            if reply.prefill_s:
+                self._pool.prefill_time.observe(reply.prefill_s)
+
+    def kv_loaded(self, transfer_s: float) -> None:
+        """A prompt's KV was read, confirmed and verified, so long after memory was allocated for it."""
+        self._pool.kv_transfer_time.observe(transfer_s)
+
+    def step_done(self, duration_s: float) -> None:
+        self._pool.step_time.observe(duration_s)
+
+    def preempted(self, num_swapped: int, num_evicted: int, num_host_blocks: int) -> None:
+        """Preemptions so far, by what became of them, and host blocks in use. Like `snapshot`, on the event loop."""
+        self._pool.preemptions.count_to(num_swapped, kind="swap")
+        self._pool.preemptions.count_to(num_evicted, kind="recompute")
+        self._pool.host_blocks.set(num_host_blocks)
+
+    def snapshot(
+        self, status: EngineStatus, steps: StepClock, transfers: TransferSnapshot, forwarded: int, surplus: int
+    ) -> list[FamilySnapshot]:
+        """All families as they are now. forwarded: decode rows' tokens that counted; surplus: tokens that did not."""
+        pool, ledger = self._pool, status.ledger
+        blocks = ledger.blocks
+        # Promised and not yet allocated: free in the allocator, but not for a newcomer.
+        reserved = max(0, ledger.promised_blocks - blocks.request - blocks.transfer_only)
+        pool.set_kv_blocks(
+            {
+                "free": blocks.free - reserved,
+                "reserved": reserved,
+                "active": blocks.request,
+                "leased": blocks.transfer_only,
+            }
+        )
+        pool.requests_in_flight.set(ledger.num_active + ledger.num_leased + ledger.num_ending)
+        pool.requests_queued.set(ledger.num_queued)
+        pool.prefilled_tokens.count_to(steps.num_prefilled_tokens)
+        pool.forwarded_tokens.count_to(forwarded)
+        pool.surplus_tokens.count_to(surplus)
+        for result, count in transfers.results.items():
+            pool.kv_transfers.count_to(count, result=result)
+        for kind, count in transfers.errors.items():
+            pool.kv_transfer_errors.count_to(count, kind=kind)
+        pool.kv_transfer_bytes.count_to(transfers.bytes_read)
+        pool.kv_transfer_busy.count_to(transfers.read_s)
+        for state, count in (
+            ("leased", transfers.leases_open),
+            ("expected", transfers.reads_expected),
+            ("reading", transfers.reads_in_flight),
+            ("quarantined", transfers.reads_quarantined),
+        ):
+            pool.kv_transfers_open.set(count, state=state)
+        return pool.snapshot()

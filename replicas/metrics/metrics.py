@@ -1,0 +1,119 @@
+"""The metrics of one engine replica, prefill or decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from replicas.kv.handoff_actions import LossReason, SourceOutcome
+from replicas.metrics import metric_buckets
+from replicas.metrics.metric_set import MetricSet
+
+BLOCK_STATES = ("free", "reserved", "active", "leased")
+PREEMPTIONS = ("swap", "recompute")
+OPEN_TRANSFERS = ("leased", "expected", "reading", "quarantined")
+# As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
+TRANSFER_RESULTS = (
+    "ready",
+    *(f"lost: {reason}" for reason in LossReason),
+    *(f"source: {outcome}" for outcome in SourceOutcome),
+)
+TRANSFER_ERRORS = ("malformed", "unreachable", "read", "poll", "callback", "refused", "internal")
+
+
+class PoolMetrics(MetricSet):
+    """One per replica. Counters that another object keeps already are brought up to date before a snapshot
+    (GuardedMetric.count_to); the rest is updated where it happens.
+    """
+
+    def __init__(self, model_name: str, pool: str, version: str, ray_version: str, engine: str, backend: str) -> None:
+        """pool: "prefill" | "decode"; engine: what computes, "cpu" | "cuda"; backend: what moves KV, such as "ucx"."""
+        super().__init__(model_name, pool, version, ray_version, engine)
+        self._add_blocks()
+        self._add_transfers({"backend": backend})
+        self._add_times()
+        self._add_tokens()
+
+    def set_kv_blocks(self, num_by_state: Mapping[str, int]) -> None:
+        """Blocks in each of BLOCK_STATES (missing: 0), which add up to the pool, and the usage that follows."""
+        for state in BLOCK_STATES:
+            self._kv_blocks.set(num_by_state.get(state, 0), state=state)
+        total = sum(num_by_state.values())
+        self._kv_usage.set(1.0 - num_by_state.get("free", 0) / total if total else 0.0)
+
+    def _add_blocks(self) -> None:
+        self._kv_blocks = self.gauge(
+            "splitserve_kv_blocks", "KV blocks by state", {"state": BLOCK_STATES}, fixed=self.of_pool
+        )
+        self._kv_usage = self.gauge(
+            "splitserve_kv_cache_usage_ratio", "Share of the KV blocks that are not free, 0 to 1", fixed=self.of_pool
+        )
+
+        self.host_blocks = self.gauge(
+            "splitserve_host_kv_blocks", "KV blocks of preempted requests in host memory", fixed=self.of_pool
+        )
+        self.preemptions = self.counter(
+            "splitserve_preemptions",
+            "Requests that gave way for want of KV memory; swap: to host memory, recompute: replayed by the router",
+            {"kind": PREEMPTIONS},
+            fixed=self.of_pool,
+        )
+
+    def _add_transfers(self, fixed: Mapping[str, str]) -> None:
+        self.kv_transfers = self.counter(
+            "splitserve_kv_transfers", "KV transfers ended, by result", {"result": TRANSFER_RESULTS}, fixed=fixed
+        )
+        self.kv_transfers_open = self.gauge(
+            "splitserve_kv_transfers_open",
+            "KV transfers under way; quarantined: reads whose end is not known long after their transfer ended",
+            {"state": OPEN_TRANSFERS},
+            fixed=self.of_pool,
+        )
+        self.kv_transfer_errors = self.counter(
+            "splitserve_kv_transfer_errors",
+            "Faults seen by the transfer thread",
+            {"kind": TRANSFER_ERRORS},
+            fixed=fixed,
+        )
+        self.kv_transfer_bytes = self.counter("splitserve_kv_transfer_bytes", "KV bytes read", fixed=fixed)
+        self.kv_transfer_busy = self.counter(
+            "splitserve_kv_transfer_busy_seconds", "Summed duration of the reads that succeeded", fixed=fixed
+        )
+        self.kv_transfer_time = self.histogram(
+            "splitserve_kv_transfer_seconds",
+            "From memory allocated for a prompt's KV to KV confirmed",
+            metric_buckets.TRANSFER_S,
+            fixed=fixed,
+        )
+
+    def _add_times(self) -> None:
+        self.queue_time = self.histogram(
+            "splitserve_queue_time_seconds",
+            "From arrival at the replica to admission",
+            metric_buckets.FIRST_TOKEN_S,
+            fixed=self.of_pool,
+        )
+        self.prefill_time = self.histogram(
+            "splitserve_prefill_time_seconds",
+            "From admission to the first token",
+            metric_buckets.FIRST_TOKEN_S,
+            fixed=self.of_pool,
+        )
+        self.decode_time = self.histogram(
+            "splitserve_decode_time_seconds", "From KV in place to the last token", metric_buckets.REQUEST_S
+        )
+        self.step_time = self.histogram(
+            "splitserve_step_seconds", "Duration of one engine step", metric_buckets.STEP_S, fixed=self.of_pool
+        )
+
+    def _add_tokens(self) -> None:
+        self.forwarded_tokens = self.counter(
+            "splitserve_forwarded_tokens", "Tokens computed by decode rows that counted", fixed=self.of_pool
+        )
+        self.surplus_tokens = self.counter(
+            "splitserve_surplus_tokens",
+            "Tokens sampled and dropped: past a sequence's end, or of a request ended meanwhile, its first included",
+            fixed=self.of_pool,
+        )
+        self.prefilled_tokens = self.counter(
+            "splitserve_prefilled_tokens", "Prompt tokens computed", fixed=self.of_pool
+        )

@@ -1,0 +1,1 @@
+"""Weights, and a step of the model on any device."""

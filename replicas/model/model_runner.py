@@ -1,0 +1,183 @@
+"""Applies a plan: tensors, one forward pass over the pool, sampling. Knows nothing of requests' lives."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from replicas.kv.host_pool import HostPool
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_support import UnsupportedModel
+from replicas.model.paged_context import PagedStep
+from replicas.model.sample_place import SamplePlace
+from replicas.model.slot_state import SlotState
+from replicas.model.step_inputs import build_step_inputs
+from replicas.token_choice.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
+from replicas.token_choice.token_choice import TokenChoice, choose_tokens
+from scheduler.plan import (
+    PrefillChunk,
+    SampledToken,
+    SampleTarget,
+    SlotInit,
+    StepOutput,
+    StepPlan,
+    TableWrite,
+)
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class StepHandle:
+    """A launched step. On the CPU its tokens are there already; on a GPU `result` waits for an event."""
+
+    def __init__(
+        self, plan: StepPlan, choice: TokenChoice | None = None, prompts: tuple[ChunkScores, ...] = ()
+    ) -> None:
+        """choice: of the plan's tokens; None when it has nothing to compute. prompts: scores of its chunks."""
+        self.plan = plan
+        self._choice = choice
+        self._prompts = prompts
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it may not have ended when it was launched: `result` tells."""
+        return self._choice is not None and self._choice.is_on_the_way
+
+    def result(self) -> StepOutput:
+        """The step's tokens in plan order: its rows', then its chunks' targets. Blocks until they are there."""
+        if self._choice is None:
+            return StepOutput(self.plan.step_id, ())
+        names = [(row.request_id, row.choice) for row in self.plan.rows]
+        names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
+        logprobs = self._choice.read_logprobs()
+        tokens = tuple(
+            [
+                SampledToken(request_id, choice, token_id, logprobs.get(index) if logprobs else None)
+                for index, ((request_id, choice), token_id) in enumerate(
+                    zip(names, self._choice.read_tokens(), strict=True)
+                )
+            ]
+        )
+        return StepOutput(self.plan.step_id, tokens, tuple(chunk.read() for chunk in self._prompts))
+
+
+class ModelRunner:
+    """Owns the model, the pool's contents and the slots. Engine thread only."""
+
+    def __init__(
+        self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+    ) -> None:
+        self._model: Any = loaded.model
+        self._loaded = loaded
+        self.pool = pool
+        self.host_pool = HostPool(pool, num_host_blocks)
+        self._slots = SlotState(num_slots, -(-max_model_len // pool.layout.block_size), max_model_len)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
+        self._prepare(plan)
+        if plan.is_empty:
+            return StepHandle(plan)
+        return self._compute(plan)
+
+    def warm_up(self) -> None:
+        """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving."""
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """What goes before the pass: slots, swaps, copies."""
+        self._slots.apply(plan)
+        self.host_pool.swap_out(plan.swap_outs)
+        self.host_pool.swap_in(plan.swap_ins)
+        for copy in plan.copies:
+            self.pool.copy_block(copy.source, copy.destination)
+
+    def _compute(self, plan: StepPlan) -> StepHandle:
+        """The pass and the choice of a token for each row and target, which the slots keep too."""
+        logits, prompts = self._forward_and_score(plan)
+        choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+        return StepHandle(plan, *self._on_the_way(choice, prompts))
+
+    def _on_the_way(
+        self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[TokenChoice, tuple[ChunkScores, ...]]:
+        """What was chosen and scored as its reader gets it: on a GPU, without waiting for later steps."""
+        return choice, prompts
+
+    def _forward_and_score(self, plan: StepPlan) -> tuple[torch.Tensor, tuple[ChunkScores, ...]]:
+        """Logits of each row and target; scores of the chunks whose prompt's are asked for."""
+        if all(chunk.scored_ids is None for chunk in plan.chunks):
+            return self._forward(plan), ()
+        with KeptHiddenStates(self._model) as hidden:
+            logits = self._forward(plan)
+        return logits, score_chunks(hidden, plan, self._slots)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        """Logits, float32 [num_samples, vocab_size], of each row and target."""
+        inputs = build_step_inputs(plan, self._slots, self.pool.layout.block_size)
+        self.pool.clear(inputs.fresh_blocks, inputs.tails)
+        step = PagedStep(self.pool, inputs)
+        output = self._model(
+            input_ids=inputs.input_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            logits_to_keep=inputs.logit_rows,
+            paged=step,
+        )
+        if step.num_calls != self._loaded.num_layers:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: {step.num_calls} of {self._loaded.num_layers} layers used our attention"
+            )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def self_check(self) -> float:
+        """Compare a short prompt's logits, computed in two chunks over the pool, with transformers' own attention.
+
+        Returns the largest absolute difference; raises UnsupportedModel when it is beyond rounding. Mutates
+        pool blocks and slot 0, so it runs before serving. This is the net under `model_support`: a model
+        that slips through there answers wrongly here.
+        """
+        block_size, vocab_size = self.pool.layout.block_size, self._loaded.vocab_size
+        length = min(2 * block_size + 3, self.pool.num_blocks * block_size)
+        ids = [(7919 * (i + 1)) % vocab_size for i in range(length)]
+        blocks = tuple(reversed(range(-(-length // block_size))))
+        cut = length // 2
+        init = SlotInit(0, 0, SamplingParams(temperature=0.0), None)
+        first = PrefillChunk("self-check", 0, 0, tuple(ids[:cut]), ())
+        last = PrefillChunk("self-check", 0, cut, tuple(ids[cut:]), (SampleTarget(0, 0),))
+        for plan in (
+            StepPlan(-2, (init,), (TableWrite(0, 0, blocks),), (), (first,), ()),
+            StepPlan(-1, (), (), (), (last,), ()),
+        ):
+            self._slots.apply(plan)
+            ours = self._forward(plan)
+        reference = self._reference_logits(ids)
+        difference = float((ours[0] - reference).abs().max())
+        scale = float(reference.abs().max())
+        tolerance = scale * (1e-4 if self._loaded.dtype is torch.float32 else 0.1)
+        if not difference <= tolerance:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: logits over the paged pool differ from transformers' own by "
+                f"{difference:.3g} (largest logit {scale:.3g}); serving it would give wrong text"
+            )
+        logger.info("self-check passed", extra={"event": "self_check", "max_difference": difference})
+        return difference
+
+    def _reference_logits(self, ids: list[int]) -> torch.Tensor:
+        """Logits of the last position by transformers' SDPA attention, float32 [vocab_size]."""
+        config = self._model.config
+        ours = config._attn_implementation
+        self._model.set_attn_implementation("sdpa")
+        try:
+            input_ids = torch.tensor([ids], device=self.pool.tensor.device)
+            output = self._model(input_ids=input_ids, use_cache=False, logits_to_keep=1)
+        finally:
+            self._model.set_attn_implementation(ours)
+        logits: torch.Tensor = output.logits[0, -1].float()
+        return logits
