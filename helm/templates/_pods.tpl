@@ -10,7 +10,7 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: NIXL_LOG_LEVEL, value: WARN}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.http.proxy_headers:middlewares"}
-{{- /* As cluster/serve_command.py: scores of a long prompt (prompt_logprobs) take more than Serve's 4 MiB. */}}
+{{- /* As cluster/serve_command.py: frames that are sent again, with scores of a long prompt, take more than Serve's 4 MiB. */}}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "268435456"}
 {{- if ne $values.serve.mode "default" }}
 - {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
