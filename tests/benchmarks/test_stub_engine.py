@@ -5,10 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.control_path.stub_engine import StubDecodeEngine, stub_load
-from benchmarks.control_path.stub_replicas import _metadata
+from benchmarks.control_path.stub_replicas import _metadata, _prefill
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import CallAddress, Decoder
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
-from replicas.messages import CallStatus, FinishReason, Frame, GenerateCall, GenerationRequest, TransferPeer
+from replicas.messages import (
+    CallStatus,
+    FinishReason,
+    Frame,
+    GenerateCall,
+    GenerationRequest,
+    PrefillCall,
+    TransferPeer,
+)
 from scheduler.sampling_params import SamplingParams
 
 
@@ -37,6 +47,9 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
 
 
 def test_metadata_is_what_the_router_reads() -> None:
-    metadata = _metadata("decode-1", "epoch")
+    server = CallServer("127.0.0.1", Decoder(PrefillCall), _prefill, lambda request_id: None)
+    metadata = _metadata("decode-1", "epoch", server)
+    server.stop()
+    assert CallAddress(**metadata["calls"]) == server.address
     assert TransferPeer.from_metadata(metadata["peer"]).replica_id == "decode-1"
     assert metadata["num_blocks"] > 0

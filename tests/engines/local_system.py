@@ -1,6 +1,6 @@
 """A whole system in one process, without Ray: real engines, real NIXL, real token channel, the real router.
 
-Only the Serve call is replaced: `LocalPool` hands it to the engine directly.
+Only the calls' way is replaced: `LocalPool` hands them to the engine directly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
+from replicas.channels.call_wire import Decoder, encode
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
-from replicas.messages import Pulse
+from replicas.messages import GenerateCall, Pulse
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
@@ -51,12 +52,11 @@ def settings(pool: str, **changes: Any) -> EngineSettings:
 
 
 class LocalPool(PoolClient):
-    """One engine as a pool. `fail` names methods whose next call raises instead of reaching the engine."""
+    """One engine as a pool."""
 
     def __init__(self, replica_id: str, built: BuiltEngine[Any]) -> None:
         self._replica_id = replica_id
         self.built = built
-        self.calls: list[str] = []
 
     def replicas(self) -> ReplicaTable:
         extra = (
@@ -64,21 +64,26 @@ class LocalPool(PoolClient):
         )
         return {self._replica_id: {**self.built.metadata(), **extra}}
 
+    async def submit(self, replica_id: str, call: Any) -> Any:
+        """What is sent and answered passes through its bytes."""
+        assert replica_id == self._replica_id
+        method = "generate" if isinstance(call, GenerateCall) else "prefill"
+        sent = Decoder(type(call))(encode(call))
+        try:
+            reply = await asyncio.wrap_future(getattr(self.built.engine, method)(sent))
+        except asyncio.CancelledError:
+            self.built.engine.cancel(call.request.request_id)
+            raise
+        return Decoder(type(reply))(encode(reply))
+
     async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         assert replica_id == self._replica_id
-        self.calls.append(method)
         if method == "pulse":
             return Pulse(self.built.engine.status.load, 0.0)
         if method == "replay":
             return self.built.engine.replay(*arguments)
-        if method == "forget_peer":
-            return self.built.transfers.forget_peer(*arguments)
-        call = arguments[0]
-        try:
-            return await asyncio.wrap_future(getattr(self.built.engine, method)(call))
-        except asyncio.CancelledError:
-            self.built.engine.cancel(call.request.request_id)
-            raise
+        assert method == "forget_peer", method
+        return self.built.transfers.forget_peer(*arguments)
 
 
 @dataclass
