@@ -1,6 +1,6 @@
 """Takes the routers' calls and sends the replies: one ZeroMQ ROUTER socket and a thread of its own.
 
-Not Serve calls, which cost ten times as much (docs/control-path.md). CURVE encrypts, and admits those who know the
+Not Serve calls, which take several times as long (docs/control-path.md). CURVE encrypts, and admits those who know the
 replica's public key. The parts of a message:
 
     router -> replica   request id, call         replica -> router   request id, reply
