@@ -30,6 +30,7 @@ from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_lanes import WorkLanes
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
+from replicas.channels.listening import node_address
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -250,9 +251,7 @@ def channel_host(config: ServingConfig) -> str:
     """The address that decode replicas send tokens to: as configured, or this node's own as Ray knows it."""
     if config.ingress.channel_host != "auto":
         return config.ingress.channel_host
-    import ray
-
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    return node_address()
 
 
 def model_source(config: SharedConfig) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from replicas.channels.call_server import CallServer
 from replicas.channels.call_wire import Decoder
+from replicas.channels.listening import node_address
 from replicas.engine.engine_watch import EngineWatch, Watched
 from replicas.messages import Pulse
 from replicas.settings import EngineSettings
@@ -64,9 +65,8 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._built.start()
         self._termination = Termination(settings.drain_timeout_s)
         self._termination.watch()
-        host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         decode: Decoder[CallT] = Decoder(self.call_type)
-        self._calls = CallServer(host, decode, self._take, self._engine.cancel)
+        self._calls = CallServer(node_address(), decode, self._take, self._engine.cancel)
         self._has_left = False
         self._calls.start()
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
 from replicas.channels.call_server import CallServer
 from replicas.channels.call_wire import Decoder
+from replicas.channels.listening import node_address
 from replicas.channels.token_sender import TokenSender
 from replicas.messages import (
     CallStatus,
@@ -32,7 +33,7 @@ class StubDecodeReplica:
         self._epoch = epoch
         self._engine = StubDecodeEngine(TokenSender(self._replica_id, epoch), step_s)
         self._engine.start()
-        self._calls = CallServer(_own_host(), Decoder(GenerateCall), self._engine.generate, self._engine.cancel)
+        self._calls = CallServer(node_address(), Decoder(GenerateCall), self._engine.generate, self._engine.cancel)
         self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -57,7 +58,7 @@ class StubPrefillReplica:
 
     def __init__(self) -> None:
         self._replica_id, self._epoch = _own_id(), uuid.uuid4().hex[:12]
-        self._calls = CallServer(_own_host(), Decoder(PrefillCall), _prefill, lambda request_id: None)
+        self._calls = CallServer(node_address(), Decoder(PrefillCall), _prefill, lambda request_id: None)
         self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -82,12 +83,6 @@ def _prefill(call: PrefillCall) -> Future[PrefillReply]:
     future: Future[PrefillReply] = Future()
     future.set_result(PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load()))
     return future
-
-
-def _own_host() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _own_id() -> str:

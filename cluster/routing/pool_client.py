@@ -133,7 +133,7 @@ class ServePool(PoolClient):
         except ReplicaGone as error:
             raise ReplicaLost(replica_id, str(error), is_dead=False, has_left=True) from error
         except (RayActorError, ReplicaUnreachable) as error:
-            is_dead = await self._is_dead(replica_id, error)
+            is_dead = await self._found_dead(replica_id, error)
             raise ReplicaLost(replica_id, type(error).__name__, is_dead, is_unreachable=True) from error
 
     async def _call(self, replica_id: str, method: str, *arguments: Any, **options: Any) -> Any:

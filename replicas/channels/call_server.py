@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, encode
+from replicas.channels.listening import bind_free_port
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,12 @@ class CallServer(Generic[CallT, ReplyT]):
         self._is_ending = False
         self._context = zmq.Context()
         self._public_key, secret_key = zmq.curve_keypair()
-        self._socket = self._bind(host, secret_key)  # of its thread, once that runs
-        self._endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = self._make_socket(secret_key)  # of its thread, once that runs
+        try:
+            self._endpoint = bind_free_port(self._socket, host)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
         self.last_beat_s = time.monotonic()
 
@@ -99,27 +104,19 @@ class CallServer(Generic[CallT, ReplyT]):
             self._wakes.close()
             self._wake_end.close()
 
-    def _bind(self, host: str, secret_key: bytes) -> zmq.Socket[bytes]:
-        bound: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        bound.curve_server = True
-        bound.curve_publickey = self._public_key
-        bound.curve_secretkey = secret_key
-        bound.router_mandatory = True  # tells when a router has gone
+    def _make_socket(self, secret_key: bytes) -> zmq.Socket[bytes]:
+        router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        router.curve_server = True
+        router.curve_publickey = self._public_key
+        router.curve_secretkey = secret_key
+        router.router_mandatory = True  # tells when a router has gone
         # Nothing is dropped: a router bounds the calls it has open.
-        bound.sndhwm = bound.rcvhwm = 0
-        bound.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        bound.heartbeat_ivl = _HEARTBEAT_MS
-        bound.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
-        bound.handshake_ivl = _HANDSHAKE_MS
-        if ":" in host:
-            bound.ipv6 = True
-            host = f"[{host}]"
-        try:
-            bound.bind_to_random_port(f"tcp://{host}")
-        except zmq.ZMQError:
-            bound.close(linger=0)
-            raise
-        return bound
+        router.sndhwm = router.rcvhwm = 0
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.heartbeat_ivl = _HEARTBEAT_MS
+        router.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+        router.handshake_ivl = _HANDSHAKE_MS
+        return router
 
     # -- the thread --------------------------------------------------------------------------------
 

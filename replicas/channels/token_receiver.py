@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from replicas.channels.listening import bind_free_port
 from replicas.channels.wire import MalformedMessage, decode_frame
 from replicas.messages import ChannelAddress, Frame
 
@@ -193,12 +194,7 @@ class TokenReceiver:
         # If the ZAP handler were ever missing, nobody is admitted instead of everybody.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        host = self._host
-        if ":" in host:
-            socket.ipv6 = True
-            host = f"[{host}]"
-        port = socket.bind_to_random_port(f"tcp://{host}")
-        self._endpoint = f"tcp://{host}:{port}"
+        self._endpoint = bind_free_port(socket, self._host)
         return socket
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
