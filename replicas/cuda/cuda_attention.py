@@ -6,6 +6,8 @@ is imported only where there is a card: the kernels need triton.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +18,7 @@ from replicas.cuda.cuda_step import CudaStep, Launches
 from replicas.cuda.kernels.kv_write import write_kv
 from replicas.cuda.kernels.paged_decode import paged_decode
 from replicas.cuda.kernels.paged_prefill import paged_prefill
+from replicas.cuda.operators import operator
 from replicas.kv.kv_pool import KvPool
 from replicas.model.attention import refuse_arguments
 from replicas.model.model_support import UnsupportedModel
@@ -53,7 +56,7 @@ def cuda_attention(
 ) -> tuple[torch.Tensor, None]:
     """As `replicas.model.attention.paged_attention`. Does not wait for the device. Raises UnsupportedAttention."""
     refuse_arguments(module, arguments)
-    out = attend_over_pool(
+    out = _attend_over_pool(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -68,9 +71,25 @@ def cuda_attention(
     return out.unsqueeze(0), None
 
 
-# kv is written, which is not declared: declared, the compiler might copy the pool to be safe. Nothing else in a
-# compiled layer touches it, so there is no order to keep.
-@torch.library.custom_op("splitserve::attend_over_pool", mutates_args=())
+def library_attention() -> AbstractContextManager[None]:
+    """Within it the library's attention of fresh prompts is the fastest there is. Around whole passes: entering it
+    takes as long as launching some kernels."""
+    return sdpa_kernel(_FRESH_BACKENDS, set_priority=True)
+
+
+def prepare_library(num_heads: int, pool: KvPool, runs: tuple[tuple[int, int], ...]) -> None:
+    """Have the library make what it needs for fresh prompts of these (length, count) on this thread. Blocks, some
+    65 ms each: cuDNN makes a plan for every shape, and keeps it for one thread only."""
+    layout = pool.layout
+    with library_attention():
+        for length, count in runs:
+            query, key = (
+                torch.zeros(length * count, n, layout.head_dim, dtype=layout.dtype, device=pool.tensor.device)
+                for n in (num_heads, layout.num_kv_heads)
+            )
+            _attend_fresh(query, key, key, count, layout.head_dim**-0.5)
+
+
 def attend_over_pool(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -119,7 +138,6 @@ def attend_over_pool(
     return out
 
 
-@attend_over_pool.register_fake
 def _shape_of_attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -135,18 +153,25 @@ def _shape_of_attend(
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
+# kv is written, which is not declared: declared, the compiler might copy the pool to be safe. Nothing else in a
+# compiled layer touches it, so there is no order to keep.
+_attend_over_pool = operator(attend_over_pool, _shape_of_attend)
+
+
 def _attend_fresh(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
 ) -> torch.Tensor:
-    """Causal attention of `count` prompts of one length, tensors [count * length, heads, head_dim], by torch."""
+    """Causal attention of `count` prompts of one length, tensors [count * length, heads, head_dim], by torch.
+
+    Within `library_attention`. Contiguous copies, where they are none: the library makes a plan for the strides too.
+    """
 
     def by_prompt(tensor: torch.Tensor) -> torch.Tensor:
-        split: torch.Tensor = tensor.unflatten(0, (count, -1)).transpose(1, 2)
+        split: torch.Tensor = tensor.contiguous().unflatten(0, (count, -1)).transpose(1, 2)
         return split
 
-    with sdpa_kernel(_FRESH_BACKENDS, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            by_prompt(query), by_prompt(key), by_prompt(value), is_causal=True, scale=scale, enable_gqa=True
-        )
+    out = F.scaled_dot_product_attention(
+        by_prompt(query), by_prompt(key), by_prompt(value), is_causal=True, scale=scale, enable_gqa=True
+    )
     by_token: torch.Tensor = out.transpose(1, 2).flatten(0, 1).contiguous()
     return by_token

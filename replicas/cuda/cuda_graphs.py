@@ -1,10 +1,9 @@
 """CUDA graphs of whole passes, from a step's slots and positions to its logits.
 
-Decode: one graph for each size of batch. Prefill: one for each size of a single fresh prompt, which without a graph
-would wait for the host at every layer: launching a pass by hand takes longer than computing some hundred tokens. A step
-of rows and a short prompt or two is several passes, one behind the other. What a pass is made of goes into one static
-tensor by one pinned copy; a graph reads nothing else but the slots' matrix, the weights and the pool. Tokens are drawn
-behind it, by kernels chosen for the step's parameters, whose launches hide behind the pass.
+Decode: one graph for each size of batch. Prompts: one for each of some lengths, alone and with room for decode rows
+beside it: launching a pass by hand takes the host longer than the card needs to compute some thousand tokens. A step of
+a few prompts is several passes, one behind the other, the rows in the first. Tokens are drawn behind each, by kernels
+chosen for the step's parameters, whose launches hide behind the pass.
 """
 
 from __future__ import annotations
@@ -17,14 +16,19 @@ from typing import Any
 import torch
 
 from replicas.cuda.cuda_slots import CudaSlots
-from replicas.cuda.cuda_step import CudaStep, Launches, tokens_while_launching
+from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape, pinned
 from replicas.cuda.kernels.token_draw import draw_tokens
 from replicas.cuda.kernels.work_sharing import WorkSharing
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 
-_PREFILL_LENGTHS = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
+# be anywhere in a prompt, and of fresh prompts. Between them prompts are padded. Each graph takes 0.1 s of a start.
+_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_BESIDE_ROWS = ((32, (64, 256, 512), (768, 1024, 1536, 2048)), (128, (64, 512), (1024, 2048)))
 # Each pass reads all weights: more prompts than these are computed together, by hand.
-_MOST_PROMPTS = 2
+_MOST_PROMPTS = 4
+# A pass more takes as long as so many tokens more in one.
+_TOKENS_A_PASS = 200
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -33,17 +37,18 @@ def batch_sizes(largest: int) -> list[int]:
     return sorted({*sizes, *range(128, largest, 32), largest})
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
+def prompt_shapes(most_rows: int, longest: int, *, has_fresh: bool) -> list[PromptShape]:
+    """Shapes of prompt passes that get a graph, those of the fewest tokens first.
 
-    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included.
+    most_rows: of any step; longest: prompt; has_fresh: whether a library kernel may compute fresh prompts.
     """
-
-    logits: torch.Tensor
-    slots: torch.Tensor
-    positions: torch.Tensor
-    choices: torch.Tensor
+    shapes = [PromptShape(0, length, is_fresh=True) for length in _ALONE]
+    for num_rows, anywhere, fresh in _BESIDE_ROWS:
+        room = min(num_rows, most_rows)
+        shapes += [PromptShape(room, length, is_fresh=False) for length in anywhere]
+        shapes += [PromptShape(room, length, is_fresh=True) for length in fresh]
+    kept = {shape for shape in shapes if shape.length <= longest and (has_fresh or not shape.is_fresh)}
+    return sorted(kept, key=lambda shape: (shape.num_tokens, shape.num_rows, not shape.is_fresh))
 
 
 class StepGraph:
@@ -86,34 +91,31 @@ class PlannedPass:
 class StepGraphs:
     """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
 
-    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, max_prefill: int) -> None:
-        """max_prefill: longest prompt that gets a graph; 0 for none."""
-        self._model = model
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, longest: int, *, has_fresh: bool) -> None:
+        """longest: prompt; has_fresh: whether a library kernel may compute fresh ones."""
+        self._model = PassModel(model, slots, sharing)
         self._slots = slots
-        self._sharing = sharing
-        device = slots.state.device
-        self._no_shares = sharing.share_out(torch.full((1,), -1, dtype=torch.int32, device=device))
         self._pool = torch.cuda.graph_pool_handle()
-        self._no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=device)
         self._batch_sizes = batch_sizes(len(slots.sampling))
-        self._lengths = [n for n in _PREFILL_LENGTHS if n <= max_prefill]
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._most_beside_rows = tokens_while_launching(num_parameters, model.config.num_hidden_layers)
-        self._decode: dict[int, StepGraph] = {}
-        self._prefill: dict[int, StepGraph] = {}
+        self._shapes = prompt_shapes(len(slots.sampling), longest, has_fresh=has_fresh)
+        self._decode: dict[int, tuple[DecodePass, StepGraph]] = {}
+        self._prompts: dict[PromptShape, tuple[PromptPass, StepGraph]] = {}
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
-        for length in reversed(self._lengths):
-            self._prefill[length] = self._capture_prefill(length)
+        for shape in reversed(self._shapes):
+            prompt = PromptPass(self._model, shape)
+            self._prompts[shape] = prompt, StepGraph(prompt.static_input, prompt.run, self._pool)
         for size in reversed(self._batch_sizes):
-            self._decode[size] = self._capture_decode(size)
-        return len(self._decode) + len(self._prefill)
+            decode = DecodePass(self._model, size)
+            self._decode[size] = decode, StepGraph(decode.static_input, decode.run, self._pool)
+        return len(self._decode) + len(self._prompts)
 
     def draw_all_ways(self) -> None:
         """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
         for size in {1, 2, 16} & set(self._batch_sizes):
-            launched = self._decode[size].replay(_pinned([[self._slots.padding_slot] * size, [-1] * size, [0] * size]))
+            nothing = pinned([[self._slots.padding_slot] * size, [-1] * size, [0] * size])
+            launched = self._decode[size][1].replay(nothing)
             for kinds in ((False, False), (True, False), (True, True)):
                 draw_tokens(
                     launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
@@ -124,86 +126,33 @@ class StepGraphs:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
         if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > self._batch_sizes[-1]:
             return None
-        if plan.rows and plan.num_prefill_tokens > self._most_beside_rows:
-            return None  # launching is hidden behind so many tokens: one pass for all reads the weights once
-        planned = [self._plan_prefill(chunk) for chunk in plan.chunks]
-        if plan.rows:
-            planned.insert(0, self._plan_decode(plan.rows))
+        rows, chunks, planned = plan.rows, plan.chunks, []
+        if rows and chunks and self._are_together(chunks[0], len(rows)):
+            planned, rows, chunks = [self._plan_prompt(chunks[0], rows)], (), chunks[1:]
+        if rows:
+            planned.append(self._plan_decode(rows))
+        planned += [self._plan_prompt(chunk, ()) for chunk in chunks]
         found = [one for one in planned if one is not None]
         return found if len(found) == len(planned) else None
 
-    # -- decode ------------------------------------------------------------------------------------
+    def _are_together(self, chunk: PrefillChunk, num_rows: int) -> bool:
+        """Whether one pass computes them sooner than one for the rows and one for the chunk."""
+        together, alone = self._shape_of(chunk, num_rows), self._shape_of(chunk, 0)
+        if together is None or alone is None:
+            return False
+        return together.num_tokens <= alone.num_tokens + num_rows + _TOKENS_A_PASS
+
+    def _shape_of(self, chunk: PrefillChunk, num_rows: int) -> PromptShape | None:
+        return next((shape for shape in self._shapes if shape.holds(chunk, num_rows)), None)
 
     def _plan_decode(self, rows: Sequence[DecodeRow]) -> PlannedPass:
-        size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
-        padding = size - len(rows)
-        values = [
-            [row.slot for row in rows] + [self._slots.padding_slot] * padding,
-            [row.position for row in rows] + [-1] * padding,
-            [row.choice for row in rows] + [0] * padding,
-        ]
-        return PlannedPass(self._decode[size], _pinned(values), len(rows))
+        decode, graph = self._decode[self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]]
+        return PlannedPass(graph, decode.values(rows), len(rows))
 
-    def _capture_decode(self, size: int) -> StepGraph:
-        layout = Launches(size, self._sharing.most_pieces(size), self._sharing.tile_len(size), 0, 0, ()).pack()
-        rows = torch.zeros(3, size, dtype=torch.int32, device=self._slots.state.device)
-        rows[0], rows[1] = self._slots.padding_slot, -1
-
-        def run() -> Pass:
-            slots, positions, choices = rows
-            shares = self._sharing.share_out(positions)
-            step = CudaStep(self._slots.block_table, rows[:2].view(-1), self._no_chunks, shares, layout)
-            input_ids = self._slots.last_token.index_select(0, slots)
-            logits = self._forward(input_ids, positions, 0, step)
-            return Pass(logits, slots, positions, choices)
-
-        return StepGraph(rows, run, self._pool)
-
-    # -- prefill -----------------------------------------------------------------------------------
-
-    def _plan_prefill(self, chunk: PrefillChunk) -> PlannedPass | None:
-        """None unless it is a whole prompt of one choice, not scored, that is no longer than the largest graph's."""
-        length = len(chunk.token_ids)
-        index = bisect_left(self._lengths, length)
-        is_whole = chunk.start == 0 and len(chunk.targets) == 1 and chunk.targets[0].slot == chunk.slot
-        if index == len(self._lengths) or not is_whole or chunk.scored_ids is not None:
+    def _plan_prompt(self, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> PlannedPass | None:
+        """None where no shape holds them."""
+        shape = self._shape_of(chunk, len(rows))
+        if shape is None:
             return None
-        padding = [0] * (self._lengths[index] - length)
-        values = [*chunk.token_ids, *padding, length, chunk.slot, chunk.targets[0].choice]
-        return PlannedPass(self._prefill[self._lengths[index]], _pinned(values), 1)
-
-    def _capture_prefill(self, length: int) -> StepGraph:
-        device = self._slots.state.device
-        packed = torch.zeros(length + 3, dtype=torch.int32, device=device)  # ids, then length, slot, choice
-        packed[length + 1] = self._slots.padding_slot
-        layout = Launches(0, 0, 0, 0, 0, ((0, length, 1),)).pack()
-        places = torch.arange(length, dtype=torch.int32, device=device)
-
-        def run() -> Pass:
-            count, slot, choice = packed[length:].split(1)
-            positions = torch.where(places < count, places, -1)
-            tokens = torch.cat([slot.expand(length), positions])
-            step = CudaStep(self._slots.block_table, tokens, self._no_chunks, self._no_shares, layout)
-            last = count - 1
-            logits = self._forward(packed[:length], positions, last.clamp(min=0).long(), step)
-            return Pass(logits, slot, last, choice)
-
-        return StepGraph(packed, run, self._pool)
-
-    def _forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor, step: CudaStep
-    ) -> torch.Tensor:
-        """Logits [samples, vocab_size] in the model's type."""
-        output = self._model(
-            input_ids=input_ids.long()[None],
-            position_ids=positions.clamp(min=0).long()[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            paged=step,
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-
-def _pinned(values: list[list[int]] | list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32).pin_memory()
+        prompt, graph = self._prompts[shape]
+        return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.targets))

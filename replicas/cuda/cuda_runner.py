@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from replicas.cuda.cuda_attention import bind_attention
+from replicas.cuda.cuda_attention import bind_attention, library_attention, prepare_library
 from replicas.cuda.cuda_graphs import PlannedPass, StepGraphs
 from replicas.cuda.cuda_slots import CudaSlots, SamplingKinds
-from replicas.cuda.cuda_step import build_cuda_inputs
+from replicas.cuda.cuda_step import build_cuda_inputs, fresh_runs
 from replicas.cuda.kernels.token_draw import draw_tokens
 from replicas.cuda.kernels.work_sharing import WorkSharing
 from replicas.cuda.skinny_linear import use_skinny_products
@@ -32,7 +32,6 @@ from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MAX_GRAPH_PROMPT = 2048
 # Prompt lengths of the steps that compile the layers: no two sizes in them are equal, or they would be taken for one.
 _WARM_UP_LENGTHS = (37, 23)
 
@@ -109,8 +108,9 @@ class CudaRunner(ModelRunner):
             self._run_prompt(min(length, self._max_model_len))
         torch.cuda.synchronize()
         compiled_s = time.monotonic()
-        max_prefill = min(_MAX_GRAPH_PROMPT, self._max_model_len) if self._has_fresh else 0
-        self._graphs = StepGraphs(self._model, self._slots, self._sharing, max_prefill)
+        self._graphs = StepGraphs(
+            self._model, self._slots, self._sharing, self._max_model_len, has_fresh=self._has_fresh
+        )
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -124,6 +124,13 @@ class CudaRunner(ModelRunner):
             },
         )
 
+    @torch.inference_mode()
+    def prepare_thread(self, max_step_tokens: int) -> None:
+        if self._has_fresh:
+            num_heads = self._model.config.get_text_config().num_attention_heads
+            prepare_library(num_heads, self.pool, fresh_runs(max_step_tokens, self._max_model_len))
+            torch.cuda.synchronize()
+
     def _run_prompt(self, length: int) -> None:
         """A prompt of this length in slot 0, and a decode step behind it."""
         blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))
@@ -133,13 +140,14 @@ class CudaRunner(ModelRunner):
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)
-        output = self._model(
-            input_ids=inputs.input_ids[None],
-            position_ids=inputs.step.positions.long()[None],
-            use_cache=False,
-            logits_to_keep=inputs.logit_rows,
-            paged=inputs.step,
-        )
+        with library_attention():
+            output = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.step.positions.long()[None],
+                use_cache=False,
+                logits_to_keep=inputs.logit_rows,
+                paged=inputs.step,
+            )
         logits: torch.Tensor = output.logits[0].float()
         return logits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from replicas.cuda.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
@@ -88,7 +89,7 @@ class CudaSlots(SlotState):
 
 def numbers_to_device(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
     """int64 on the device. Does not wait."""
-    return to_device(torch.tensor(values, dtype=torch.int64), device)
+    return to_device(torch.from_numpy(np.array(values, dtype=np.int64)), device)  # torch.tensor takes six times as long
 
 
 def _is_plain(params: SamplingParams) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from replicas.cuda.cuda_slots import CudaSlots, numbers_to_device
@@ -20,12 +21,11 @@ from scheduler.plan import PrefillChunk, StepPlan
 if TYPE_CHECKING:
     from replicas.cuda.kernels.work_sharing import WorkSharing
 
-# A library kernel computes this much of a fresh prompt, in whole multiples: cuDNN prepares each new length for
-# milliseconds, so there must be few. The rest of the prompt is a chunk over the pool.
-_FRESH_MULTIPLE = 256
-_MIN_FRESH = 512
-# As seen on an H200: the host launches a layer by hand in so long; the card computes so many operations a second.
-_LAUNCH_S, _OPERATIONS_PER_S = 1e-3, 7e14
+# A library kernel computes the head of a long fresh prompt: this many tokens, or half as many more, doubled and doubled
+# again. There must be few lengths, as cuDNN prepares each, and each number of prompts, for 65 ms. The rest of the
+# prompt, and shorter ones, are chunks over the pool: all in one launch, where the host would be late with more.
+_MIN_FRESH = 2048
+_FRESH_COUNTS = (4, 2, 1)  # so many prompts in one launch
 
 
 class CudaStep(NamedTuple):
@@ -102,17 +102,15 @@ class ChunkLayout:
     def of(cls, chunks: Sequence[PrefillChunk], first: int, has_fresh: bool) -> ChunkLayout:
         """first: the first prompt token's place. has_fresh: whether a library kernel may compute fresh prompts' heads.
 
-        Heads of one length lie side by side, so that one launch computes many: in powers of two, as the library
-        prepares each number of them anew. A step whose prompts are scored keeps its plan's order.
+        Heads of one length lie side by side, so that one launch computes some: 1, 2 or 4, as the library prepares
+        each number of them anew. A step whose prompts are scored keeps its plan's order.
         """
         heads: defaultdict[int, list[ChunkPart]] = defaultdict(list)
         tails: list[ChunkPart] = []
         is_scored = any(chunk.scored_ids is not None for chunk in chunks)
         for number, chunk in enumerate(chunks):
             length = len(chunk.token_ids)
-            head = length // _FRESH_MULTIPLE * _FRESH_MULTIPLE
-            if head < _MIN_FRESH or chunk.start > 0 or not has_fresh or is_scored:
-                head = 0
+            head = 0 if chunk.start > 0 or not has_fresh or is_scored else _head_of(length)
             if head:
                 heads[head].append(ChunkPart(number, 0, head))
             if head < length:
@@ -121,7 +119,7 @@ class ChunkLayout:
         for length in sorted(heads):
             left = len(heads[length])
             while left:
-                count = 1 << (left.bit_length() - 1)
+                count = next(count for count in _FRESH_COUNTS if count <= left)
                 fresh.append((first, length, count))
                 first += length * count
                 left -= count
@@ -133,9 +131,21 @@ class ChunkLayout:
         return cls((*parts, *tails), tuple(fresh), paged)
 
 
-def tokens_while_launching(num_parameters: int, num_layers: int) -> int:
-    """How many prompt tokens the card computes while the host launches a model's layers by hand."""
-    return int(num_layers * _LAUNCH_S * _OPERATIONS_PER_S / (2 * num_parameters))
+def _head_lengths(most_tokens: int) -> list[int]:
+    """Lengths of heads in steps of so many tokens, ascending."""
+    doubled = [_MIN_FRESH << number for number in range(max(0, (most_tokens // _MIN_FRESH).bit_length()))]
+    return sorted(n for length in doubled for n in (length, length * 3 // 2) if n <= most_tokens)
+
+
+def _head_of(length: int) -> int:
+    """How many of a fresh prompt's tokens the library computes."""
+    return max(_head_lengths(length), default=0)
+
+
+def fresh_runs(most_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
+    """Every (length, count) that `ChunkLayout.fresh` may have in steps of so many tokens. longest: of prompts."""
+    lengths = _head_lengths(min(most_tokens, longest))
+    return tuple((n, count) for n in lengths for count in _FRESH_COUNTS if n * count <= most_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +165,15 @@ def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, ha
     num_tokens = num_rows + sum(len(chunk.token_ids) for chunk in plan.chunks)
     # Filled a part at a time: lists of all tokens would take milliseconds, for which the device waits.
     places = torch.empty(2, num_tokens, dtype=torch.int32)
-    places[0, :num_rows] = torch.tensor([row.slot for row in plan.rows], dtype=torch.int32)
-    places[1, :num_rows] = torch.tensor([row.position for row in plan.rows], dtype=torch.int32)
+    rows = np.array([(row.slot, row.position) for row in plan.rows], dtype=np.int32).reshape(-1, 2)
+    places[:, :num_rows] = torch.from_numpy(rows.T)
     ids = torch.empty(num_tokens - num_rows, dtype=torch.int64)
     ends = [0] * len(plan.chunks)  # behind each chunk's last token
     first = num_rows
     for number, start, end in layout.parts:
         chunk, behind = plan.chunks[number], first + end - start
-        ids[first - num_rows : behind - num_rows] = torch.tensor(chunk.token_ids[start:end])
+        part = np.fromiter(chunk.token_ids[start:end], np.int64, end - start)  # torch.tensor takes six times as long
+        ids[first - num_rows : behind - num_rows] = torch.from_numpy(part)
         places[0, first:behind] = chunk.slot
         torch.arange(chunk.start + start, chunk.start + end, out=places[1, first:behind])
         ends[number] = first = behind

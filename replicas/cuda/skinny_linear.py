@@ -13,6 +13,7 @@ from torch import nn
 
 from replicas.cuda.kernels.gemv import gemv
 from replicas.cuda.kernels.skinny_product import skinny_product
+from replicas.cuda.operators import operator
 from replicas.model.fused_projections import JoinedLinear
 
 _FEW, _SOME = 16, 64  # rows
@@ -21,18 +22,15 @@ _MANY_OUTPUTS, _VERY_MANY_OUTPUTS, _FEW_INPUTS = 4096, 16384, 4096
 _TILE_OF_FEW, _TILE_OF_SOME = (64, 128, 4, 4), (64, 128, 4, 3)
 
 
-@torch.library.custom_op("splitserve::single_row_product", mutates_args=())
 def single_row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K] with one row in all, weight [N, K], bias [N] -> [..., N]."""
     return gemv(x.contiguous(), weight, bias).view(*x.shape[:-1], -1)
 
 
-@single_row_product.register_fake
 def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("splitserve::product_of_rows", mutates_args=())
 def product_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., K], weight [N, K], bias [N] -> [..., N], by whatever is the fastest for so many rows.
 
@@ -49,16 +47,17 @@ def product_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return out.view(*x.shape[:-1], num_outputs)
 
 
-product_of_rows.register_fake(_shape_of_product)
+_single_row_product = operator(single_row_product, _shape_of_product)
+_product_of_rows = operator(product_of_rows, _shape_of_product)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As F.linear. Raises nothing of its own."""
     if x.dim() == 3 and x.shape[0] == 1 and x.shape[1] == 1:
-        out: torch.Tensor = single_row_product(x, weight, bias)
+        out: torch.Tensor = _single_row_product(x, weight, bias)
         return out
     if weight.shape[0] >= _MANY_OUTPUTS:
-        many: torch.Tensor = product_of_rows(x, weight, bias)
+        many: torch.Tensor = _product_of_rows(x, weight, bias)
         return many
     return F.linear(x, weight, bias)
 

@@ -88,6 +88,9 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving."""
 
+    def prepare_thread(self, max_step_tokens: int) -> None:
+        """Called on the thread that will launch, before its first step. Blocks. max_step_tokens: of prompts, in one."""
+
     def _prepare(self, plan: StepPlan) -> None:
         """What goes before the pass: slots, swaps, copies."""
         self._slots.apply(plan)

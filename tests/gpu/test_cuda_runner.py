@@ -55,9 +55,9 @@ class CalledGraph:
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small prompts take all ways; what only a card has is left out where there is none."""
-    monkeypatch.setattr(cuda_graphs, "_PREFILL_LENGTHS", (16, 32, 64))
+    monkeypatch.setattr(cuda_graphs, "_ALONE", (16, 32, 64))
+    monkeypatch.setattr(cuda_graphs, "_BESIDE_ROWS", ((3, (16, 32), (64,)), (128, (16,), ())))
     monkeypatch.setattr(cuda_step, "_MIN_FRESH", 32)
-    monkeypatch.setattr(cuda_step, "_FRESH_MULTIPLE", 16)
     if torch.cuda.is_available():
         return
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
@@ -83,6 +83,7 @@ def make_runner(folder: Path, device: torch.device) -> CudaRunner:
             module.weight.data = module.weight.data.contiguous()
     runner = CudaRunner(loaded, KvPool(loaded.kv_layout(16), 128, device), len(LENGTHS), 256)
     runner.warm_up()
+    runner.prepare_thread(256)
     return runner
 
 
@@ -105,6 +106,7 @@ def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: P
 def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda_graphs, "_TOKENS_A_PASS", -1000)  # the rows and the prompt in a pass each
     runner = make_runner(tmp_path, device)
     greedy = SamplingParams(temperature=0.0)
     prompt, later = tuple(range(10, 30)), tuple(range(200, 240))
@@ -130,3 +132,57 @@ def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
     again = run_isolated(runner, plan)
     assert not again.errors
     assert set(again.output.tokens) == set(expected)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+TABLES = tuple(TableWrite(slot, 0, tuple(range(8 * slot, 8 * slot + 8))) for slot in range(5))
+INITS = tuple(SlotInit(slot, 0, GREEDY, None) for slot in range(5))
+ROWS = tuple(DecodeRow(f"row {slot}", 0, slot, 20 + slot) for slot in range(2))
+
+
+def a_chunk(start: int, length: int, num_targets: int = 1) -> PrefillChunk:
+    ids = tuple((7 * (start + i)) % 290 for i in range(length))
+    return PrefillChunk("prompt", 2, start, ids, tuple(SampleTarget(2 + i, i) for i in range(num_targets)))
+
+
+# Chunks, rows, and how many graphs compute them.
+PLANS: tuple[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...], int], ...] = (
+    ((a_chunk(0, 20),), (), 1),
+    ((a_chunk(0, 20),), ROWS, 1),
+    ((a_chunk(0, 50),), ROWS, 1),
+    ((a_chunk(0, 20, 3),), ROWS, 1),
+    ((a_chunk(0, 20, 0),), ROWS, 1),
+    ((a_chunk(40, 9),), ROWS, 1),
+    ((a_chunk(40, 9),), (), 1),
+    ((a_chunk(0, 64, 0), a_chunk(64, 5)), ROWS, 2),
+    ((), ROWS, 1),
+    ((a_chunk(0, 65),), ROWS, 0),
+)
+
+
+@torch.inference_mode()
+def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, device)
+    ids = tuple(range(30))
+    firsts = [PrefillChunk("row", row.slot, 0, ids[: row.position], (SampleTarget(row.slot, 0),)) for row in ROWS]
+    runner._slots.apply(StepPlan(0, INITS, TABLES, (), (), ()))
+    assert runner._graphs is not None
+    for chunks, rows, num_passes in PLANS:
+        for chunk in (*firsts, a_chunk(0, 40)):
+            runner._forward(StepPlan(0, (), (), (), (chunk,), ()))
+        runner._slots.last_token[:2] = torch.tensor([17, 200], device=device)
+        plan = StepPlan(1, (), (), (), chunks, rows)
+        expected = runner._forward(plan)
+        passes = runner._graphs.passes(plan) or []
+        assert len(passes) == num_passes, plan
+        got = [planned.launch().logits[: planned.num_samples].float().clone() for planned in passes]
+        if got:
+            torch.testing.assert_close(torch.cat(got), expected, atol=2e-3, rtol=2e-2)
+        tokens = runner.launch(plan).result().tokens
+        targets = [target for chunk in chunks for target in chunk.targets]
+        places = [(row.request_id, row.choice) for row in rows] + [("prompt", target.choice) for target in targets]
+        assert [(token.request_id, token.choice) for token in tokens] == places, plan
+        for token, logits in zip(tokens, expected, strict=True):
+            assert logits[token.token_id] >= logits.max() - 4e-3
+        fed, slots = runner._slots.last_token.tolist(), [place.slot for place in (*rows, *targets)]
+        assert [fed[slot] for slot in slots] == [token.token_id for token in tokens], plan

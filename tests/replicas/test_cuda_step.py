@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.cuda.cuda_slots import CudaSlots
-from replicas.cuda.cuda_step import ChunkLayout, Launches, build_cuda_inputs, tokens_while_launching
+from replicas.cuda.cuda_step import ChunkLayout, Launches, build_cuda_inputs, fresh_runs
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan
 
 SHARING: Any = SimpleNamespace(
@@ -28,12 +28,12 @@ def chunk(slot: int, start: int, length: int, *, scored: bool = False, num_targe
 def test_tokens_lie_where_the_launches_say(seed: int) -> None:
     rng = random.Random(seed)
     chunks = tuple(
-        chunk(slot, rng.choice([0, 0, 0, 7, 512]), rng.choice([1, 20, 255, 512, 513, 600, 767, 768, 1024, 1300]),
+        chunk(slot, rng.choice([0, 0, 0, 0, 7, 512]), rng.choice([1, 20, 255, 2047, 2048, 2049, 2600, 3072, 3100]),
               scored=seed % 5 == 0 and slot == 1, num_targets=rng.randrange(3))
         for slot in range(rng.randrange(1, 14))
     )  # fmt: skip
     rows = tuple(DecodeRow(f"d{i}", 0, 20 + i, 30 + i) for i in range(rng.randrange(4)))
-    slots = CudaSlots(32, 200, 3000, torch.device("cpu"))
+    slots = CudaSlots(32, 250, 4000, torch.device("cpu"))
     slots.last_token[:] = torch.arange(33) + 50_000
     inputs = build_cuda_inputs(StepPlan(0, (), (), (), chunks, rows), slots, SHARING, has_fresh=True)
     flat = list(zip(inputs.step.token_slots.tolist(), inputs.step.positions.tolist(), strict=True))
@@ -60,13 +60,31 @@ def test_tokens_lie_where_the_launches_say(seed: int) -> None:
         assert flat[launches.num_rows :] == [(c.slot, c.start + i) for c in chunks for i in range(len(c.token_ids))]
 
 
-def test_heads_of_one_length_are_one_launch_for_each_power_of_two() -> None:
-    chunks = [chunk(slot, 0, 600 + slot) for slot in range(13)] + [chunk(14, 0, 1100), chunk(15, 0, 300)]
+def test_heads_of_one_length_are_few_launches_of_shapes_known_before() -> None:
+    chunks = [chunk(slot, 0, 2048 + slot) for slot in range(7)] + [chunk(14, 0, 6500), chunk(15, 0, 2047)]
     layout = ChunkLayout.of(chunks, 5, has_fresh=True)
-    runs = [(512, 8), (512, 4), (512, 1), (1024, 1)]
+    runs = [(2048, 4), (2048, 2), (2048, 1), (6144, 1)]
     assert [(length, count) for _, length, count in layout.fresh] == runs
-    assert [first for first, _, _ in layout.fresh] == [5, 5 + 512 * 8, 5 + 512 * 12, 5 + 512 * 13]
+    assert [first for first, _, _ in layout.fresh] == [5, 5 + 2048 * 4, 5 + 2048 * 6, 5 + 2048 * 7]
     assert ChunkLayout.of(chunks, 5, has_fresh=False).fresh == ()
+    num_tokens = sum(len(c.token_ids) for c in chunks)
+    assert set(runs) <= set(fresh_runs(num_tokens, 6500))
+
+
+def test_the_library_is_prepared_for_no_more_than_a_step_can_have() -> None:
+    assert fresh_runs(2047, 9000) == ()
+    assert fresh_runs(9000, 2047) == ()
+    assert fresh_runs(4096, 32768) == ((2048, 2), (2048, 1), (3072, 1), (4096, 1))
+    assert fresh_runs(8192, 2500) == ((2048, 4), (2048, 2), (2048, 1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_run_of_a_step_was_prepared(seed: int) -> None:
+    rng = random.Random(seed)
+    chunks = [chunk(slot, 0, rng.randrange(1, 9000)) for slot in range(rng.randrange(1, 9))]
+    layout = ChunkLayout.of(chunks, 0, has_fresh=True)
+    prepared = fresh_runs(sum(len(c.token_ids) for c in chunks), max(len(c.token_ids) for c in chunks))
+    assert {(length, count) for _, length, count in layout.fresh} <= set(prepared)
 
 
 @pytest.mark.parametrize("length", [37, 23])  # those that CudaRunner.warm_up compiles the layers with
@@ -77,8 +95,3 @@ def test_no_two_sizes_of_the_step_that_is_compiled_are_equal(length: int) -> Non
     sizes = [length] + [size for tensor in step for size in tensor.shape]
     assert len(sizes) == len(set(sizes)), sizes
     assert all(tensor.storage_offset() == 0 for tensor in step[1:])
-
-
-def test_the_larger_the_model_the_fewer_tokens_hide_a_launch_by_hand() -> None:
-    llama, qwen = tokens_while_launching(8_030_000_000, 32), tokens_while_launching(596_000_000, 28)
-    assert 1024 < llama < 2048 < qwen

@@ -1,0 +1,178 @@
+"""Passes that are captured: what each reads from its static input, and what it is told for a plan.
+
+Everything that differs from step to step lies in one int32 tensor, so that one pinned copy prepares a replay; beyond it
+a pass reads nothing but the slots' matrix, the weights and the pool. Rows and tokens that a plan does not fill are
+padding, at position -1: they write no KV, and nobody attends to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from replicas.cuda.cuda_attention import library_attention
+from replicas.cuda.cuda_slots import CudaSlots
+from replicas.cuda.cuda_step import CudaStep, Launches
+from replicas.cuda.kernels.work_sharing import WorkSharing
+from scheduler.plan import DecodeRow, PrefillChunk
+
+# Choices of a prompt's first token, beyond one, that there is room for.
+_MORE_CHOICES = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
+
+    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included.
+    """
+
+    logits: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+
+
+class PassModel:
+    """What all passes of a runner compute with."""
+
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing) -> None:
+        self._model = model
+        self.slots = slots
+        self.sharing = sharing
+        self.device = slots.state.device
+        self.no_shares = sharing.share_out(torch.full((1,), -1, dtype=torch.int32, device=self.device))
+        self.no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=self.device)
+
+    def logits(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor, step: CudaStep
+    ) -> torch.Tensor:
+        """[samples, vocab_size] in the model's type."""
+        with library_attention():
+            output = self._model(
+                input_ids=input_ids.long()[None],
+                position_ids=positions.clamp(min=0).long()[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                paged=step,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class DecodePass:
+    """A token for each of up to `size` rows."""
+
+    def __init__(self, model: PassModel, size: int) -> None:
+        self._model = model
+        self._size = size
+        self.static_input = torch.zeros(3, size, dtype=torch.int32, device=model.device)
+        self.static_input[0], self.static_input[1] = model.slots.padding_slot, -1
+        self._layout = _launches(model.sharing, size).pack()
+
+    def values(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """The static input for these rows, in pinned memory."""
+        padding = self._size - len(rows)
+        return pinned(
+            [
+                [row.slot for row in rows] + [self._model.slots.padding_slot] * padding,
+                [row.position for row in rows] + [-1] * padding,
+                [row.choice for row in rows] + [0] * padding,
+            ]
+        )
+
+    def run(self) -> Pass:
+        slots, positions, choices = self.static_input
+        shares = self._model.sharing.share_out(positions)
+        table = self._model.slots.block_table
+        step = CudaStep(table, self.static_input[:2].view(-1), self._model.no_chunks, shares, self._layout)
+        input_ids = self._model.slots.last_token.index_select(0, slots)
+        return Pass(self._model.logits(input_ids, positions, 0, step), slots, positions, choices)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShape:
+    """num_rows: decode rows that there is room for; length: tokens of one prompt's chunk. is_fresh: a library kernel
+    attends, which knows no KV from before."""
+
+    num_rows: int
+    length: int
+    is_fresh: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + self.length
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_rows + 1 + _MORE_CHOICES
+
+    def holds(self, chunk: PrefillChunk, num_rows: int) -> bool:
+        """Whether this chunk beside so many rows can be computed so."""
+        fits = len(chunk.token_ids) <= self.length and num_rows <= self.num_rows
+        has_room = num_rows + len(chunk.targets) <= self.num_samples
+        return fits and has_room and not (self.is_fresh and chunk.start) and chunk.scored_ids is None
+
+
+class PromptPass:
+    """A chunk of one prompt, and a token for each of some rows beside it: all weights are read once.
+
+    Static input: the rows' slots and positions; of each sample the token whose logits it is drawn from, slot, position
+    and choice; the chunk as `CudaStep.chunks` has it; its slot; its token ids.
+    """
+
+    def __init__(self, model: PassModel, shape: PromptShape) -> None:
+        self._model = model
+        self._shape = shape
+        rows, samples = shape.num_rows, shape.num_samples
+        self._sizes = [rows, rows, samples, samples, samples, samples, 6, 1, shape.length]
+        self._layout = _launches(model.sharing, rows, shape).pack()
+        self._offsets = torch.arange(shape.length, dtype=torch.int32, device=model.device)
+        nothing = PrefillChunk("", model.slots.padding_slot, 0, (), ())
+        self.static_input = self.values(nothing, ()).to(model.device)
+
+    def values(self, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> torch.Tensor:
+        """The static input for this chunk and these rows, which the shape must hold; in pinned memory."""
+        shape, padding_slot = self._shape, self._model.slots.padding_slot
+        count, empty = len(chunk.token_ids), shape.num_rows - len(rows)
+        samples = [(index, row.slot, row.position, row.choice) for index, row in enumerate(rows)]
+        last, position = shape.num_rows + count - 1, chunk.start + count - 1
+        samples += [(last, target.slot, position, target.choice) for target in chunk.targets]
+        samples += [(0, padding_slot, -1, 0)] * (shape.num_samples - len(samples))
+        numbers = [row.slot for row in rows] + [padding_slot] * empty
+        numbers += [row.position for row in rows] + [-1] * empty
+        for column in zip(*samples, strict=True):
+            numbers += column
+        numbers += [shape.num_rows, count, chunk.start, 0, 0, 0, chunk.slot]
+        return pinned([*numbers, *chunk.token_ids, *[0] * (shape.length - count)])
+
+    def run(self) -> Pass:
+        parts = self.static_input.split(self._sizes)
+        row_slots, row_positions, kept, slots, positions, choices, chunk, slot, ids = parts
+        prompt_positions = torch.where(self._offsets < chunk[1], self._offsets + chunk[2], -1)
+        token_positions = torch.cat([row_positions, prompt_positions])
+        sharing = self._model.sharing
+        step = CudaStep(
+            self._model.slots.block_table,
+            torch.cat([row_slots, slot.expand(self._shape.length), token_positions]),
+            chunk.view(2, 3).clone(),  # a compiled layer is compiled anew for a view that begins elsewhere
+            sharing.share_out(row_positions) if self._shape.num_rows else self._model.no_shares,
+            self._layout,
+        )
+        input_ids = torch.cat([self._model.slots.last_token.index_select(0, row_slots), ids])
+        return Pass(self._model.logits(input_ids, token_positions, kept.long(), step), slots, positions, choices)
+
+
+def _launches(sharing: WorkSharing, num_rows: int, shape: PromptShape | None = None) -> Launches:
+    fresh = ((num_rows, shape.length, 1),) if shape and shape.is_fresh else ()
+    longest = shape.length if shape and not shape.is_fresh else 0
+    pieces, tile_len = (sharing.most_pieces(num_rows), sharing.tile_len(num_rows)) if num_rows else (0, 0)
+    return Launches(num_rows, pieces, tile_len, int(longest > 0), longest, fresh)
+
+
+def pinned(values: list[list[int]] | list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int32)).pin_memory()
