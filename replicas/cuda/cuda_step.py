@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # again. There must be few lengths, as cuDNN prepares each, and each number of prompts, for 65 ms. The rest of the
 # prompt, and shorter ones, are chunks over the pool: all in one launch, where the host would be late with more.
 _MIN_FRESH = 2048
-_FRESH_COUNTS = (4, 2, 1)  # so many prompts in one launch
+_FRESH_COUNTS = (8, 4, 2, 1)  # so many prompts in one launch
 
 
 class CudaStep(NamedTuple):
@@ -102,8 +102,8 @@ class ChunkLayout:
     def of(cls, chunks: Sequence[PrefillChunk], first: int, has_fresh: bool) -> ChunkLayout:
         """first: the first prompt token's place. has_fresh: whether a library kernel may compute fresh prompts' heads.
 
-        Heads of one length lie side by side, so that one launch computes some: 1, 2 or 4, as the library prepares
-        each number of them anew. A step whose prompts are scored keeps its plan's order.
+        Heads of one length lie side by side, so that one launch computes some: 1, 2, 4 or 8, as the library
+        prepares each number of them anew. A step whose prompts are scored keeps its plan's order.
         """
         heads: defaultdict[int, list[ChunkPart]] = defaultdict(list)
         tails: list[ChunkPart] = []

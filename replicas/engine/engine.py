@@ -162,7 +162,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._on_planned()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
-            self._timer.prepared(time.monotonic() - started_s)
+            self._timer.prepared(plan, time.monotonic() - started_s)
         has_committed = bool(self._in_flight)
         while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
             self._commit(self._in_flight.popleft())

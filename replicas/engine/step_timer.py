@@ -31,9 +31,10 @@ class StepTimer:
         """It was launched at started_s and still runs. Mutates."""
         self._running.append((plan, started_s))
 
-    def prepared(self, host_s: float) -> None:
-        """The host took so long to plan and launch a step. Mutates."""
-        self._host_s = max(host_s, self._host_s * _FADING)
+    def prepared(self, plan: StepPlan, host_s: float) -> None:
+        """The host took so long to plan and launch it. Mutates."""
+        if not plan.chunks:  # launching prompts takes longer, but the device begins with the first of their layers
+            self._host_s = max(host_s, self._host_s * _FADING)
 
     def committed(self, step_id: int, now_s: float) -> tuple[StepPlan, float] | None:
         """Its tokens are here: the step and its seconds; None if it was not running. Forgets those before. Mutates."""

@@ -61,11 +61,11 @@ def test_tokens_lie_where_the_launches_say(seed: int) -> None:
 
 
 def test_heads_of_one_length_are_few_launches_of_shapes_known_before() -> None:
-    chunks = [chunk(slot, 0, 2048 + slot) for slot in range(7)] + [chunk(14, 0, 6500), chunk(15, 0, 2047)]
+    chunks = [chunk(slot, 0, 2048 + slot) for slot in range(11)] + [chunk(14, 0, 6500), chunk(15, 0, 2047)]
     layout = ChunkLayout.of(chunks, 5, has_fresh=True)
-    runs = [(2048, 4), (2048, 2), (2048, 1), (6144, 1)]
+    runs = [(2048, 8), (2048, 2), (2048, 1), (6144, 1)]
     assert [(length, count) for _, length, count in layout.fresh] == runs
-    assert [first for first, _, _ in layout.fresh] == [5, 5 + 2048 * 4, 5 + 2048 * 6, 5 + 2048 * 7]
+    assert [first for first, _, _ in layout.fresh] == [5, 5 + 2048 * 8, 5 + 2048 * 10, 5 + 2048 * 11]
     assert ChunkLayout.of(chunks, 5, has_fresh=False).fresh == ()
     num_tokens = sum(len(c.token_ids) for c in chunks)
     assert set(runs) <= set(fresh_runs(num_tokens, 6500))

@@ -48,7 +48,8 @@ def test_the_next_step_is_planned_just_before_what_is_in_flight_ends() -> None:
     for step_id, start_s in ((2, 11.0), (3, 12.0)):
         timer.launched(plan(step_id), start_s)
         timer.committed(step_id, start_s + 0.010 * step_id)
-    timer.prepared(0.002)
+    timer.prepared(plan(3), 0.002)
+    timer.prepared(plan(3, 1000), 0.050)  # prompts do not count
     timer.launched(plan(4), 20.0)
     assert 20.016 < timer.latest_launch_s() < 20.018  # the fastest of late took 20 ms, the host needs 2
     timer.launched(plan(5), 20.001)
@@ -72,10 +73,10 @@ def test_a_slow_host_is_remembered_for_a_while() -> None:
     timer = StepTimer()
     timer.launched(plan(1), 1.0)
     timer.committed(1, 1.1)
-    timer.prepared(0.040)
+    timer.prepared(plan(1), 0.040)
     timer.launched(plan(2), 2.0)
     soon_s = timer.latest_launch_s()
     assert soon_s < 2.061
     for _ in range(300):
-        timer.prepared(0.001)
+        timer.prepared(plan(2), 0.001)
     assert soon_s + 0.035 < timer.latest_launch_s() < 2.1

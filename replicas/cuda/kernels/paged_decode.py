@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from replicas.cuda.kernels.dependent_launch import launches_early
+
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
 
@@ -50,7 +52,11 @@ def _attend_piece(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     row = tl.load(shares + piece * 4)
@@ -131,8 +137,12 @@ def _weigh_pieces(
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:
     """Rows that lie in several pieces."""
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < HEAD_DIM
@@ -192,7 +202,13 @@ def paged_decode(
     group = num_heads // num_kv_heads
     partial = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=query.device)
-    constants: dict[str, Any] = {"HEAD_DIM": head_dim, "DIM_PADDED": triton.next_power_of_2(head_dim)}
+    is_early = launches_early(query.device)
+    constants: dict[str, Any] = {
+        "HEAD_DIM": head_dim,
+        "DIM_PADDED": triton.next_power_of_2(head_dim),
+        "IS_EARLY": is_early,
+        "launch_pdl": is_early,
+    }
     _attend_piece[(num_pieces * num_kv_heads,)](
         query,
         key,

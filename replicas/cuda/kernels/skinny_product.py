@@ -9,12 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from replicas.cuda.kernels.dependent_launch import launches_early
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x, weight, bias, out, num_rows, num_out, num_in, x_stride, weight_stride, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_feature, is_row = features < num_out, rows < num_rows
@@ -44,10 +49,11 @@ def skinny_product(
     num_out = weight.shape[0]
     block_n, block_k, num_warps, num_stages = tile
     rows = min(64, max(16, triton.next_power_of_2(num_rows)))
+    is_early = launches_early(x.device)
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     _product[(triton.cdiv(num_out, block_n), triton.cdiv(num_rows, rows))](
         x, weight, weight if bias is None else bias, out, num_rows, num_out, num_in, x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=num_stages, IS_EARLY=is_early, launch_pdl=is_early,
     )  # fmt: skip
     return out

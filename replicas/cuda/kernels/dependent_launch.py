@@ -1,0 +1,24 @@
+"""Kernels of a decode step that are launched before the one in front of them has ended (programmatic dependent launch).
+
+Such a step is some hundred kernels of a few microseconds each. One that is launched so comes onto the processors as
+soon as those of the kernel before it leave them, and waits there (`gdc_wait`) until that has ended and its results can
+be seen: the time between two kernels, and the first reads of weights, which wait for nobody, are hidden. Every program
+waits before it reads or writes anything that another kernel writes or reads; so what is two kernels away has ended too.
+
+NVIDIA, "CUDA C++ Programming Guide", Programmatic Dependent Launch and Synchronization; from compute capability 9.0 on.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels on this device may be launched so: their IS_EARLY, and `launch_pdl`."""
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
