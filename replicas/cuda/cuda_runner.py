@@ -17,6 +17,7 @@ from replicas.cuda.cuda_attention import bind_attention, library_attention, prep
 from replicas.cuda.cuda_graphs import PlannedPass, StepGraphs
 from replicas.cuda.cuda_slots import CudaSlots, SamplingKinds
 from replicas.cuda.cuda_step import build_cuda_inputs, fresh_runs
+from replicas.cuda.kernels.dependent_launch import launches_early
 from replicas.cuda.kernels.token_draw import draw_tokens
 from replicas.cuda.kernels.work_sharing import WorkSharing
 from replicas.cuda.skinny_linear import use_skinny_products
@@ -103,7 +104,7 @@ class CudaRunner(ModelRunner):
         started_s = time.monotonic()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in _decoder_layers(self._model, self._loaded.num_layers):
-            layer.compile(dynamic=True)
+            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
         for length in _WARM_UP_LENGTHS:
             self._run_prompt(min(length, self._max_model_len))
         torch.cuda.synchronize()
@@ -150,6 +151,12 @@ class CudaRunner(ModelRunner):
             )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+
+def _compiler_options(device: torch.device) -> dict[str, bool] | None:
+    """The compiler's kernels are launched early, too: without theirs, ours gain nothing by it."""
+    name = "triton.enable_pdl"
+    return {name: True} if launches_early(device) and name in torch._inductor.list_options() else None
 
 
 def _decoder_layers(model: torch.nn.Module, num_layers: int) -> list[torch.nn.Module]:

@@ -2,8 +2,9 @@
 
 Such a step is some hundred kernels of a few microseconds each. One that is launched so comes onto the processors as
 soon as those of the kernel before it leave them, and waits there (`gdc_wait`) until that has ended and its results can
-be seen: the time between two kernels, and the first reads of weights, which wait for nobody, are hidden. Every program
-waits before it reads or writes anything that another kernel writes or reads; so what is two kernels away has ended too.
+be seen: most of the time between two kernels is hidden. Every program waits before it reads or writes anything, and
+lets the next kernel's in only then; so what is two kernels away has ended too. A kernel of very many short programs
+does not gain by it, as each waits (`gemv`: 4.36 -> 4.72 ms a step of Llama-3.1-8B).
 
 NVIDIA, "CUDA C++ Programming Guide", Programmatic Dependent Launch and Synchronization; from compute capability 9.0 on.
 """

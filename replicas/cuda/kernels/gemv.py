@@ -6,26 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.cuda.kernels.dependent_launch import launches_early
-
 
 @triton.jit
 def _gemv(
     x, weight, bias, out, num_out, weight_stride, NUM_IN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < num_out
     start = weight + rows.to(tl.int64)[:, None] * weight_stride
-    columns = tl.arange(0, BLOCK_K)
-    is_column = columns < NUM_IN
-    w = tl.load(start + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
-    if IS_EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    v = tl.load(x + columns, mask=is_column, other=0.0)
-    total = w.to(tl.float32) * v.to(tl.float32)[None, :]
-    for first in range(BLOCK_K, NUM_IN, BLOCK_K):
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for first in range(0, NUM_IN, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         is_column = columns < NUM_IN
         w = tl.load(start + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
@@ -54,10 +45,8 @@ def gemv(
     num_out, num_in = weight.shape
     block_n, block_k, num_warps = tile or _tile_of(num_in)
     out = torch.empty(num_out, dtype=x.dtype, device=x.device)
-    is_early = launches_early(x.device)
     _gemv[(triton.cdiv(num_out, block_n),)](
         x, weight, weight if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,
-        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps, IS_EARLY=is_early,
-        launch_pdl=is_early,
+        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=num_warps,
     )  # fmt: skip
     return out
