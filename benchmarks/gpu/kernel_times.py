@@ -141,9 +141,13 @@ def token_draws(batch: int, vocab_size: int) -> dict[str, Any]:
         for column, value in sampling_columns(params).items():
             state[:, column] = value
         on_device = state.cuda()
-        flags = {"has_sampled": name != "greedy", "has_filtered": name.startswith("top")}
+        flags = {
+            "has_sampled": name != "greedy",
+            "has_filtered": name.startswith("top"),
+            "most_kept": max(0, params.top_k),
+        }
 
-        def draw(state: torch.Tensor = on_device, flags: dict[str, bool] = flags) -> torch.Tensor:
+        def draw(state: torch.Tensor = on_device, flags: dict[str, Any] = flags) -> torch.Tensor:
             return draw_tokens(logits, state, slots, positions, slots, **flags)
 
         row[f"{name} ms"] = graph_ms(draw, 20)

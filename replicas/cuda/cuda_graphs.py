@@ -116,10 +116,12 @@ class StepGraphs:
         for size in {1, 2, 16} & set(self._batch_sizes):
             nothing = pinned([[self._slots.padding_slot] * size, [-1] * size, [0] * size])
             launched = self._decode[size][1].replay(nothing)
-            for kinds in ((False, False), (True, False), (True, True)):
+            for has_sampled, has_filtered, most_kept in (
+                (False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)
+            ):  # fmt: skip
                 draw_tokens(
                     launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-                    has_sampled=kinds[0], has_filtered=kinds[1],
+                    has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
                 )  # fmt: skip
 
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:

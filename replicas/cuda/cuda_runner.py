@@ -77,7 +77,7 @@ class CudaRunner(ModelRunner):
             launched = planned.launch()
             drawn = draw_tokens(
                 launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered,
+                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept,
             )  # fmt: skip
             tokens.append(drawn[: planned.num_samples])
         return TokenChoice(torch.cat(tokens))

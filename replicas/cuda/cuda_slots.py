@@ -23,11 +23,12 @@ from scheduler.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplingKinds:
-    """is_plain: the drawing kernel knows every row's parameters. has_sampled, has_filtered: as `draw_tokens` asks."""
+    """is_plain: the drawing kernel knows every row's parameters. The rest: as `draw_tokens` asks."""
 
     is_plain: bool
     has_sampled: bool
     has_filtered: bool
+    most_kept: int
 
 
 class CudaSlots(SlotState):
@@ -84,6 +85,7 @@ class CudaSlots(SlotState):
             all(self._is_plain[slot] for slot in slots),
             bool(sampled),
             any(p.top_k > 0 or p.top_p < 1.0 for p in sampled),
+            max(p.top_k for p in sampled) if sampled and all(p.top_k > 0 for p in sampled) else 0,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.kernels.token_draw import draw_tokens
+from replicas.cuda.kernels.token_pick import picks
 
 pytestmark = pytest.mark.interpreted
 
 
-def draw(logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]], most_kept: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of (parameters, choice, position of the token) per row, and the state afterwards."""
     state = torch.zeros(len(rows) + 1, BLOCK_TABLE + 1, dtype=torch.int64)
     slots = torch.randperm(len(rows))
@@ -27,7 +31,7 @@ def draw(logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]]) -> t
     state = state.to(logits.device)
     positions = torch.tensor([position - 1 for _, _, position in rows], dtype=torch.int32, device=logits.device)
     choices = torch.tensor([choice for _, choice, _ in rows], dtype=torch.int32, device=logits.device)
-    tokens = draw_tokens(logits, state, slots.int().to(logits.device), positions, choices)
+    tokens = draw_tokens(logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept)
     return tokens, state[slots.to(logits.device), LAST_TOKEN]
 
 
@@ -60,12 +64,47 @@ def test_equals_the_reference_in_any_mix(device: torch.device, dtype: torch.dtyp
     assert torch.equal(last, tokens)
 
 
+def rows_of_few(count: int, seed: int, most_kept: int) -> list[tuple[SamplingParams, int, int]]:
+    """Greedy ones among them."""
+    rng = random.Random(seed)
+    rows = []
+    for params, choice, position in random_rows(count, seed):
+        top_k = rng.choice([1, 2, most_kept // 2, most_kept]) if params.temperature else params.top_k
+        rows.append((replace(params, top_k=top_k), choice, position))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab_size", "most_kept"), [(1000, 8), (9001, 24)])
+@pytest.mark.parametrize("kind", ["spread", "close", "equal"])
+def test_rows_that_keep_few_equal_the_reference(
+    device: torch.device, dtype: torch.dtype, vocab_size: int, most_kept: int, kind: str
+) -> None:
+    """close: many tokens are as likely as the last one to keep; equal: all are, more than there is room to gather."""
+    count = 128 if device.type == "cuda" else 12
+    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = {"spread": 4 * noise, "close": (noise / 2).round(), "equal": torch.full_like(noise, 1.5)}[kind].to(dtype)
+    rows = rows_of_few(count, vocab_size, most_kept)
+    num_pieces = 16 * -(-vocab_size // 4096)
+    assert picks(most_kept, num_pieces)
+    expected = sample(logits.float(), SamplingBatch.from_rows(rows))
+    tokens, last = draw(logits.to(device), rows, most_kept)
+    differing = [row for row in range(count) if tokens[row] != expected[row]]
+    assert len(differing) <= count // 100, differing
+    assert all(rows[row][0].top_p < 1.0 for row in differing)
+    assert torch.equal(last, tokens)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too long for the interpreter")
 def test_equals_the_reference_at_full_vocabulary(device: torch.device) -> None:
     logits = torch.randn(128, 128_256, generator=torch.Generator().manual_seed(1)).bfloat16()
     rows = random_rows(128, 3)
     expected = sample(logits.float(), SamplingBatch.from_rows(rows))
     tokens, _ = draw(logits.to(device), rows)
+    assert int((tokens.cpu() != expected).sum()) <= 1
+    rows = rows_of_few(128, 4, 200)
+    expected = sample(logits.float(), SamplingBatch.from_rows(rows))
+    tokens, _ = draw(logits.to(device), rows, 200)
     assert int((tokens.cpu() != expected).sum()) <= 1
 
 

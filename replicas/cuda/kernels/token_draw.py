@@ -7,12 +7,12 @@ leave the kernels they do not need at once, so any mix costs what its rows need.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
+from replicas.cuda.kernels.gumbel_noise import IS_EXACT, gumbel
+from replicas.cuda.kernels.token_pick import pick_tokens, picks
 from replicas.cuda.kernels.token_search import (
     GREEDY_BELOW,
     PIECE,
@@ -25,29 +25,10 @@ from replicas.cuda.kernels.token_search import (
 )
 from replicas.cuda.slot_columns import DROP_MASS, LAST_TOKEN, SEED, TEMPERATURE, TOP_K
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    from triton.language.extra import libdevice
-else:
-    libdevice = None  # Triton's interpreter has none; NumPy's logarithm is exact enough there
-
 _NOT_A_TOKEN = tl.constexpr(-1)
 _LAST_TOKEN, _SEED, _TOP_K = tl.constexpr(LAST_TOKEN), tl.constexpr(SEED), tl.constexpr(TOP_K)
 _TEMPERATURE, _DROP_MASS = tl.constexpr(TEMPERATURE), tl.constexpr(DROP_MASS)
 _BLOCK = 4096
-
-
-@triton.jit
-def _gumbel(word, EXACT: tl.constexpr):
-    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    if EXACT:
-        exponential = -libdevice.log1p(-uniform)
-        gumbel = -libdevice.log(exponential)
-    else:
-        # Kahan's log1p: as exact as the logarithm it is made of.
-        rest = 1.0 - uniform
-        exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * uniform / tl.where(rest == 1.0, 1.0, 1.0 - rest))
-        gumbel = -tl.log(exponential)
-    return gumbel
 
 
 @triton.jit
@@ -129,7 +110,7 @@ def _draw_of_block(
                 ids = groups * 4 + lane
                 x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
                 is_kept = (key_of(x, SHIFT) >= threshold) & (x == x)
-                scores = (x - maximum) / temperature + _gumbel(words[lane].to(tl.uint32), EXACT)
+                scores = (x - maximum) / temperature + gumbel(words[lane].to(tl.uint32), EXACT)
                 scores = tl.where(is_kept, scores, float("-inf"))
                 lanes = tl.where(scores > best, lane, lanes)
                 best = tl.maximum(best, scores)
@@ -155,6 +136,7 @@ def _choose(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     HAS_SAMPLED: tl.constexpr,
+    ARE_PICKED: tl.constexpr,
 ) -> None:
     """The best block's token, NOT_A_TOKEN for a row with a NaN or without any finite logit; it feeds the next step."""
     row = tl.program_id(0)
@@ -167,9 +149,12 @@ def _choose(
     chosen = tl.load(greedy_indices + row * NUM_BLOCKS + at)
     if HAS_SAMPLED:  # noqa: SIM102 - likewise
         if float_of(tl.load(params + _TEMPERATURE)) >= GREEDY_BELOW:
-            drawn = tl.load(drawn_values + places, mask=mask, other=float("-inf"))
-            _, drawn_at = tl.max(drawn, 0, return_indices=True, return_indices_tie_break_left=True)
-            chosen = tl.load(drawn_indices + row * NUM_BLOCKS + drawn_at)
+            if ARE_PICKED:
+                chosen = tl.load(drawn_indices + row)
+            else:
+                drawn = tl.load(drawn_values + places, mask=mask, other=float("-inf"))
+                _, drawn_at = tl.max(drawn, 0, return_indices=True, return_indices_tie_break_left=True)
+                chosen = tl.load(drawn_indices + row * NUM_BLOCKS + drawn_at)
     has_nan = tl.max(tl.load(broken + places, mask=mask, other=0), 0) > 0
     peak = tl.max(greedy, 0)
     is_finite = tl.abs(peak) < float("inf")
@@ -188,12 +173,14 @@ def draw_tokens(
     *,
     has_sampled: bool = True,
     has_filtered: bool = True,
+    most_kept: int = 0,
 ) -> torch.Tensor:
     """One token id per row, int64 [R]; -1 (NOT_A_TOKEN) where the logits are no numbers.
 
     logits [R, V], rows contiguous, of any float type; state: int64 rows of slots, as `replicas.cuda.slot_columns`;
     slots, positions (of the token that was fed), choices: int32 [R]. has_sampled, has_filtered: whether some row
-    samples, or has a top-k or top-p; kernels that no row needs are left out. Mutates state: each slot's last token, but
+    samples, or has a top-k or top-p; kernels that no row needs are left out. most_kept: the largest top-k where every
+    row that samples has one, else 0. Mutates state: each slot's last token, but
     for rows at position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
@@ -216,7 +203,12 @@ def draw_tokens(
         BLOCK=_BLOCK, HAS_PIECES=has_filtered,
     )  # fmt: skip
     drawn_values, drawn_indices = greedy_values, greedy_indices
-    if has_sampled:
+    are_picked = has_sampled and has_filtered and picks(most_kept, num_pieces)
+    if are_picked:
+        drawn_indices = pick_tokens(
+            logits, piece_maxima, greedy_values, state, slots, positions, choices, 4 * num_passes
+        )  # fmt: skip
+    elif has_sampled:
         drawn_values, drawn_indices = torch.empty_like(greedy_values), torch.empty_like(greedy_indices)
         sums = brackets = bounds = greedy_values  # never read
         search = {"VOCAB": vocab_size, "BLOCK": _BLOCK, "NUM_PASSES": num_passes, "SHIFT": 32 - 4 * num_passes, **sizes}
@@ -236,11 +228,11 @@ def draw_tokens(
                     )  # fmt: skip
         _draw_of_block[every_block](
             logits, drawn_values, drawn_indices, sums, brackets, bounds, greedy_values, state, slots, positions,
-            choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=libdevice is not None, **search,
+            choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=IS_EXACT, **search,
         )  # fmt: skip
     tokens = empty(num_rows, dtype=torch.int64)
     _choose[(num_rows,)](
         tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, state, slots, positions,
-        state_stride, HAS_SAMPLED=has_sampled, **sizes,
+        state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked, **sizes,
     )  # fmt: skip
     return tokens

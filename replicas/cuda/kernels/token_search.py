@@ -63,6 +63,17 @@ def _picked(sums, bracket, target, shift, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDE
     return bracket + (digit << shift)
 
 
+@triton.jit
+def bound_of(piece_keys, is_piece, top_k, NUM_BITS: tl.constexpr):
+    """The largest key that as many pieces reach as top-k keeps tokens; 0 where it keeps more than there are pieces."""
+    bound = tl.zeros([], tl.int64)
+    for number in range(NUM_BITS):
+        higher = bound + (tl.full([], 1, tl.int64) << (NUM_BITS - 1 - number))
+        reached = tl.sum((is_piece & (piece_keys >= higher)).to(tl.int32), 0)
+        bound = tl.where(reached >= top_k, higher, bound)
+    return bound
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def find_bound(
     piece_maxima,
@@ -88,10 +99,7 @@ def find_bound(
         pieces = tl.arange(0, PIECES_PADDED)
         is_piece = pieces < NUM_PIECES
         keys = key_of(tl.load(piece_maxima + row * NUM_PIECES + pieces, mask=is_piece, other=float("-inf")), SHIFT)
-        for number in range(NUM_BITS):
-            higher = bound + (tl.full([], 1, tl.int64) << (NUM_BITS - 1 - number))
-            reached = tl.sum((is_piece & (keys >= higher)).to(tl.int32), 0)
-            bound = tl.where(reached >= top_k, higher, bound)
+        bound = bound_of(keys, is_piece, top_k, NUM_BITS)
     tl.store(bounds + row, bound)
 
 
