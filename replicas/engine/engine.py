@@ -2,19 +2,20 @@
 
     inbox -> expire -> admit -> plan -> launch -> commit (lag steps later) -> flush
 
-With a step in flight the next is planned as late as it can be, so that it takes along what arrives meanwhile. All that
-touches the scheduler, the runner or the slots runs on this thread; others only `_post` to it and wait on futures.
+Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
+`_post` actions to it and wait on futures.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -22,7 +23,6 @@ from typing import Generic, TypeVar
 import torch
 
 from replicas.engine.engine_status import EngineStatus, StepClock
-from replicas.engine.inbox import Action, Inbox
 from replicas.engine.step_isolation import run_isolated
 from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.step_timer import StepTimer
@@ -78,7 +78,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
         self.steps = StepClock()
         self._timer = StepTimer()
-        self._inbox = Inbox()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._in_flight: deque[StepHandle | StepOutput] = deque()
         self._stopping = False
         self._num_loop_failures = 0
@@ -122,8 +122,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
         return self.status.ledger.is_idle
 
-    def _post(self, action: Action) -> None:
-        self._inbox.post(action)
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
                 self._end_all(CallStatus.ERROR, "the engine failed; see its log")
-        self._inbox.run_all()
+        self._drain_inbox()
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
         self._close()
 
@@ -151,8 +151,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.faults.freeze(f"{self.name}.thread")
         now_s = time.monotonic()
         self.last_beat_s = now_s
-        self._inbox.run_until(self._timer.latest_launch_s())
-        started_s = now_s = time.monotonic()
+        self._drain_inbox()
         for request_id in self.scheduler.expired(now_s):
             self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
         if not self.faults.hold(f"{self.name}.admit"):
@@ -162,7 +161,6 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._on_planned()
         if plan is not None:
             self._in_flight.append(self._launch(plan))
-            self._timer.prepared(plan, time.monotonic() - started_s)
         has_committed = bool(self._in_flight)
         while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
             self._commit(self._in_flight.popleft())
@@ -222,12 +220,24 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             output = replace(output, tokens=tokens, prompts=prompts)
         self._on_tokens(output, time.monotonic())
 
+    def _drain_inbox(self) -> None:
+        while True:
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            action()
+
     def _wait(self, longest_s: float) -> None:
         """Sleep until something arrives, the next deadline, or `longest_s`."""
         deadline_s = self.scheduler.next_deadline_s
         if deadline_s is not None:
             longest_s = max(0.0, min(longest_s, deadline_s - time.monotonic()))
-        self._inbox.run_next(min(longest_s, self._idle_s()))
+        try:
+            action = self._inbox.get(timeout=min(longest_s, self._idle_s()))
+        except queue.Empty:
+            return
+        action()
 
     def _end_all(self, status: CallStatus, detail: str) -> None:
         self._in_flight.clear()
