@@ -95,6 +95,18 @@ def test_rows_that_keep_few_equal_the_reference(
     assert torch.equal(last, tokens)
 
 
+@pytest.mark.parametrize("most_kept", [0, 5])
+def test_a_negative_zero_is_as_likely_as_zero(device: torch.device, most_kept: int) -> None:
+    logits = torch.where(torch.arange(9000) % 3 == 0, 0.0, -0.0).repeat(16, 1).bfloat16()
+    params = [
+        SamplingParams(temperature=1.0, top_k=5, top_p=top_p, seed=seed) for seed in range(8) for top_p in (1.0, 0.3)
+    ]
+    rows = [(one, 0, 7) for one in params]
+    expected = sample(logits.float(), SamplingBatch.from_rows(rows))
+    tokens, _ = draw(logits.to(device), rows, most_kept)
+    assert tokens.tolist() == expected.tolist()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="too long for the interpreter")
 def test_equals_the_reference_at_full_vocabulary(device: torch.device) -> None:
     logits = torch.randn(128, 128_256, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -31,6 +31,7 @@ def float_of(bits):
 @triton.jit
 def key_of(x, SHIFT: tl.constexpr):
     """An integer in the order of the float32 x; SHIFT drops the low bits that its original type does not have."""
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 is no less than 0.0
     bits = x.to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits | -2147483648)
     return flipped.to(tl.uint32, bitcast=True).to(tl.int64) >> SHIFT
