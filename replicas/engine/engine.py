@@ -128,8 +128,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     # -- the loop ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)
         try:
+            torch.set_num_threads(self._num_threads)
             self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
         except Exception as error:
             self._prepared.set_exception(error)

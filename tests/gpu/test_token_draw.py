@@ -95,6 +95,16 @@ def test_rows_that_keep_few_equal_the_reference(
     assert torch.equal(last, tokens)
 
 
+def test_what_the_host_takes_for_greedy_is_greedy(device: torch.device) -> None:
+    """Rounded to float32 this temperature is the bound, which samples."""
+    logits = torch.randn(2, 1000, generator=torch.Generator().manual_seed(5)).bfloat16()
+    rows = [(SamplingParams(temperature=9.9999997e-06, seed=1), 0, 9), (SamplingParams(top_k=5, seed=2), 0, 9)]
+    expected = sample(logits.float(), SamplingBatch.from_rows(rows))
+    tokens, _ = draw(logits.to(device), rows, 5)
+    assert tokens.tolist() == expected.tolist()
+    assert expected[0] == logits[0].argmax()
+
+
 @pytest.mark.parametrize("most_kept", [0, 5])
 def test_a_negative_zero_is_as_likely_as_zero(device: torch.device, most_kept: int) -> None:
     logits = torch.where(torch.arange(9000) % 3 == 0, 0.0, -0.0).repeat(16, 1).bfloat16()
