@@ -138,18 +138,7 @@ def attend_over_pool(
     return out
 
 
-def _shape_of_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    block_table: torch.Tensor,
-    places: torch.Tensor,
-    chunks: torch.Tensor,
-    shares: torch.Tensor,
-    layout: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _shape_of_attend(query: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

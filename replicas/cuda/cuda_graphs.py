@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from replicas.cuda.cuda_slots import CudaSlots
-from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape, pinned
+from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape
 from replicas.cuda.kernels.token_draw import draw_tokens
 from replicas.cuda.kernels.work_sharing import WorkSharing
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
@@ -118,8 +118,8 @@ class StepGraphs:
     def draw_all_ways(self) -> None:
         """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
         for size in {1, 2, 16} & set(self._batch_sizes):
-            nothing = pinned([[self._slots.padding_slot] * size, [-1] * size, [0] * size])
-            launched = self._decode[size][1].replay(nothing)
+            decode, graph = self._decode[size]
+            launched = graph.replay(decode.values(()))
             for has_sampled, has_filtered, most_kept in (
                 (False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)
             ):  # fmt: skip
@@ -132,33 +132,32 @@ class StepGraphs:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
         if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > self._batch_sizes[-1]:
             return None
-        rows, chunks, planned = plan.rows, plan.chunks, []
-        if rows and chunks and self._are_together(chunks[0], len(rows)):
-            planned, rows, chunks = [self._plan_prompt(chunks[0], rows)], (), chunks[1:]
+        rows, planned = plan.rows, []
+        for chunk in plan.chunks:
+            shape = self._shape_of(chunk, 0)
+            if shape is None:
+                return None
+            if rows:
+                together = self._shape_of(chunk, len(rows))
+                if together and together.num_tokens <= shape.num_tokens + len(rows) + _TOKENS_A_PASS:
+                    shape = together
+                else:
+                    planned.append(self._plan_decode(rows))
+                    rows = ()
+            planned.append(self._plan_prompt(shape, chunk, rows))
+            rows = ()
         if rows:
             planned.append(self._plan_decode(rows))
-        planned += [self._plan_prompt(chunk, ()) for chunk in chunks]
-        found = [one for one in planned if one is not None]
-        return found if len(found) == len(planned) else None
-
-    def _are_together(self, chunk: PrefillChunk, num_rows: int) -> bool:
-        """Whether one pass computes them sooner than one for the rows and one for the chunk."""
-        together, alone = self._shape_of(chunk, num_rows), self._shape_of(chunk, 0)
-        if together is None or alone is None:
-            return False
-        return together.num_tokens <= alone.num_tokens + num_rows + _TOKENS_A_PASS
+        return planned
 
     def _shape_of(self, chunk: PrefillChunk, num_rows: int) -> PromptShape | None:
+        """Of the fewest tokens; None where no shape holds them."""
         return next((shape for shape in self._shapes if shape.holds(chunk, num_rows)), None)
 
     def _plan_decode(self, rows: Sequence[DecodeRow]) -> PlannedPass:
         decode, graph = self._decode[self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]]
         return PlannedPass(graph, decode.values(rows), len(rows))
 
-    def _plan_prompt(self, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> PlannedPass | None:
-        """None where no shape holds them."""
-        shape = self._shape_of(chunk, len(rows))
-        if shape is None:
-            return None
+    def _plan_prompt(self, shape: PromptShape, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> PlannedPass:
         prompt, graph = self._prompts[shape]
         return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.targets))

@@ -70,14 +70,13 @@ class DecodePass:
     def __init__(self, model: PassModel, size: int) -> None:
         self._model = model
         self._size = size
-        self.static_input = torch.zeros(3, size, dtype=torch.int32, device=model.device)
-        self.static_input[0], self.static_input[1] = model.slots.padding_slot, -1
+        self.static_input = self.values(()).to(model.device)
         self._layout = _launches(model.sharing, size).pack()
 
     def values(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         """The static input for these rows, in pinned memory."""
         padding = self._size - len(rows)
-        return pinned(
+        return _pinned(
             [
                 [row.slot for row in rows] + [self._model.slots.padding_slot] * padding,
                 [row.position for row in rows] + [-1] * padding,
@@ -148,7 +147,7 @@ class PromptPass:
         for column in zip(*samples, strict=True):
             numbers += column
         numbers += [shape.num_rows, count, chunk.start, 0, 0, 0, chunk.slot]
-        return pinned([*numbers, *chunk.token_ids, *[0] * (shape.length - count)])
+        return _pinned([*numbers, *chunk.token_ids, *[0] * (shape.length - count)])
 
     def run(self) -> Pass:
         parts = self.static_input.split(self._sizes)
@@ -174,5 +173,5 @@ def _launches(sharing: WorkSharing, num_rows: int, shape: PromptShape | None = N
     return Launches(num_rows, pieces, tile_len, int(longest > 0), longest, fresh)
 
 
-def pinned(values: list[list[int]] | list[int]) -> torch.Tensor:
+def _pinned(values: list[list[int]] | list[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.int32)).pin_memory()

@@ -15,6 +15,8 @@ import os
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
 
 
 @cache
@@ -23,3 +25,11 @@ def launches_early(device: torch.device) -> bool:
     if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@triton.jit
+def wait_for_earlier(IS_EARLY: tl.constexpr):
+    """Before all else in a kernel that is launched so. IS_EARLY: `launches_early`."""
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.cuda.kernels.dependent_launch import launches_early
+from replicas.cuda.kernels.dependent_launch import launches_early, wait_for_earlier
 
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
@@ -54,9 +54,7 @@ def _attend_piece(
     PRECISION: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:
-    if IS_EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     row = tl.load(shares + piece * 4)
@@ -140,9 +138,7 @@ def _weigh_pieces(
     IS_EARLY: tl.constexpr,
 ) -> None:
     """Rows that lie in several pieces."""
-    if IS_EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_earlier(IS_EARLY)
     head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < HEAD_DIM

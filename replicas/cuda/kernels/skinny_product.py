@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.cuda.kernels.dependent_launch import launches_early
+from replicas.cuda.kernels.dependent_launch import launches_early, wait_for_earlier
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -17,9 +17,7 @@ def _product(
     x, weight, bias, out, num_rows, num_out, num_in, x_stride, weight_stride, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    if IS_EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_earlier(IS_EARLY)
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_feature, is_row = features < num_out, rows < num_rows

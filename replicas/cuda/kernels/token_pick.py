@@ -66,6 +66,98 @@ def _mass_between(
     return total
 
 
+@triton.jit
+def _gather(
+    row_logits, row_pieces, row_ids, row_values, piece_keys, is_piece, bound, VOCAB: tl.constexpr,
+    PIECES_PADDED: tl.constexpr, NUM_PIECES: tl.constexpr, PIECES_AT_ONCE: tl.constexpr, CAPACITY: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens whose keys reach the bound, those that there is room for; how many there are."""
+    is_wanted = is_piece & (piece_keys >= bound)
+    places_of_pieces = tl.cumsum(is_wanted.to(tl.int32), 0) - 1
+    tl.store(row_pieces + places_of_pieces, tl.arange(0, PIECES_PADDED), mask=is_wanted)
+    num_wanted = tl.sum(is_wanted.to(tl.int32), 0)
+    tl.debug_barrier()  # other threads read what was just written
+    count = tl.zeros([], tl.int32)
+    for first in range(0, num_wanted, PIECES_AT_ONCE):
+        numbers = first + tl.arange(0, PIECES_AT_ONCE)
+        wanted = tl.load(row_pieces + numbers, mask=numbers < num_wanted, other=NUM_PIECES)
+        ids = tl.reshape(wanted[:, None] * PIECE + tl.arange(0, PIECE)[None, :], [PIECES_AT_ONCE * PIECE])
+        x = tl.load(row_logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+        is_kept = (ids < VOCAB) & (x == x) & (key_of(x, SHIFT) >= bound)
+        places = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(row_ids + places, ids, mask=is_kept & (places < CAPACITY))
+        tl.store(row_values + places, x, mask=is_kept & (places < CAPACITY))
+        count += tl.sum(is_kept.to(tl.int32), 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _last_of_top_k(
+    bound, highest, top_k, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr,
+    NUM_BITS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The largest key that top_k tokens reach."""
+    kept = tl.zeros([], tl.int64)
+    for number in range(NUM_BITS):
+        shift = NUM_BITS - 1 - number
+        if (bound >> shift) == (highest >> shift):
+            kept = (bound >> shift) << shift  # this bit and those before are known
+        else:
+            higher = kept + (tl.full([], 1, tl.int64) << shift)
+            reached = _num_reaching(higher, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT)
+            kept = tl.where(reached >= top_k, higher, kept)
+    return kept
+
+
+@triton.jit
+def _last_of_top_p(
+    kept, highest, drop_mass, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered,
+    CAPACITY: tl.constexpr, NUM_BITS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """The largest key below which the tokens that top-k keeps have no more than drop_mass of their mass."""
+    limit = drop_mass * _mass_between(
+        kept, highest + 1, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
+    )
+    threshold = tl.zeros([], tl.int64)
+    for number in range(NUM_BITS):
+        shift = NUM_BITS - 1 - number
+        if (kept >> shift) == (highest >> shift):
+            threshold = (kept >> shift) << shift
+        else:
+            higher = threshold + (tl.full([], 1, tl.int64) << shift)
+            below = _mass_between(
+                kept, higher, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
+            )
+            threshold = tl.where(below <= limit, higher, threshold)
+    return tl.maximum(kept, tl.minimum(threshold, highest))
+
+
+@triton.jit
+def _best_with_noise(
+    threshold, maximum, temperature, seed, position, choice, row_logits, row_ids, row_values, count, is_gathered,
+    CAPACITY: tl.constexpr, SHIFT: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens whose keys reach the threshold."""
+    positions = position + tl.zeros([CAPACITY], tl.int32)
+    choices = choice + tl.zeros([CAPACITY], tl.int32)
+    best = tl.full([], float("-inf"), tl.float32)
+    token = tl.zeros([], tl.int32)
+    for first in range(0, count, CAPACITY):
+        ids, x, is_token = _some(row_logits, row_ids, row_values, first, count, is_gathered, CAPACITY)
+        words = tl.philox(seed, ids // 4, positions, choices, tl.zeros([CAPACITY], tl.int32))
+        lane = ids % 4
+        word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
+        scores = (x - maximum) / temperature + gumbel(word.to(tl.uint32), EXACT)
+        scores = tl.where(is_token & (key_of(x, SHIFT) >= threshold), scores, float("-inf"))
+        top, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
+        if top > best:
+            best = top
+            token = tl.sum(tl.where(tl.arange(0, CAPACITY) == at, ids, 0), 0)
+    return token
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "choices"])
 def _pick(
     logits,
@@ -107,75 +199,27 @@ def _pick(
         maxima = tl.load(piece_maxima + row * NUM_PIECES + pieces, mask=is_piece, other=float("-inf"))
         piece_keys = key_of(maxima, SHIFT)
         bound = bound_of(piece_keys, is_piece, top_k, NUM_BITS)
-        is_wanted = is_piece & (piece_keys >= bound)
         row_pieces = wanted_pieces + row * NUM_PIECES
-        tl.store(row_pieces + tl.cumsum(is_wanted.to(tl.int32), 0) - 1, pieces, mask=is_wanted)
-        num_wanted = tl.sum(is_wanted.to(tl.int32), 0)
-        tl.debug_barrier()  # other threads read what was just written
-
-        count = tl.zeros([], tl.int32)
-        for first in range(0, num_wanted, PIECES_AT_ONCE):
-            numbers = first + tl.arange(0, PIECES_AT_ONCE)
-            wanted = tl.load(row_pieces + numbers, mask=numbers < num_wanted, other=NUM_PIECES)
-            ids = tl.reshape(wanted[:, None] * PIECE + tl.arange(0, PIECE)[None, :], [PIECES_AT_ONCE * PIECE])
-            x = tl.load(row_logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-            is_kept = (ids < VOCAB) & (x == x) & (key_of(x, SHIFT) >= bound)
-            places = count + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-            tl.store(row_ids + places, ids, mask=is_kept & (places < CAPACITY))
-            tl.store(row_values + places, x, mask=is_kept & (places < CAPACITY))
-            count += tl.sum(is_kept.to(tl.int32), 0)
-        tl.debug_barrier()
+        count = _gather(
+            row_logits, row_pieces, row_ids, row_values, piece_keys, is_piece, bound, VOCAB, PIECES_PADDED, NUM_PIECES,
+            PIECES_AT_ONCE, CAPACITY, SHIFT,
+        )  # fmt: skip
         is_gathered = count <= CAPACITY
         count = tl.where(is_gathered, count, VOCAB)
 
-        kept = tl.zeros([], tl.int64)
-        for number in range(NUM_BITS):
-            shift = NUM_BITS - 1 - number
-            if (bound >> shift) == (highest >> shift):
-                kept = (bound >> shift) << shift  # this bit and those before are known
-            else:
-                higher = kept + (tl.full([], 1, tl.int64) << shift)
-                reached = _num_reaching(
-                    higher, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
-                )  # fmt: skip
-                kept = tl.where(reached >= top_k, higher, kept)
-        threshold = kept
+        threshold = _last_of_top_k(
+            bound, highest, top_k, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, NUM_BITS, SHIFT
+        )
         drop_mass = float_of(tl.load(params + _DROP_MASS))
-        if (drop_mass >= 0) & (kept < highest):
-            limit = drop_mass * _mass_between(
-                kept, highest + 1, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY,
-                SHIFT,
+        if (drop_mass >= 0) & (threshold < highest):
+            threshold = _last_of_top_p(
+                threshold, highest, drop_mass, maximum, temperature, row_logits, row_ids, row_values, count,
+                is_gathered, CAPACITY, NUM_BITS, SHIFT,
             )  # fmt: skip
-            threshold = tl.zeros([], tl.int64)
-            for number in range(NUM_BITS):
-                shift = NUM_BITS - 1 - number
-                if (kept >> shift) == (highest >> shift):
-                    threshold = (kept >> shift) << shift
-                else:
-                    higher = threshold + (tl.full([], 1, tl.int64) << shift)
-                    below = _mass_between(
-                        kept, higher, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered,
-                        CAPACITY, SHIFT,
-                    )  # fmt: skip
-                    threshold = tl.where(below <= limit, higher, threshold)
-            threshold = tl.maximum(kept, tl.minimum(threshold, highest))
-
-        seed = tl.load(params + _SEED)
-        position = tl.load(positions + row) + 1 + tl.zeros([CAPACITY], tl.int32)
-        choice = tl.load(choices + row) + tl.zeros([CAPACITY], tl.int32)
-        best = tl.full([], float("-inf"), tl.float32)
-        token = tl.zeros([], tl.int32)
-        for first in range(0, count, CAPACITY):
-            ids, x, is_token = _some(row_logits, row_ids, row_values, first, count, is_gathered, CAPACITY)
-            words = tl.philox(seed, ids // 4, position, choice, tl.zeros([CAPACITY], tl.int32))
-            lane = ids % 4
-            word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
-            scores = (x - maximum) / temperature + gumbel(word.to(tl.uint32), EXACT)
-            scores = tl.where(is_token & (key_of(x, SHIFT) >= threshold), scores, float("-inf"))
-            top, at = tl.max(scores, 0, return_indices=True, return_indices_tie_break_left=True)
-            if top > best:
-                best = top
-                token = tl.sum(tl.where(tl.arange(0, CAPACITY) == at, ids, 0), 0)
+        token = _best_with_noise(
+            threshold, maximum, temperature, tl.load(params + _SEED), tl.load(positions + row) + 1,
+            tl.load(choices + row), row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT, EXACT,
+        )  # fmt: skip
         tl.store(tokens + row, token)
 
 
