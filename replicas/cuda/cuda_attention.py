@@ -105,6 +105,26 @@ def attend_over_pool(
     """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool, the
     rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
     launches = Launches.unpack(layout)
+    rows = launches.num_rows
+    if query.shape[0] > rows:
+        token_slots, positions = places.chunk(2)
+        write_kv(key[rows:], value[rows:], kv, block_table, token_slots[rows:], positions[rows:])
+    return attend_written(query, key, value, kv, block_table, places, chunks, shares, launches, scale)
+
+
+def attend_written(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    places: torch.Tensor,
+    chunks: torch.Tensor,
+    shares: torch.Tensor,
+    launches: Launches,
+    scale: float,
+) -> torch.Tensor:
+    """As `attend_over_pool`, once k and v of all tokens but the rows' are in the pool. Mutates kv: writes the rows'."""
     token_slots, positions = places.chunk(2)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     rows = launches.num_rows
@@ -123,8 +143,6 @@ def attend_over_pool(
             scale,
             out,
         )
-    if query.shape[0] > rows:
-        write_kv(key[rows:], value[rows:], kv, block_table, token_slots[rows:], positions[rows:])
     for first, length, count in launches.fresh:
         span = slice(first, first + length * count)
         attended = _attend_fresh(query[span], key[span], value[span], count, scale)

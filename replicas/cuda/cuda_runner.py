@@ -20,6 +20,7 @@ from replicas.cuda.cuda_step import build_cuda_inputs, fresh_runs
 from replicas.cuda.kernels.dependent_launch import launches_early
 from replicas.cuda.kernels.token_draw import draw_tokens
 from replicas.cuda.kernels.work_sharing import WorkSharing
+from replicas.cuda.rotated_attention import use_rotation
 from replicas.cuda.skinny_linear import use_skinny_products
 from replicas.cuda.tokens_on_the_way import TokensOnTheWay
 from replicas.kv.kv_pool import KvPool
@@ -55,6 +56,7 @@ class CudaRunner(ModelRunner):
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
         bind_attention(loaded.model, pool)
+        use_rotation(loaded.model)
         use_skinny_products(loaded.model)
 
     def _compute(self, plan: StepPlan) -> StepHandle:

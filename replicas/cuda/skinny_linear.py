@@ -1,8 +1,8 @@
 """Linear layers that read their weights at full bandwidth when there are few tokens; CUDA only.
 
-A library's matrix product of one row reaches about 80 % of the card's bandwidth on such shapes, a plain kernel 90 %. Of
-some rows the library is the better one, but for these, measured on an H100 at every layer of Llama-3.1-8B and
-Qwen3-0.6B: up to 16 rows, many outputs of few inputs (5 % faster); up to 64 rows, very many outputs (3 to 8 %).
+Up to 64 rows the kernels here beat a library's at every layer of Llama-3.1-8B and Qwen3-0.6B, or come level (on an
+H200, behind a norm as in a step): they fetch their first weights while the kernel in front is at work. Beyond,
+arithmetic counts, at which the library is better.
 """
 
 from __future__ import annotations
@@ -12,14 +12,24 @@ import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.kernels.gemv import gemv
-from replicas.cuda.kernels.skinny_product import skinny_product
+from replicas.cuda.kernels.skinny_product import ProductTile, skinny_product
 from replicas.cuda.operators import operator
 from replicas.model.fused_projections import JoinedLinear
 
-_FEW, _SOME = 16, 64  # rows
-_MANY_OUTPUTS, _VERY_MANY_OUTPUTS, _FEW_INPUTS = 4096, 16384, 4096
-# Features and columns at once, warps and stages.
-_TILE_OF_FEW, _TILE_OF_SOME = (64, 128, 4, 4), (64, 128, 4, 3)
+_SOME = 64  # rows
+_BLOCK_N = 64
+_VERY_MANY_OUTPUTS, _MANY_INPUTS = 16384, 4096
+
+
+def _tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
+    """The fastest, or nearly, of ten tiles and four numbers of parts."""
+    if num_out >= _VERY_MANY_OUTPUTS:
+        return ProductTile(_BLOCK_N, 128, 4, 4 if num_rows <= 32 else 3, 1)
+    if num_out > 4096 or num_in < 2048:
+        return ProductTile(_BLOCK_N, 128, 4, 4, 1)
+    if num_in >= _MANY_INPUTS:
+        return ProductTile(_BLOCK_N, 256, 4, 3, 2)
+    return ProductTile(_BLOCK_N, 128, 4, 4, 4 if num_out <= 2048 else 2)
 
 
 def single_row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -27,57 +37,57 @@ def single_row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     return gemv(x.contiguous(), weight, bias).view(*x.shape[:-1], -1)
 
 
-def _shape_of_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _shape_of_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor | None = None
+) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def product_of_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N], by whatever is the fastest for so many rows.
+def product_of_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
+) -> torch.Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N], by whatever is the fastest for so many rows. arrived as in
+    `skinny_product`.
 
     An operator of its own so that a compiled layer is the same for all of them.
     """
     rows = x.flatten(0, -2)
-    num_outputs, num_inputs = weight.shape
-    if 0 < len(rows) <= _FEW and num_outputs >= _MANY_OUTPUTS and num_inputs <= _FEW_INPUTS:
-        out = skinny_product(rows.contiguous(), weight, bias, _TILE_OF_FEW)
-    elif 0 < len(rows) <= _SOME and num_outputs >= _VERY_MANY_OUTPUTS:
-        out = skinny_product(rows.contiguous(), weight, bias, _TILE_OF_SOME)
-    else:
+    if not 0 < len(rows) <= _SOME:
         return F.linear(x, weight, bias)
-    return out.view(*x.shape[:-1], num_outputs)
+    out = skinny_product(rows.contiguous(), weight, bias, _tile_of(len(rows), *weight.shape), arrived)
+    return out.view(*x.shape[:-1], -1)
 
 
 _single_row_product = operator(single_row_product, _shape_of_product)
 _product_of_rows = operator(product_of_rows, _shape_of_product)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As F.linear. Raises nothing of its own."""
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor) -> torch.Tensor:
+    """As F.linear. arrived as in `skinny_product`. Raises nothing of its own."""
     if x.dim() == 3 and x.shape[0] == 1 and x.shape[1] == 1:
         out: torch.Tensor = _single_row_product(x, weight, bias)
         return out
-    if weight.shape[0] >= _MANY_OUTPUTS:
-        many: torch.Tensor = _product_of_rows(x, weight, bias)
-        return many
-    return F.linear(x, weight, bias)
+    rows: torch.Tensor = _product_of_rows(x, weight, bias, arrived)
+    return rows
 
 
 class SkinnyLinear(nn.Linear):
     """A linear layer whose few rows take the kernels."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return product(input, self.weight, self.bias)
+        return product(input, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
 
 
 class SkinnyJoinedLinear(JoinedLinear):
     """Joined projections whose few rows take the kernels."""
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return product(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
 
 
 def use_skinny_products(model: nn.Module) -> int:
-    """Change plain and joined linear layers of 16-bit weights, in place; how many. Mutates the model's classes only."""
+    """Change plain and joined linear layers of 16-bit weights, in place; how many. Mutates the model: classes, and a
+    buffer for each."""
     count = 0
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.element_size() == 2:
@@ -86,5 +96,8 @@ def use_skinny_products(model: nn.Module) -> int:
             module.__class__ = SkinnyJoinedLinear
         else:
             continue
+        num_tiles = -(-module.weight.shape[0] // _BLOCK_N)
+        arrived = torch.zeros(num_tiles, dtype=torch.int32, device=module.weight.device)
+        module.register_buffer("arrived", arrived, persistent=False)
         count += 1
     return count

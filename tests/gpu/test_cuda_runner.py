@@ -26,6 +26,7 @@ from scheduler.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import cuda_attention, cuda_graphs, cuda_runner, cuda_step
 from replicas.cuda.cuda_runner import CudaRunner
+from replicas.cuda.rotated_attention import RotatedAttention
 
 pytestmark = pytest.mark.interpreted
 
@@ -35,6 +36,14 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 300,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+# Attention that the kernel between projections and attention knows, and one that it must leave alone.
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama"},
+    "MistralForCausalLM": {"model_type": "mistral", "sliding_window": None},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "num_attention_heads": 6},
+    "Olmo2ForCausalLM": {"model_type": "olmo2"},
+}
 
 
 class CalledGraph:
@@ -74,8 +83,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "StepGraph", CalledGraph)
 
 
-def make_runner(folder: Path, device: torch.device) -> CudaRunner:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+def make_runner(folder: Path, device: torch.device, model: str = "LlamaForCausalLM") -> CudaRunner:
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": [model]} | MODELS[model]))
     settings = ModelSettings(str(folder), str(folder), "float16", 256, "dummy", False)
     loaded = load_model(settings, device)
     for module in loaded.model.modules():  # on a CPU some lie in column order
@@ -88,8 +97,11 @@ def make_runner(folder: Path, device: torch.device) -> CudaRunner:
 
 
 @torch.inference_mode()
-def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, device)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: Path, model: str) -> None:
+    runner = make_runner(tmp_path, device, model)
+    rotated = [m for m in runner._model.modules() if isinstance(m, RotatedAttention)]
+    assert len(rotated) == (0 if model.startswith("Olmo") else CONFIG["num_hidden_layers"])
     cases = make_cases(LENGTHS, CONFIG["vocab_size"])
     seen = SeenLogits(runner, cases)
     with seen.watch():
