@@ -155,10 +155,13 @@ class CudaRunner(ModelRunner):
         return logits
 
 
-def _compiler_options(device: torch.device) -> dict[str, bool] | None:
-    """The compiler's kernels are launched early, too: without theirs, ours gain nothing by it."""
-    name = "triton.enable_pdl"
-    return {name: True} if launches_early(device) and name in torch._inductor.list_options() else None
+def _compiler_options(device: torch.device) -> dict[str, bool]:
+    """The compiler's kernels are launched early, too: without theirs, ours gain nothing by it. And it may not choose
+    tiles by how fast they were for the few tokens of the first call: for many, that choice can cost half of the rate.
+    """
+    options = {"triton.enable_pdl": launches_early(device), "triton.autotune_pointwise": False}
+    known = torch._inductor.list_options()
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _decoder_layers(model: torch.nn.Module, num_layers: int) -> list[torch.nn.Module]:

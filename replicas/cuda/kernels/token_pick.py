@@ -4,6 +4,7 @@ As many pieces of the vocabulary as top-k keeps tokens have one at or above some
 too: all that are, a little more than k, are gathered in the order of their ids. Among them the least likely token to
 keep is found bit by bit, by counts (top-k) and masses (top-p), as `token_search` finds it among all; then each has its
 noise. Where more are as likely than there is room for (a row of equal logits), the whole row is gone through instead.
+The first of the tokens are in registers all the while (`own`), and so are all that were gathered.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def _some(row_logits, row_ids, row_values, first, count, is_gathered, CAPACITY: 
 
 @triton.jit
 def _num_reaching(
-    key, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr, SHIFT: tl.constexpr
+    key, own, is_own, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr, SHIFT: tl.constexpr
 ):  # fmt: skip
-    total = tl.zeros([], tl.int32)
-    for first in range(0, count, CAPACITY):
+    total = tl.sum((is_own & (key_of(own, SHIFT) >= key)).to(tl.int32), 0)
+    for first in range(CAPACITY, count, CAPACITY):
         _, x, is_token = _some(row_logits, row_ids, row_values, first, count, is_gathered, CAPACITY)
         total += tl.sum((is_token & (key_of(x, SHIFT) >= key)).to(tl.int32), 0)
     return total
@@ -53,17 +54,22 @@ def _num_reaching(
 
 @triton.jit
 def _mass_between(
-    low, high, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr,
-    SHIFT: tl.constexpr,
+    low, high, maximum, temperature, own, is_own, row_logits, row_ids, row_values, count, is_gathered,
+    CAPACITY: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens whose keys are low or above and below high."""
-    total = tl.zeros([], tl.float32)
-    for first in range(0, count, CAPACITY):
+    total = _mass_of(own, is_own, low, high, maximum, temperature, SHIFT)
+    for first in range(CAPACITY, count, CAPACITY):
         _, x, is_token = _some(row_logits, row_ids, row_values, first, count, is_gathered, CAPACITY)
-        key = key_of(x, SHIFT)
-        is_counted = is_token & (key >= low) & (key < high)
-        total += tl.sum(tl.where(is_counted, tl.exp((x - maximum) / temperature), 0.0), 0)
+        total += _mass_of(x, is_token, low, high, maximum, temperature, SHIFT)
     return total
+
+
+@triton.jit
+def _mass_of(x, is_token, low, high, maximum, temperature, SHIFT: tl.constexpr):
+    key = key_of(x, SHIFT)
+    is_counted = is_token & (key >= low) & (key < high)
+    return tl.sum(tl.where(is_counted, tl.exp((x - maximum) / temperature), 0.0), 0)
 
 
 @triton.jit
@@ -95,7 +101,7 @@ def _gather(
 
 @triton.jit
 def _last_of_top_k(
-    bound, highest, top_k, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr,
+    bound, highest, top_k, own, is_own, row_logits, row_ids, row_values, count, is_gathered, CAPACITY: tl.constexpr,
     NUM_BITS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The largest key that top_k tokens reach."""
@@ -106,20 +112,23 @@ def _last_of_top_k(
             kept = (bound >> shift) << shift  # this bit and those before are known
         else:
             higher = kept + (tl.full([], 1, tl.int64) << shift)
-            reached = _num_reaching(higher, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT)
+            reached = _num_reaching(
+                higher, own, is_own, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
+            )
             kept = tl.where(reached >= top_k, higher, kept)
     return kept
 
 
 @triton.jit
 def _last_of_top_p(
-    kept, highest, drop_mass, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered,
+    kept, highest, drop_mass, maximum, temperature, own, is_own, row_logits, row_ids, row_values, count, is_gathered,
     CAPACITY: tl.constexpr, NUM_BITS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The largest key below which the tokens that top-k keeps have no more than drop_mass of their mass."""
     limit = drop_mass * _mass_between(
-        kept, highest + 1, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
-    )
+        kept, highest + 1, maximum, temperature, own, is_own, row_logits, row_ids, row_values, count, is_gathered,
+        CAPACITY, SHIFT,
+    )  # fmt: skip
     threshold = tl.zeros([], tl.int64)
     for number in range(NUM_BITS):
         shift = NUM_BITS - 1 - number
@@ -128,8 +137,9 @@ def _last_of_top_p(
         else:
             higher = threshold + (tl.full([], 1, tl.int64) << shift)
             below = _mass_between(
-                kept, higher, maximum, temperature, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, SHIFT
-            )
+                kept, higher, maximum, temperature, own, is_own, row_logits, row_ids, row_values, count, is_gathered,
+                CAPACITY, SHIFT,
+            )  # fmt: skip
             threshold = tl.where(below <= limit, higher, threshold)
     return tl.maximum(kept, tl.minimum(threshold, highest))
 
@@ -207,14 +217,16 @@ def _pick(
         is_gathered = count <= CAPACITY
         count = tl.where(is_gathered, count, VOCAB)
 
+        _, own, is_own = _some(row_logits, row_ids, row_values, 0, count, is_gathered, CAPACITY)
         threshold = _last_of_top_k(
-            bound, highest, top_k, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, NUM_BITS, SHIFT
-        )
+            bound, highest, top_k, own, is_own, row_logits, row_ids, row_values, count, is_gathered, CAPACITY, NUM_BITS,
+            SHIFT,
+        )  # fmt: skip
         drop_mass = float_of(tl.load(params + _DROP_MASS))
         if (drop_mass >= 0) & (threshold < highest):
             threshold = _last_of_top_p(
-                threshold, highest, drop_mass, maximum, temperature, row_logits, row_ids, row_values, count,
-                is_gathered, CAPACITY, NUM_BITS, SHIFT,
+                threshold, highest, drop_mass, maximum, temperature, own, is_own, row_logits, row_ids, row_values,
+                count, is_gathered, CAPACITY, NUM_BITS, SHIFT,
             )  # fmt: skip
         token = _best_with_noise(
             threshold, maximum, temperature, tl.load(params + _SEED), tl.load(positions + row) + 1,
