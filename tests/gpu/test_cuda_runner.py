@@ -22,6 +22,7 @@ from replicas.model.model_loader import load_model
 from replicas.settings import ModelSettings
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
+from tests.gpu.paged_case import TOLERANCE, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import cuda_attention, cuda_graphs, cuda_runner, cuda_step
@@ -90,7 +91,11 @@ def make_runner(folder: Path, device: torch.device, model: str = "LlamaForCausal
     for module in loaded.model.modules():  # on a CPU some lie in column order
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             module.weight.data = module.weight.data.contiguous()
-    runner = CudaRunner(loaded, KvPool(loaded.kv_layout(16), 128, device), len(LENGTHS), 256)
+    return CudaRunner(loaded, KvPool(loaded.kv_layout(16), 128, device), len(LENGTHS), 256)
+
+
+def make_ready_runner(folder: Path, device: torch.device, model: str = "LlamaForCausalLM") -> CudaRunner:
+    runner = make_runner(folder, device, model)
     runner.warm_up()
     runner.prepare_thread(256)
     return runner
@@ -99,7 +104,7 @@ def make_runner(folder: Path, device: torch.device, model: str = "LlamaForCausal
 @torch.inference_mode()
 @pytest.mark.parametrize("model", MODELS)
 def test_every_way_is_as_exact_as_transformers(device: torch.device, tmp_path: Path, model: str) -> None:
-    runner = make_runner(tmp_path, device, model)
+    runner = make_ready_runner(tmp_path, device, model)
     rotated = [m for m in runner._model.modules() if isinstance(m, RotatedAttention)]
     assert len(rotated) == (0 if model.startswith("Olmo") else CONFIG["num_hidden_layers"])
     cases = make_cases(LENGTHS, CONFIG["vocab_size"])
@@ -119,7 +124,7 @@ def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "_TOKENS_A_PASS", -1000)  # the rows and the prompt in a pass each
-    runner = make_runner(tmp_path, device)
+    runner = make_ready_runner(tmp_path, device)
     greedy = SamplingParams(temperature=0.0)
     prompt, later = tuple(range(10, 30)), tuple(range(200, 240))
     first = PrefillChunk("row", 0, 0, prompt, (SampleTarget(0, 0),))
@@ -174,7 +179,7 @@ PLANS: tuple[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...], int], ...] =
 
 @torch.inference_mode()
 def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, device)
+    runner = make_ready_runner(tmp_path, device)
     ids = tuple(range(30))
     firsts = [PrefillChunk("row", row.slot, 0, ids[: row.position], (SampleTarget(row.slot, 0),)) for row in ROWS]
     runner._slots.apply(StepPlan(0, INITS, TABLES, (), (), ()))
@@ -198,3 +203,31 @@ def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path:
             assert logits[token.token_id] >= logits.max() - 4e-3
         fed, slots = runner._slots.last_token.tolist(), [place.slot for place in (*rows, *targets)]
         assert [fed[slot] for slot in slots] == [token.token_id for token in tokens], plan
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_norms_and_biases_are_used_where_they_belong(device: torch.device, tmp_path: Path, model: str) -> None:
+    """A new model's norms are all ones and its biases zeros; these are none."""
+    runner = make_runner(tmp_path, device, model)
+    layers = [module for module in runner._model.modules() if isinstance(module, RotatedAttention)]
+    generator = torch.Generator(device).manual_seed(1)
+    for layer in layers:
+        for name in ("q_norm", "k_norm"):
+            if hasattr(layer, name):
+                getattr(layer, name).weight.uniform_(0.2, 3.0, generator=generator)
+        if layer.q_proj.joined.bias is not None:  # type: ignore[union-attr, operator]
+            layer.q_proj.joined.bias.normal_(generator=generator)  # type: ignore[union-attr, operator]
+    prompt = tuple(range(10, 50))
+    chunk = PrefillChunk("prompt", 0, 0, prompt, (SampleTarget(0, 0),))
+    plan = StepPlan(
+        0, (SlotInit(0, 0, SamplingParams(temperature=0.0), None),), (TableWrite(0, 0, (4, 9, 7)),), (), (chunk,), ()
+    )
+    runner._slots.apply(plan)
+    ours = runner._forward(plan)
+    written = runner.pool.tensor.clone()
+    for layer in layers:
+        layer.__class__ = type(layer).__mro__[2]
+        assert type(layer).__module__.startswith("transformers.models.")
+    assert relative_error(ours, runner._forward(plan).double().cpu()) < TOLERANCE[torch.float16]
+    assert relative_error(written, runner.pool.tensor.double().cpu()) < TOLERANCE[torch.float16]

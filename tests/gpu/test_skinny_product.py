@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -51,3 +53,53 @@ def test_one_row_equals_the_product(
     expected = weight.double() @ x[0].double() + (bias.double() if bias is not None else 0.0)
     out = gemv(x.to(device), weight.to(device), bias if bias is None else bias.to(device))
     assert relative_error(out, expected) < TOLERANCE[dtype]
+
+
+def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """`run` as a CUDA graph; where there is no card, itself."""
+    if not torch.cuda.is_available():
+        return run
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def test_graphs_and_launches_by_hand_share_the_counters_and_see_what_the_kernel_in_front_wrote(
+    device: torch.device,
+) -> None:
+    """Each product's input is the result of the one in front, which is still at work where kernels launch early."""
+    num_rounds, width = (100, 2048) if torch.cuda.is_available() else (2, 256)
+    generator = torch.Generator().manual_seed(7)
+    weights = [(torch.randn(width, width, generator=generator) / width**0.5).half().to(device) for _ in range(6)]
+    inputs = [torch.randn(rows, width, generator=generator).half().to(device) for rows in (5, 40)]
+    arrived = torch.zeros(width // 64, dtype=torch.int32, device=device)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            x = skinny_product(x, weight, None, ProductTile(64, 128, 4, 3, 4), arrived)
+        return torch.cat([x[0], gemv(x[-1:].contiguous(), weights[0], None)])
+
+    expected = []
+    for x in inputs:
+        exact = x.double()
+        for weight in weights:
+            exact = (exact @ weight.double().T).half().double()
+        expected.append(torch.cat([exact[0], exact[-1] @ weights[0].double().T]))
+    first = [chain(x).clone() for x in inputs]
+    for out, reference in zip(first, expected, strict=True):
+        assert relative_error(out, reference.cpu()) < 5 * TOLERANCE[torch.float16]
+    graphs = [captured(lambda x=x: chain(x)) for x in inputs]  # type: ignore[misc]
+    ways = [*graphs, *(lambda x=x: chain(x) for x in inputs)]  # type: ignore[misc]
+    for number in range(num_rounds):
+        outs = [way().clone() for way in (ways if number % 2 else reversed(ways))]
+        for index, out in enumerate(outs if number % 2 else reversed(outs)):
+            assert torch.equal(out, first[index % 2]), (number, index)
+    assert not arrived.any()

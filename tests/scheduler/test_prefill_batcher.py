@@ -43,15 +43,26 @@ def test_short_prompts_share_a_step() -> None:
 
 
 def test_a_long_prompt_goes_in_chunks_and_the_next_takes_what_is_left() -> None:
-    a, b = admitted("a", 7), admitted("b", 4)
+    a, b = admitted("a", 7), admitted("b", 5)
     batcher = batcher_of(a, b)
     assert spans(batcher.plan_chunks(4, 0, 0.0)[0]) == [("a", 0, 4)]
-    assert batcher.num_pending_tokens == 7
+    assert batcher.num_pending_tokens == 8
     chunks, completed = batcher.plan_chunks(4, 1, 0.0)
     assert spans(chunks) == [("a", 4, 7), ("b", 0, 1)]
     assert completed == [a]
     assert [bool(chunk.targets) for chunk in chunks] == [True, False]
-    assert spans(batcher.plan_chunks(4, 2, 0.0)[0]) == [("b", 1, 4)]
+    assert spans(batcher.plan_chunks(4, 2, 0.0)[0]) == [("b", 1, 5)]
+
+
+def test_a_prompt_is_not_begun_where_it_would_be_cut_once_more() -> None:
+    a, b, c = admitted("a", 7), admitted("b", 4), admitted("c", 1)
+    batcher = batcher_of(a, b, c)
+    assert spans(batcher.plan_chunks(5, 0, 0.0)[0]) == [("a", 0, 5)]
+    chunks, completed = batcher.plan_chunks(5, 1, 0.0)
+    assert spans(chunks) == [("a", 5, 7)], "3 tokens are left: not all of b, and c does not overtake it"
+    assert completed == [a]
+    assert b.state is RequestState.ADMITTED
+    assert spans(batcher.plan_chunks(5, 2, 0.0)[0]) == [("b", 0, 4), ("c", 0, 1)]
 
 
 def test_a_chunk_that_fills_the_budget_exactly_leaves_nothing_for_the_next() -> None:
@@ -105,6 +116,24 @@ def test_clients_share_the_steps_and_what_was_begun_is_finished_first() -> None:
     assert len(completed) == 5
 
 
+def taken(lengths: list[int], budget: int) -> list[int]:
+    """Tokens of each prompt in a step, by cutting every one out in full, with what is left and without."""
+    tokens: list[int] = []
+    for length in lengths:
+        room = budget - sum(tokens)
+        if room <= 0 or (tokens and len(cut(length, room, budget)) > len(cut(length, budget, budget))):
+            break
+        tokens.append(min(length, room))
+    return tokens
+
+
+def cut(length: int, room: int, budget: int) -> list[int]:
+    pieces = [min(length, room)]
+    while sum(pieces) < length:
+        pieces.append(min(length - sum(pieces), budget))
+    return pieces
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_prompts_are_covered_once_in_order(seed: int) -> None:
     rng = random.Random(seed)
@@ -129,10 +158,10 @@ def test_random_prompts_are_covered_once_in_order(seed: int) -> None:
         assert batcher.num_pending_tokens == pending
         budget = rng.randint(-2, 12)
         chunks, completed = batcher.plan_chunks(budget, step_id, 0.0)
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        assert num_tokens == min(max(budget, 0), pending), "a step takes all that fits"
         # Only the oldest are served, each once.
         assert [chunk.request_id for chunk in chunks] == [r.request_id for r in waiting[: len(chunks)]]
+        lengths = [r.prompt_len - len(planned.get(r.request_id, [])) for r in waiting]
+        assert [len(chunk.token_ids) for chunk in chunks] == taken(lengths, budget)
         for chunk in chunks:
             so_far = planned.setdefault(chunk.request_id, [])
             assert chunk.start == len(so_far)

@@ -44,9 +44,9 @@ def test_nothing_but_searches_and_failing_steps(seed: int, lag: int) -> None:
 @pytest.mark.parametrize("host_share", [0.0, 0.6, 3.0])
 def test_with_too_little_memory(lag: int, host_share: float) -> None:
     num_swapped = num_evicted = 0
-    for seed in range(3, 7):
+    for seed in range(3, 9):
         workload = Workload(
-            seed, lag, cancel_rate=0.1, admission=OPTIMISTIC, host_share=host_share, scarcity=1.5, beam_rate=0.4
+            seed, lag, cancel_rate=0.1, admission=OPTIMISTIC, host_share=host_share, scarcity=2.0, beam_rate=0.4
         )
         system = run(workload)
         num_swapped += system.decode.num_beams_swapped

@@ -98,10 +98,13 @@ def rotate_into_pool(
 
     projected: [T, (num_heads + 2 * num_kv_heads) * head_dim], q then k then v; cos, sin: [T, head_dim], contiguous. kv
     and table as in `paged_decode`; slots, positions: int32 [T]. k and v of all tokens but the first num_rows, and but
-    those at position -1, are written to the pool. Computes in float32. Mutates kv. Does not block.
+    those at position -1, are written to the pool. Computes in float32. Mutates kv. Does not block. Raises ValueError
+    where positions rotate only a part of a head.
     """
     num_tokens = projected.shape[0]
     _, _, block_size, num_kv_heads, head_dim = kv.shape
+    if cos.shape != (num_tokens, head_dim):
+        raise ValueError(f"rotary positions of {tuple(cos.shape)} for {num_tokens} tokens with heads of {head_dim}")
     num_heads = projected.shape[1] // head_dim - 2 * num_kv_heads
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=projected.dtype, device=projected.device)
     key = torch.empty(num_tokens, num_kv_heads, head_dim, dtype=projected.dtype, device=projected.device)

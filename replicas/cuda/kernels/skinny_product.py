@@ -92,7 +92,7 @@ def skinny_product(
     num_tiles = triton.cdiv(num_out, tile.block_n)
     is_early = launches_early(x.device)
     # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0
+    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == num_in % 8 == 0
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
