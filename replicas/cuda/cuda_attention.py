@@ -104,12 +104,11 @@ def attend_over_pool(
 ) -> torch.Tensor:
     """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool, the
     rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
-    launches = Launches.unpack(layout)
+    step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
     rows = launches.num_rows
     if query.shape[0] > rows:
-        token_slots, positions = places.chunk(2)
-        write_kv(key[rows:], value[rows:], kv, block_table, token_slots[rows:], positions[rows:])
-    return attend_written(query, key, value, kv, block_table, places, chunks, shares, launches, scale)
+        write_kv(key[rows:], value[rows:], kv, block_table, step.token_slots[rows:], step.positions[rows:])
+    return attend_written(query, key, value, kv, step, launches, scale)
 
 
 def attend_written(
@@ -117,15 +116,12 @@ def attend_written(
     key: torch.Tensor,
     value: torch.Tensor,
     kv: torch.Tensor,
-    block_table: torch.Tensor,
-    places: torch.Tensor,
-    chunks: torch.Tensor,
-    shares: torch.Tensor,
+    step: CudaStep,
     launches: Launches,
     scale: float,
 ) -> torch.Tensor:
     """As `attend_over_pool`, once k and v of all tokens but the rows' are in the pool. Mutates kv: writes the rows'."""
-    token_slots, positions = places.chunk(2)
+    token_slots, positions = step.token_slots, step.positions
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     rows = launches.num_rows
     if rows:
@@ -134,10 +130,10 @@ def attend_written(
             key[:rows],
             value[:rows],
             kv,
-            block_table,
+            step.block_table,
             token_slots,
             positions[:rows],
-            shares,
+            step.shares,
             launches.num_pieces,
             launches.tile_len,
             scale,
@@ -151,8 +147,9 @@ def attend_written(
         out[span] = attended
     if launches.num_chunks:
         paged_prefill(
-            query, kv, block_table, token_slots, chunks, launches.num_chunks, launches.longest_chunk, scale, out
-        )
+            query, kv, step.block_table, token_slots, step.chunks, launches.num_chunks, launches.longest_chunk, scale,
+            out,
+        )  # fmt: skip
     return out
 
 

@@ -42,15 +42,13 @@ def attend_rotated(
 ) -> torch.Tensor:
     """projected, cos, sin as in `rotate_into_pool`, kv one layer's view of the pool, the rest as in CudaStep ->
     [T, num_heads * head_dim]. Mutates kv."""
-    launches = Launches.unpack(layout)
+    step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
     norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, epsilon)
-    slots, positions = places.chunk(2)
     query, key, value = rotate_into_pool(
-        projected, norms, cos, sin, kv, block_table, slots, positions, launches.num_rows,
+        projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_rows,
         copies_value=bool(launches.fresh),
     )  # fmt: skip
-    out = attend_written(query, key, value, kv, block_table, places, chunks, shares, launches, scale)
-    return out.flatten(1)
+    return attend_written(query, key, value, kv, step, launches, scale).flatten(1)
 
 
 def _shape_of_attended(
