@@ -27,12 +27,12 @@ _KNOWN = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attentio
 
 def attend_rotated(
     projected: torch.Tensor,
+    kv: torch.Tensor,
     query_norm: torch.Tensor | None,
     key_norm: torch.Tensor | None,
     epsilon: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    kv: torch.Tensor,
     block_table: torch.Tensor,
     places: torch.Tensor,
     chunks: torch.Tensor,
@@ -51,16 +51,7 @@ def attend_rotated(
     return attend_written(query, key, value, kv, step, launches, scale).flatten(1)
 
 
-def _shape_of_attended(
-    projected: torch.Tensor,
-    query_norm: torch.Tensor | None,
-    key_norm: torch.Tensor | None,
-    epsilon: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv: torch.Tensor,
-    *others: object,
-) -> torch.Tensor:
+def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:
     num_kv_heads, head_dim = kv.shape[3:]
     return projected.new_empty(projected.shape[0], projected.shape[1] - 2 * num_kv_heads * head_dim)
 
@@ -85,12 +76,12 @@ class RotatedAttention(nn.Module):
         cos, sin = position_embeddings
         out = _attend_rotated(
             module.q_proj.joined.product(hidden_states)[0],
+            module.paged_kv,
             norm.weight if norm is not None else None,
             module.k_norm.weight if norm is not None else None,
             norm.variance_epsilon if norm is not None else 0.0,
             cos[0],
             sin[0],
-            module.paged_kv,
             paged.block_table,
             paged.places,
             paged.chunks,

@@ -29,7 +29,7 @@ def _tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
     if num_out > 4096 or num_in < 2048:
         return ProductTile(_BLOCK_N, 128, 4, 4, 1)
     if num_in >= _MANY_INPUTS:
-        return ProductTile(_BLOCK_N, *((256, 4, 3) if num_rows <= 32 else (128, 4, 4)), 2)
+        return ProductTile(_BLOCK_N, 256, 4, 3, 2) if num_rows <= 32 else ProductTile(_BLOCK_N, 128, 4, 4, 2)
     return ProductTile(_BLOCK_N, 128, 4, 4, 4 if num_out <= 2048 else 2)
 
 

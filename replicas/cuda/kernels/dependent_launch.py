@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+FETCHED_BYTES = 256  # as `fetch_ahead` says to the card
+
 
 @cache
 def launches_early(device: torch.device) -> bool:
@@ -38,7 +40,7 @@ def wait_for_earlier(IS_EARLY: tl.constexpr):
 
 @triton.jit
 def fetch_ahead(pointers):
-    """Have the 256 bytes behind each pointer brought into the L2 cache, before `wait_for_earlier`. From compute
+    """Have the FETCHED_BYTES behind each pointer brought into the L2 cache, before `wait_for_earlier`. From compute
     capability 9.0 on. pointers: to weights, 16-byte aligned, of any shape.
 
     PTX ISA, cp.async.bulk.prefetch.

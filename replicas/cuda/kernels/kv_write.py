@@ -7,6 +7,14 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def token_place(kv, row_table, position, kv_stride_block, TOKEN_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Pointer to the keys of a position, TOKEN_SIZE numbers; its values lie BLOCK_SIZE * TOKEN_SIZE behind. kv as in
+    `paged_decode`; row_table: pointer to the blocks of its sequence."""
+    block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
+    return kv + block * kv_stride_block + (position % BLOCK_SIZE) * TOKEN_SIZE
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _write_token(
     key,
@@ -34,8 +42,9 @@ def _write_token(
         heads = tl.arange(0, HEADS_PADDED)[:, None]
         dims = tl.arange(0, DIM_PADDED)[None, :]
         mask = (heads < NUM_KV_HEADS) & (dims < HEAD_DIM)
-        block = tl.load(table + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
-        place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        place = token_place(
+            kv, table + slot * table_stride, position, kv_stride_block, NUM_KV_HEADS * HEAD_DIM, BLOCK_SIZE
+        )
         inside = heads * HEAD_DIM + dims
         new_key = tl.load(key + token * key_stride_token + heads * key_stride_head + dims, mask=mask)
         new_value = tl.load(value + token * value_stride_token + heads * value_stride_head + dims, mask=mask)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from replicas.cuda.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.cuda.kernels.kv_write import token_place
 
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
@@ -72,8 +73,8 @@ def _attend_piece(
         kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
         if is_last:
-            block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
-            place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM + dims
+            token = token_place(kv, row_table, position, kv_stride_block, kv_stride_token, BLOCK_SIZE)
+            place = token + head * HEAD_DIM + dims
             new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
             new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
             tl.store(place, new_key, mask=is_dim)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from replicas.cuda.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.cuda.kernels.kv_write import token_place
 
 _HEADS_AT_ONCE = 16
 
@@ -66,8 +67,9 @@ def _rotate(
     position = tl.load(positions + token)
     if (token >= num_rows) & (position >= 0):
         slot = tl.load(slots + token).to(tl.int64)
-        block = tl.load(table + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
-        place = kv + block * kv_stride_block + (position % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        place = token_place(
+            kv, table + slot * table_stride, position, kv_stride_block, NUM_KV_HEADS * HEAD_DIM, BLOCK_SIZE
+        )
         tl.store(place + in_key[:, None] * HEAD_DIM + dims[None, :], rotated, mask=key_mask)
         place += BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
         tl.store(place + in_value[:, None] * HEAD_DIM + dims[None, :], given, mask=value_mask)

@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.cuda.kernels.dependent_launch import fetch_ahead, launches_early, wait_for_earlier
+from replicas.cuda.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
 
-# Weights of a row that are fetched ahead: so many times 128 (of 16 bits), twice.
+# Weights of 16 bits in a fetch, and fetches of a row.
+_A_FETCH = tl.constexpr(FETCHED_BYTES // 2)
 _NUM_FETCHED = 2
-_A_FETCH = 128
 
 
 class ProductTile(NamedTuple):
@@ -48,7 +48,7 @@ def _product(
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
     if NUM_FETCHED > 0:
         inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * weight_stride
-        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * 128, num_in - 128)[None, :])
+        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * _A_FETCH, num_in - _A_FETCH)[None, :])
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * x_stride
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -99,7 +99,7 @@ def skinny_product(
         x, weight, weight if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in, num_steps,
         x.stride(0), weight.stride(0), HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts,
-        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH else 0, IS_EARLY=is_early,
+        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out
