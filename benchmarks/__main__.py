@@ -18,9 +18,9 @@ _RESULTS = Path(__file__).parent / "results"
 
 
 def _control_path(short: bool) -> tuple[dict[str, Any], str]:
-    from benchmarks.control_path.run import MODES, control_path_tables, run_control_path_benchmark
+    from benchmarks.control_path.run import PROXIES, control_path_tables, run_control_path_benchmark
 
-    result = run_control_path_benchmark(list(MODES), short)
+    result = run_control_path_benchmark(PROXIES, short)
     return result, control_path_tables(result)
 
 

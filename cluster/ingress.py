@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
 from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.configuration.config_file import config_of
 from cluster.configuration.config_parts import with_live_part
+from cluster.http.serve_proxy import proxy_here
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -105,6 +107,11 @@ class Ingress:
     async def _start(self) -> None:
         from cluster.routing import replica_registry
 
+        if (found := proxy_here(os.environ)) != self.config.server.proxy:
+            logger.warning(
+                "server.proxy: this Ray was started for another",
+                extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
+            )
         await self._router.start()
         loop = asyncio.get_running_loop()
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from cluster.configuration.config import Config
+from cluster.http.serve_proxy import local_haproxy, proxy_environment
 from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
@@ -23,6 +26,13 @@ def run_server(config: Config) -> int:
 
     Raises UserError when the application can't start, KeyboardInterrupt at a second signal.
     """
+    # HAProxy's files, where it is the proxy.
+    with tempfile.TemporaryDirectory(prefix="splitserve-", ignore_cleanup_errors=True) as folder:
+        _set_environment(config, Path(folder))
+        return _serve(config)
+
+
+def _serve(config: Config) -> int:
     started_s = time.monotonic()
     try:
         _say("starting Ray")
@@ -62,8 +72,11 @@ def _start_ray_patiently(config: Config) -> None:
             _say(f"Ray did not start ({reason}); trying once more")
 
 
-def _start_ray(config: Config) -> None:
-    # Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once.
+def _set_environment(config: Config, folder: Path) -> None:
+    """Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once."""
+    os.environ.update(proxy_environment(config.server.proxy))
+    if config.server.proxy == "haproxy":
+        os.environ.update(local_haproxy(folder))
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
@@ -76,6 +89,9 @@ def _start_ray(config: Config) -> None:
         "RAY_SERVE_SLOW_STARTUP_WARNING_S": "300",
     }.items():
         os.environ.setdefault(name, value)
+
+
+def _start_ray(config: Config) -> None:
     import ray
     from ray import serve
 

@@ -7,18 +7,18 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.control_path.run import MODES, control_path_tables, run_control_path_benchmark
+from benchmarks.control_path.run import PROXIES, control_path_tables, run_control_path_benchmark
 from benchmarks.machine import describe_machine, machine_line
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("benchmarks.control_path", description=__doc__)
-    parser.add_argument("--mode", nargs="+", choices=list(MODES), default=list(MODES), help="of Ray Serve")
+    parser.add_argument("--proxy", nargs="+", choices=PROXIES, default=PROXIES, help="who takes connections")
     parser.add_argument("--short", action="store_true", help="fewer repeats")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
     machine = describe_machine()
-    result = run_control_path_benchmark(options.mode, options.short)
+    result = run_control_path_benchmark(options.proxy, options.short)
     print(machine_line(machine))
     print(control_path_tables(result))
     if options.output:

@@ -1,4 +1,4 @@
-"""The control-path benchmark in each of Serve's modes, as data and as tables."""
+"""The control-path benchmark behind each of Serve's proxies, as data and as tables."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import table
+from cluster.configuration.service_config import ServeProxy
+from cluster.http.serve_proxy import local_haproxy, proxy_environment
 
-MODES: dict[str, dict[str, str]] = {
-    "defaults": {},
-    "throughput": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
-    "haproxy": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"},
-}
+PROXIES: tuple[ServeProxy, ...] = ("serve", "haproxy")
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 600.0
 
 
-def run_control_path_benchmark(modes: Sequence[str], short: bool) -> dict[str, Any]:
-    """Results by mode; {"error": ...} for one that failed. Blocks for about a minute a mode."""
-    return {mode: _run_mode(mode, short) for mode in modes}
+def run_control_path_benchmark(proxies: Sequence[ServeProxy], short: bool) -> dict[str, Any]:
+    """Results by proxy; {"error": ...} for one that failed. Blocks for about a minute a proxy."""
+    return {proxy: _run_behind(proxy, short) for proxy in proxies}
 
 
-def _run_mode(mode: str, short: bool) -> dict[str, Any]:
+def _run_behind(proxy: ServeProxy, short: bool) -> dict[str, Any]:
     """In a network of its own that is loopback and nothing else: HAProxy and some of Ray bind to every interface."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
@@ -37,7 +35,7 @@ def _run_mode(mode: str, short: bool) -> dict[str, Any]:
             done = subprocess.run(
                 command,
                 cwd=_ROOT,
-                env=_environment(mode),
+                env=_environment(proxy, Path(folder)),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 timeout=_TIMEOUT_S,
@@ -51,7 +49,7 @@ def _run_mode(mode: str, short: bool) -> dict[str, Any]:
         return result
 
 
-def _environment(mode: str) -> dict[str, str]:
+def _environment(proxy: ServeProxy, folder: Path) -> dict[str, str]:
     """Ours, without any other of Serve's switches."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     fixed = {
@@ -61,33 +59,34 @@ def _environment(mode: str) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    return ours | fixed | MODES[mode]
+    own = local_haproxy(folder) if proxy == "haproxy" else {}
+    return ours | fixed | proxy_environment(proxy) | own
 
 
 def control_path_tables(result: dict[str, Any]) -> str:
     """For people."""
     latency, streams, errors = [], [], []
-    for mode, measured in result.items():
+    for proxy, measured in result.items():
         if "error" in measured:
-            errors.append(f"{mode} failed:\n{measured['error']}")
+            errors.append(f"{proxy} failed:\n{measured['error']}")
             continue
         latency += [
-            [mode, path, f"{row['p50_ms']:.1f}", f"{row['p90_ms']:.1f}", f"{row['p99_ms']:.1f}"]
+            [proxy, path, f"{row['p50_ms']:.1f}", f"{row['p90_ms']:.1f}", f"{row['p99_ms']:.1f}"]
             for path, row in measured["latency"].items()
         ]
-        streams += [_stream_row(mode, row) for row in measured["streams"]]
+        streams += [_stream_row(proxy, row) for row in measured["streams"]]
     return "\n\n".join(
         [
             "one request at a time, max_tokens 2, not streamed",
-            table(["mode", "path", "p50 ms", "p90 ms", "p99 ms"], latency),
+            table(["proxy", "path", "p50 ms", "p90 ms", "p99 ms"], latency),
             "all streams at once, one token each every 7 ms",
-            table(["mode", "path", "streams", "tok/s", "TTFT p50", "ITL p50", "ITL p99", "CPU us a token"], streams),
+            table(["proxy", "path", "streams", "tok/s", "TTFT p50", "ITL p50", "ITL p99", "CPU us a token"], streams),
             *errors,
         ]
     )
 
 
-def _stream_row(mode: str, row: dict[str, Any]) -> list[str]:
+def _stream_row(proxy: str, row: dict[str, Any]) -> list[str]:
     cpu = ", ".join(f"{name} {value:.0f}" for name, value in row["cpu_us_per_token"].items())
     times = [f"{row[name]:.1f}" for name in ("ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")]
-    return [mode, row["path"], str(row["streams"]), f"{row['tokens_per_s']:.0f}", *times, cpu]
+    return [proxy, row["path"], str(row["streams"]), f"{row['tokens_per_s']:.0f}", *times, cpu]

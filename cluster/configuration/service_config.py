@@ -10,12 +10,20 @@ from pydantic import Field, ValidationInfo, field_validator
 from cluster.configuration.autoscaling_config import IngressAutoscalingConfig
 from cluster.configuration.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
 
+ServeProxy = Literal["serve", "haproxy"]
+
 
 class ServerConfig(Section):
     """Where HTTP is served."""
 
     host: Host = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all of this machine's")
     port: Port = Field(default=8_000, description="TCP port; below 1024 usually needs root")
+    proxy: ServeProxy = Field(
+        default="serve",
+        description="Who takes connections: serve, Ray Serve's own proxy; or haproxy, in front of the ingresses, which "
+        "brings a first token 10 to 15 ms sooner and costs Ray less CPU. Anyone who reaches ports 8404 and 9101 of the "
+        "machine reads its statistics. Decided when Ray starts",
+    )
     openapi: bool = Field(default=True, description="Publish the API's description at /openapi.json")
     docs: bool = Field(
         default=False,

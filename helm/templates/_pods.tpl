@@ -12,11 +12,12 @@
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.http.proxy_headers:middlewares"}
 {{- /* As cluster/serve_command.py: frames that are sent again, with scores of a long prompt, take more than Serve's 4 MiB. */}}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "268435456"}
-{{- if ne $values.serve.mode "default" }}
-- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
-{{- end }}
-{{- if eq $values.serve.mode "haproxy" }}
+{{- /* As cluster/http/serve_proxy.py. The image has a launcher of HAProxy. */}}
+{{- if eq (include "splitserve.proxy" .root) "haproxy" }}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
+- {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
+- {name: RAY_SERVE_FREEZE_GC_ON_STARTUP, value: "1"}
 {{- end }}
 {{- with $values.huggingface.existingSecret }}
 - name: HF_TOKEN

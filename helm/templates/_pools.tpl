@@ -4,6 +4,11 @@
 {{- dig "layout" "split" .Values.config -}}
 {{- end -}}
 
+{{/* Who takes HTTP connections: serve or haproxy. */}}
+{{- define "splitserve.proxy" -}}
+{{- dig "server" "proxy" "serve" .Values.config -}}
+{{- end -}}
+
 {{/* Names of the pools that are deployed, as JSON. */}}
 {{- define "splitserve.pools" -}}
 {{- if eq (include "splitserve.layout" .) "colocated" -}}["decode"]{{- else -}}["prefill","decode"]{{- end -}}

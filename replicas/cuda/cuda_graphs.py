@@ -37,8 +37,9 @@ _TOKENS_A_PASS = 200
 
 def batch_sizes(largest: int) -> list[int]:
     """Sizes of batch that get a graph of their own, ascending; others are padded to the next."""
-    sizes = [size for size in (1, 2, 4, 8) if size < largest] + list(range(16, min(largest, 128), 16))
-    return sorted({*sizes, *range(128, largest, 32), largest})
+    # 224 and 240 rows take a library's products longer than 256 do, 208 take them 8 % less (Llama-3.1-8B, H200).
+    sizes = {1, 2, 4, 8, *range(16, 209, 16), *range(256, largest, 32)}
+    return sorted({*(size for size in sizes if size < largest), largest})
 
 
 def prompt_shapes(most_rows: int, longest: int, *, has_fresh: bool) -> list[PromptShape]:

@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
     ),
     "unknown key like no other": (
         {"server.tls": True},
-        "server.tls: unknown key; the keys here are host, port, openapi, docs",
+        "server.tls: unknown key; the keys here are host, port, proxy, openapi, docs",
         [],
     ),
     "key that is no text": ({"3": 4}, "3: unknown key", []),

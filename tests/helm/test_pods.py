@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cluster.http.serve_proxy import proxy_environment
 from tests.helm.chart import ALL_VALUES, merged, read_values, render
 from tests.helm.chart import CHART as CHART_FOLDER
 
@@ -69,9 +70,20 @@ def test_secrets_are_named_and_never_written() -> None:
         env = _env(template)
         assert env["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
         assert env["KEYS"] == {"secretKeyRef": {"name": "keys", "key": "all"}}
-        assert env["RAY_SERVE_ENABLE_HA_PROXY"] == env["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
     for _, template in render().pods():
-        assert not {"HF_TOKEN", "RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED"} & set(_env(template))
+        assert "HF_TOKEN" not in _env(template)
+
+
+def test_the_config_says_who_takes_connections() -> None:
+    wanted = proxy_environment("haproxy")
+    rendered = render({"config": {"server": {"proxy": "haproxy"}}})
+    for _, template in rendered.pods():
+        assert wanted.items() <= _env(template).items()
+    # HAProxy is on every node, the head's too.
+    assert "excludeHeadPodFromServeSvc" not in rendered.service["spec"]
+    for _, template in render().pods():
+        assert not wanted.keys() & set(_env(template))
+    assert render().service["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
 def test_rdma_brings_devices_and_locked_memory() -> None:

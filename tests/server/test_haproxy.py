@@ -1,0 +1,126 @@
+"""The same server with HAProxy in front of its ingresses: answers, steering headers, clients that go, the end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.golden.golden_set import load_goldens
+from tests.server.conftest import OneServer
+from tests.server.generate import golden_request, post, stream
+from tests.server.running_server import RunningServer, run_server
+from tests.server.test_client_gone import PHASES, Client
+
+pytestmark = pytest.mark.slow
+GOLDENS = load_goldens()
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server(one_server: OneServer) -> RunningServer:
+    return one_server.get("haproxy", "local.yaml", {"server.proxy": "haproxy"})
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def test_it_is_haproxy_that_answers(server: RunningServer) -> None:
+    """Its statistics name the ingress, and say that requests went to it."""
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    table = httpx.get("http://127.0.0.1:8404/stats;csv").text
+    (ingress,) = [line for line in table.splitlines() if ",SERVE_REPLICA_splitserve-ingress" in line]
+    assert int(ingress.split(",")[7]) > 0  # sessions in all
+    assert "this Ray was started for another" not in server.log_file.read_text()
+
+
+def test_answers_are_the_goldens(client: httpx.Client) -> None:
+    for golden in GOLDENS[:6]:
+        path, body = golden_request(golden)
+        for (got,) in (post(client, path, body), stream(client, path, body)):
+            if golden.check(got.token_ids) is None:  # else it differs at a near tie
+                assert got.text == golden.text
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("phase", ["queued", "prefilling"])
+def test_a_client_that_goes_ends_its_request(server: RunningServer, phase: str, streamed: bool) -> None:
+    """Its body comes in a packet of its own, as from most clients: HAProxy must notice then, too."""
+    server.wait_for_baseline()
+    for gate in PHASES[phase].gates:
+        server.hold(gate)
+    try:
+        gone = Client(server, streamed)
+        deadline_s = time.monotonic() + 20.0
+        while not PHASES[phase].reached(server):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        gone.cut()
+        server.wait_for_baseline()
+    finally:
+        server.clear_faults()
+
+
+def test_a_client_can_not_steer_serve(client: httpx.Client) -> None:
+    body = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
+    plain = client.post(PATH, json=body).json()["choices"]
+    headers = {
+        "x-request-timeout-seconds": "0.000001",
+        "serve-multiplexed-model-id": "a",
+        "x-session-id": "b",
+        "x-request-disconnect-disabled": "?1",
+    }
+    for name, value in headers.items():
+        answer = client.post(PATH, json=body, headers={name: value})
+        assert (answer.status_code, answer.json()["choices"]) == (200, plain), name
+
+
+def test_request_ids_are_once_on_each_answer(client: httpx.Client) -> None:
+    given = client.get("/health", headers={"x-request-id": "mine"})
+    assert given.headers.get_list("x-request-id") == ["mine"]
+    assert len(client.get("/health").headers.get_list("x-request-id")) == 1
+    refused = client.get("/health", headers=[("x-request-id", b"\xff")])  # type: ignore[list-item]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "X-Request-Id"
+
+
+def test_long_headers_are_refused_while_others_are_served(server: RunningServer, client: httpx.Client) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as link:
+        link.settimeout(20)
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 100_000)
+        assert link.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/1.1 431")
+    assert client.get("/health").status_code == 200
+
+
+def test_the_end_lets_streams_end(tmp_path_factory: pytest.TempPathFactory, one_server: OneServer) -> None:
+    one_server.stop()
+    body = {"prompt": "Once", "max_tokens": 100, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    begun = threading.Event()
+
+    def streamed(url: str) -> int:
+        with httpx.stream("POST", f"{url}{PATH}", json={**body, "stream": True}, timeout=120) as response:
+            lines = []
+            for line in response.iter_lines():
+                lines.append(line)
+                begun.set()
+        assert lines[-2] == "data: [DONE]"
+        return sum('"token_ids":[' in line for line in lines)
+
+    with ThreadPoolExecutor(1) as pool:
+        with run_server("colocated.yaml", tmp_path_factory.mktemp("end"), {"server.proxy": "haproxy"}) as server:
+            answer = pool.submit(streamed, server.url)
+            assert begun.wait(60)
+            began_s = time.monotonic()
+        assert answer.result(60) > 1
+        assert time.monotonic() - began_s < 30.0
+    log = server.log_file.read_text()
+    assert "requests are cut" not in log
+    assert "failed to shut down" not in log
