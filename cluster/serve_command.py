@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,12 @@ def run_server(config: Config) -> int:
 
     Raises UserError when the application can't start, KeyboardInterrupt at a second signal.
     """
-    # HAProxy's files, where it is the proxy.
-    with tempfile.TemporaryDirectory(prefix="splitserve-", ignore_cleanup_errors=True) as folder:
-        _set_environment(config, Path(folder))
+    _check_address(config.server.host, config.server.port)
+    with ExitStack() as stack:
+        if config.server.proxy == "haproxy":
+            files = tempfile.TemporaryDirectory(prefix="splitserve-", ignore_cleanup_errors=True)
+            os.environ.update(local_haproxy(Path(stack.enter_context(files)), os.environ))
+        _set_environment(config)
         return _serve(config)
 
 
@@ -55,6 +60,19 @@ def _serve(config: Config) -> int:
     return 0
 
 
+def _check_address(host: str, port: int) -> None:
+    """Raises UserError where nobody could listen: Ray would say only that its proxy did not start."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"server.port: can't listen on {host} port {port}: {error.strerror or error}. Does another server run "
+                "there? server.port or --port chooses another"
+            ) from error
+
+
 def _start_ray_patiently(config: Config) -> None:
     """On a busy machine Ray's own patience may be too short: try twice. Raises UserError."""
     for is_last in (False, True):
@@ -72,11 +90,11 @@ def _start_ray_patiently(config: Config) -> None:
             _say(f"Ray did not start ({reason}); trying once more")
 
 
-def _set_environment(config: Config, folder: Path) -> None:
+def _set_environment(config: Config) -> None:
     """Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") != "0" and config.server.proxy == "serve":
+        _say("RAY_SERVE_ENABLE_HA_PROXY is not heeded: set server.proxy: haproxy in the config")
     os.environ.update(proxy_environment(config.server.proxy))
-    if config.server.proxy == "haproxy":
-        os.environ.update(local_haproxy(folder))
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",

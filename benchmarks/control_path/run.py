@@ -59,7 +59,7 @@ def _environment(proxy: ServeProxy, folder: Path) -> dict[str, str]:
         "RAY_memory_monitor_refresh_ms": "0",
         "HF_HUB_OFFLINE": "1",
     }
-    own = local_haproxy(folder) if proxy == "haproxy" else {}
+    own = local_haproxy(folder, ours) if proxy == "haproxy" else {}
     return ours | fixed | proxy_environment(proxy) | own
 
 

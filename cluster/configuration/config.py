@@ -20,6 +20,7 @@ from cluster.configuration.config_conflicts import (
     device_conflicts,
     layout_conflicts,
     limit_conflicts,
+    proxy_conflicts,
     resource_conflicts,
     size_conflicts,
     timeout_conflicts,
@@ -48,6 +49,7 @@ class Config(ServingConfig):
     def _conflicts(self) -> chain[Conflict]:
         return chain(
             layout_conflicts(self.layout, self.pools),
+            proxy_conflicts(self.server),
             size_conflicts(self.model, self.kv, self.pools),
             device_conflicts(self.pools),
             batch_conflicts(self.limits, self.pools),

