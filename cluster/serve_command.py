@@ -62,15 +62,16 @@ def _serve(config: Config) -> int:
 
 def _check_address(host: str, port: int) -> None:
     """Raises UserError where nobody could listen: Ray would say only that its proxy did not start."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"server.port: can't listen on {host} port {port}: {error.strerror or error}. Does another server run "
-                "there? server.port or --port chooses another"
-            ) from error
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"server.port: can't listen on {host} port {port}: {error.strerror or error}. Does another server run "
+            "there? server.port or --port chooses another"
+        ) from error
 
 
 def _start_ray_patiently(config: Config) -> None:
