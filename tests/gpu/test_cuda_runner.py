@@ -47,6 +47,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("largest", [1, 3, 16, 200, 224, 256, 300, 1024])
+def test_sizes_of_batches_ascend_to_the_largest_and_waste_little(largest: int) -> None:
+    sizes = cuda_graphs.batch_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, largest)
+    for num_rows in range(1, largest + 1):
+        padded = next(size for size in sizes if size >= num_rows)
+        assert padded < num_rows + (16 if num_rows <= 208 else 48), num_rows
+
+
 class CalledGraph:
     """Stands for a StepGraph where there is no card. num_replays: of all of them."""
 
