@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.configuration.config import Config
 from cluster.http.serve_proxy import local_haproxy, proxy_environment
-from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
+from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
 
@@ -54,7 +54,9 @@ def _serve(config: Config) -> int:
         _say("stopping")
         if description is not None:
             _drain(config)
-        _stop_serve()
+        with without_last_words():
+            _stop_serve()
+            _stop_ray()
     finally:
         _stop_ray()
     return 0

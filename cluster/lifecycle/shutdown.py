@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TextIO
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
+# Ray prints it of calls to Serve's controller, which is stopped by killing it.
+_LAST_WORDS = ") Task ServeController."
 
 
 class StopSignals:
@@ -48,3 +54,29 @@ def wait_for_streams(
             told = count
         sleep(_POLL_S)
     return count
+
+
+@contextlib.contextmanager
+def without_last_words() -> Iterator[None]:
+    """Within it nothing is printed of calls that the end of Serve's controller has ended: it sounds like a failure."""
+    with contextlib.redirect_stdout(_Others(sys.stdout)):
+        yield
+
+
+class _Others(io.TextIOBase):
+    """Lines that are not the controller's last words. One thread writes at a time, whole lines, as `print` does."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_dropped = False
+
+    def write(self, text: str) -> int:
+        if _LAST_WORDS in text:
+            self._has_dropped = True
+        elif not (self._has_dropped and text == "\n"):  # the end of its line
+            self._has_dropped = False
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from cluster import serve_command
 from cluster.configuration.config import Config
-from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
+from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
 from cluster.user_error import UserError
 
 
@@ -83,3 +84,14 @@ def test_then_the_user_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPat
     start_ray_with(monkeypatch, TimeoutError("slow"), RuntimeError(""))
     with pytest.raises(UserError, match=r"Ray did not start: RuntimeError\n.*busy"):
         serve_command._start_ray_patiently(CONFIG)
+
+
+def test_a_normal_end_does_not_sound_like_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with without_last_words():
+        print("a line")
+        print("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries remaining\n")
+        print("(raylet) Task Other.call failed.")
+        print()
+        sys.stdout.flush()
+    print("after")
+    assert capsys.readouterr().out == "a line\n(raylet) Task Other.call failed.\n\nafter\n"
