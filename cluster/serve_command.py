@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -21,6 +22,7 @@ from cluster.user_error import UserError
 
 _LOOPBACK = "127.0.0.1"
 _ANSWER_TIMEOUT_S = 10.0
+_PORT_PATIENCE_S = 5.0
 
 
 def run_server(config: Config) -> int:
@@ -57,23 +59,39 @@ def _serve(config: Config) -> int:
         with without_last_words():
             _stop_serve()
             _stop_ray()
+    except KeyboardInterrupt:
+        _say("stopped at once: requests that were not over are cut")
+        raise
     finally:
         _stop_ray()
     return 0
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raises UserError where nobody could listen: Ray would say only that its proxy did not start."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-            probe.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"server.port: can't listen on {host} port {port}: {error.strerror or error}. Does another server run "
-            "there? server.port or --port chooses another"
-        ) from error
+    """Raises UserError where nobody could listen: Ray would say only that its proxy did not start. Blocks for some
+    seconds where a port is taken: a server that was killed leaves it a moment later."""
+    deadline_s = time.monotonic() + _PORT_PATIENCE_S
+    while True:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                probe.bind(address)
+            return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
+                time.sleep(0.2)
+                continue
+            raise UserError(_why_not(host, port, error)) from error
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        return f"server.port: {port} on {host} is taken by another program; server.port or --port chooses another"
+    if error.errno == errno.EACCES:
+        return f"server.port: {port} on {host}: {reason}; ports below 1024 usually need root"
+    return f"server.host: {host} is no address of this machine: {reason}"
 
 
 def _start_ray_patiently(config: Config) -> None:
@@ -84,7 +102,8 @@ def _start_ray_patiently(config: Config) -> None:
             return
         except Exception as error:
             _stop_ray()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            cause = getattr(error, "cause", None) or error  # Ray's own line names an actor only
+            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             if is_last:
                 raise UserError(
                     f"Ray did not start: {reason}\nIs the machine very busy, or out of memory or disk space? "

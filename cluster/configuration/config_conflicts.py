@@ -13,6 +13,7 @@ from cluster.configuration.model_config import ModelConfig
 from cluster.configuration.pool_config import PoolsConfig
 from cluster.configuration.service_config import (
     HAPROXY_PORTS,
+    INGRESS_PORTS,
     IngressConfig,
     KVConfig,
     LimitsConfig,
@@ -46,9 +47,9 @@ def proxy_conflicts(server: ServerConfig) -> Iterator[Conflict]:
     if server.proxy != "haproxy":
         return
     if server.host not in ("127.0.0.1", "localhost", "0.0.0.0"):
-        reason = f"{server.host} can't be had with server.proxy haproxy; expected 127.0.0.1 or 0.0.0.0"
+        reason = f"{server.host} can't be had with server.proxy haproxy; expected 127.0.0.1, localhost or 0.0.0.0"
         yield Conflict("server.host", reason, ("server.host", "server.proxy"))
-    if server.port in HAPROXY_PORTS.values():
+    if server.port in HAPROXY_PORTS.values() or server.port in INGRESS_PORTS:
         reason = f"{server.port} is one that server.proxy haproxy needs itself; expected another"
         yield Conflict("server.port", reason, ("server.port", "server.proxy"))
 

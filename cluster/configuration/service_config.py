@@ -18,6 +18,7 @@ HAPROXY_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
     "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
 }
+INGRESS_PORTS = range(30_000, 31_001)  # Ray gives them to ingresses behind it
 
 
 class ServerConfig(Section):

@@ -40,7 +40,11 @@ def _parse_long_body(raw: bytes, content_type: str | None, model: type[Body], li
 
 
 async def read_body(request: Request, limits: LimitsConfig) -> bytes:
-    """Raises ApiError: 413 as soon as it is known to be too long, 408 when it has not come in time."""
+    """Raises ApiError: 400 if compressed, 413 once it is known to be too long, 408 when it has not come in time."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = "compressed bodies are not supported: send it without Content-Encoding"
+        raise ApiError(400, message, param="Content-Encoding", code="unsupported_content_encoding")
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limits.max_body_bytes:
         raise _too_long(limits)

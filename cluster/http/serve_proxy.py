@@ -37,7 +37,7 @@ def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str
     """Variables for a Ray of this machine alone, whose processes otherwise have this environment.
 
     HAProxy's files lie in `folder`, its admin socket among them, which any user may write to: nobody else may enter.
-    Where another server has its ports, free ones are taken. Raises UserError.
+    Its other ports are free ones, for there may be more servers. Raises UserError.
     """
     socket_path = folder / "admin.sock"
     if len(str(folder / _NODE_ID / socket_path.name)) > _LONGEST_SOCKET_PATH:
@@ -52,7 +52,7 @@ def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "stat.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        **{name: environment.get(name) or str(_free_port(port)) for name, port in HAPROXY_PORTS.items()},
+        **{name: environment.get(name) or str(_free_port()) for name in HAPROXY_PORTS},
         # How long HAProxies may take to learn that an ingress goes. Here there is one.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
@@ -77,13 +77,8 @@ def _haproxy_program() -> str:
     return program
 
 
-def _free_port(wanted: int) -> int:
-    """That one, or another if it is taken."""
+def _free_port() -> int:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it may just have been left
-        try:
-            probe.bind(("", wanted))
-        except OSError:
-            probe.bind(("", 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port

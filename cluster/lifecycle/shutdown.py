@@ -50,7 +50,8 @@ def wait_for_streams(
     told = 0
     while (count := num_open()) and clock() < deadline_s:
         if count != told:
-            say(f"{count} requests are not over; waiting up to {deadline_s - clock():.0f} s (again to stop now)")
+            are_not = "request is not" if count == 1 else "requests are not"
+            say(f"{count} {are_not} over; waiting up to {deadline_s - clock():.0f} s (again to stop now)")
             told = count
         sleep(_POLL_S)
     return count

@@ -12,6 +12,7 @@ and tests/server/test_small_pool.py, C07 in the engine's tests of rules, G08 in 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -153,6 +154,21 @@ async def test_a46_other_content_types(content_type: str) -> None:
     async with api_client() as c:
         response = await c.http.post(TEXT, content=b'{"prompt":"a"}', headers={"content-type": content_type})
         assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+async def test_compressed_bodies_are_named() -> None:
+    raw = b'{"prompt":"a"}'
+    headers = {"content-type": "application/json"}
+    async with api_client() as c:
+        for encoding in ("gzip", "br", "deflate, gzip"):
+            response = await c.http.post(
+                TEXT, content=gzip.compress(raw), headers=headers | {"content-encoding": encoding}
+            )
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "Content-Encoding")
+            assert "without Content-Encoding" in error["message"]
+        response = await c.http.post(TEXT, content=raw, headers=headers | {"content-encoding": "Identity"})
+        assert response.status_code == 200
 
 
 async def test_a04_the_message_names_the_length_and_the_limit() -> None:

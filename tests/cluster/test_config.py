@@ -227,12 +227,17 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
     "too few CPUs": ({"ray.num_cpus": 2}, "ray.num_cpus: 2 is less than all replicas reserve, 3", []),
     "address that HAProxy can't serve": (
         {"server.proxy": "haproxy", "server.host": "::1"},
-        "server.host: ::1 can't be had with server.proxy haproxy; expected 127.0.0.1 or 0.0.0.0",
+        "server.host: ::1 can't be had with server.proxy haproxy; expected 127.0.0.1, localhost or 0.0.0.0",
         [],
     ),
     "port that HAProxy needs": (
         {"server.proxy": "haproxy", "server.port": 8404},
         "server.port: 8404 is one that server.proxy haproxy needs itself",
+        [],
+    ),
+    "port of an ingress behind HAProxy": (
+        {"server.proxy": "haproxy", "server.port": 30000},
+        "server.port: 30000 is one that server.proxy haproxy needs itself",
         [],
     ),
     "no fault folder": ({"testing.fault_dir": "./nope"}, 'testing.fault_dir: "./nope" is no existing folder', []),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,6 +24,7 @@ def config(**server: object) -> Config:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(serve_command, "_serve", lambda _: 0)
+    monkeypatch.setattr(serve_command, "_PORT_PATIENCE_S", 2.0)
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -32,16 +35,26 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_port_that_is_taken_is_named(proxy: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(
-            UserError, match=rf"server\.port: can't listen on 127\.0\.0\.1 port {port}: Address already"
-        ):
+        with pytest.raises(UserError, match=rf"server\.port: {port} on 127\.0\.0\.1 is taken"):
             serve_command.run_server(config(port=port, proxy=proxy))
     assert serve_command.run_server(config(port=port, proxy=proxy)) == 0
 
 
-def test_an_address_of_another_machine_is_named() -> None:
-    with pytest.raises(UserError, match=r"can't listen on 192\.0\.2\.1 port 8000"):
-        serve_command.run_server(config(host="192.0.2.1"))
+def test_a_port_that_comes_free_is_waited_for() -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    port = other.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(serve_command.run_server, config(port=port))
+        time.sleep(0.5)
+        assert not run.done()
+        other.close()
+        assert run.result(10) == 0
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_of_another_machine_is_named(host: str) -> None:
+    with pytest.raises(UserError, match=rf"server\.host: {host} is no address of this machine: "):
+        serve_command.run_server(config(host=host))
 
 
 def test_the_config_decides_about_the_proxy(
