@@ -25,36 +25,13 @@ _WEIGHING_ROWS = 64
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_piece(
-    query,
-    key,
-    value,
-    kv,
-    out,
-    partial,
-    lse,
-    table,
-    slots,
-    positions,
-    shares,
-    scale_log2,
-    query_stride_token,
-    query_stride_head,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
-    kv_stride_block,
+    query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
+    query_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     IS_EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -126,18 +103,10 @@ def _attend_piece(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _weigh_pieces(
-    out,
-    partial,
-    lse,
-    shares,
-    num_rows,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
+    out, partial, lse, shares, num_rows,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
     IS_EARLY: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Rows that lie in several pieces."""
     wait_for_earlier(IS_EARLY)
     head = tl.program_id(1)
@@ -207,45 +176,13 @@ def paged_decode(
         "launch_pdl": is_early,
     }
     _attend_piece[(num_pieces * num_kv_heads,)](
-        query,
-        key,
-        value,
-        kv,
-        out,
-        partial,
-        lse,
-        table,
-        slots,
-        positions,
-        shares,
-        scale * _LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        kv.stride(0),
-        table.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        BLOCK_SIZE=block_size,
-        BLOCK_N=tile_len,
-        PRECISION="ieee",
-        num_warps=num_warps,
-        num_stages=num_stages,
+        query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E, query.stride(0),
+        query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0), table.stride(0),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+        BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee", num_warps=num_warps, num_stages=num_stages,
         **constants,
-    )
+    )  # fmt: skip
     _weigh_pieces[(min(num_rows, _WEIGHING_ROWS), num_heads)](
-        out,
-        partial,
-        lse,
-        shares,
-        num_rows,
-        NUM_HEADS=num_heads,
-        ROWS=_WEIGHING_ROWS,
-        PIECES=16,
-        num_warps=2,
+        out, partial, lse, shares, num_rows, NUM_HEADS=num_heads, ROWS=_WEIGHING_ROWS, PIECES=16, num_warps=2,
         **constants,
-    )
+    )  # fmt: skip

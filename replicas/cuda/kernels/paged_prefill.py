@@ -15,26 +15,11 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _attend_tile(
-    query,
-    kv,
-    out,
-    table,
-    slots,
-    chunks,
-    scale_log2,
-    query_stride_token,
-    query_stride_head,
-    kv_stride_block,
+    query, kv, out, table, slots, chunks, scale_log2, query_stride_token, query_stride_head, kv_stride_block,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
     chunk, head = tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + chunk * 3).to(tl.int64)
     length = tl.load(chunks + chunk * 3 + 1)
@@ -127,25 +112,8 @@ def paged_prefill(
     else:
         block_m, block_n, num_warps, num_stages = (64, 32, 4, 2) if padded > 128 else (128, 64, 8, 3)
     _attend_tile[(triton.cdiv(longest, block_m), num_chunks, num_heads)](
-        query,
-        kv,
-        out,
-        table,
-        slots,
-        chunks,
-        scale * _LOG2_E,
-        query.stride(0),
-        query.stride(1),
-        kv.stride(0),
-        table.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        DIM_PADDED=padded,
-        BLOCK_SIZE=kv.shape[2],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        PRECISION="ieee",
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+        query, kv, out, table, slots, chunks, scale * _LOG2_E, query.stride(0), query.stride(1), kv.stride(0),
+        table.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        DIM_PADDED=padded, BLOCK_SIZE=kv.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee",
+        num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip

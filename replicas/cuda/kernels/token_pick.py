@@ -170,30 +170,12 @@ def _best_with_noise(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "choices"])
 def _pick(
-    logits,
-    piece_maxima,
-    partial_values,
-    wanted_pieces,
-    gathered_ids,
-    gathered_values,
-    tokens,
-    state,
-    slots,
-    positions,
-    choices,
-    logits_stride,
-    state_stride,
-    VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    NUM_PIECES: tl.constexpr,
-    PIECES_PADDED: tl.constexpr,
-    PIECES_AT_ONCE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    NUM_BITS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    EXACT: tl.constexpr,
-) -> None:
+    logits, piece_maxima, partial_values, wanted_pieces, gathered_ids, gathered_values, tokens, state, slots, positions,
+    choices, logits_stride, state_stride,
+    VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, NUM_PIECES: tl.constexpr,
+    PIECES_PADDED: tl.constexpr, PIECES_AT_ONCE: tl.constexpr, CAPACITY: tl.constexpr, NUM_BITS: tl.constexpr,
+    SHIFT: tl.constexpr, EXACT: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
     temperature = float_of(tl.load(params + _TEMPERATURE))

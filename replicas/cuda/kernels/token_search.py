@@ -122,26 +122,11 @@ def _last_of_top_k(
 
 @triton.jit(do_not_specialize=["num_rows", "pass_number"], do_not_specialize_on_alignment=["slots"])
 def narrow(
-    logits,
-    sums,
-    brackets,
-    bounds,
-    piece_maxima,
-    partial_values,
-    state,
-    slots,
-    logits_stride,
-    state_stride,
-    num_rows,
+    logits, sums, brackets, bounds, piece_maxima, partial_values, state, slots, logits_stride, state_stride, num_rows,
     pass_number,
-    VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PASSES: tl.constexpr,
-    SHIFT: tl.constexpr,
-    IS_MASS: tl.constexpr,
-) -> None:
+    VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PASSES: tl.constexpr, SHIFT: tl.constexpr, IS_MASS: tl.constexpr,
+) -> None:  # fmt: skip
     """One pass of the search for the least likely token to keep: four bits of its key, from the highest down.
 
     Sums of a block for each digit d: the number of tokens at or above the bracket's digit d (top-k), or the mass of the
