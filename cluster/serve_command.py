@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import socket
 import sys
-import tempfile
 import threading
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from cluster.configuration.config import Config
-from cluster.http.serve_proxy import local_haproxy, proxy_environment
+from cluster.http.serve_proxy import local_environment, proxy_here
+from cluster.http.server_address import check_address
 from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
@@ -30,12 +27,9 @@ def run_server(config: Config) -> int:
 
     Raises UserError when the application can't start, KeyboardInterrupt at a second signal.
     """
-    _check_address(config.server.host, config.server.port)
-    with ExitStack() as stack:
-        if config.server.proxy == "haproxy":
-            files = tempfile.TemporaryDirectory(prefix="splitserve-", ignore_cleanup_errors=True)
-            os.environ.update(local_haproxy(Path(stack.enter_context(files)), os.environ))
-        _set_environment(config)
+    check_address(config.server.host, config.server.port, _PORT_PATIENCE_S)
+    with local_environment(config.server.proxy, os.environ) as variables:
+        _set_environment(config, variables)
         return _serve(config)
 
 
@@ -58,40 +52,13 @@ def _serve(config: Config) -> int:
             _drain(config)
         with without_last_words():
             _stop_serve()
-            _stop_ray()
     except KeyboardInterrupt:
         _say("stopped at once: requests that were not over are cut")
         raise
     finally:
-        _stop_ray()
+        with without_last_words():
+            _stop_ray()
     return 0
-
-
-def _check_address(host: str, port: int) -> None:
-    """Raises UserError where nobody could listen: Ray would say only that its proxy did not start. Blocks for some
-    seconds where a port is taken: a server that was killed leaves it a moment later."""
-    deadline_s = time.monotonic() + _PORT_PATIENCE_S
-    while True:
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-                probe.bind(address)
-            return
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline_s:
-                time.sleep(0.2)
-                continue
-            raise UserError(_why_not(host, port, error)) from error
-
-
-def _why_not(host: str, port: int, error: OSError) -> str:
-    reason = error.strerror or str(error)
-    if error.errno == errno.EADDRINUSE:
-        return f"server.port: {port} on {host} is taken by another program; server.port or --port chooses another"
-    if error.errno == errno.EACCES:
-        return f"server.port: {port} on {host}: {reason}; ports below 1024 usually need root"
-    return f"server.host: {host} is no address of this machine: {reason}"
 
 
 def _start_ray_patiently(config: Config) -> None:
@@ -112,11 +79,14 @@ def _start_ray_patiently(config: Config) -> None:
             _say(f"Ray did not start ({reason}); trying once more")
 
 
-def _set_environment(config: Config) -> None:
-    """Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once."""
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "0") != "0" and config.server.proxy == "serve":
+def _set_environment(config: Config, variables: Mapping[str, str]) -> None:
+    """Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once.
+
+    variables: what the config decides; the others are defaults.
+    """
+    if config.server.proxy == "serve" and proxy_here(os.environ) == "haproxy":
         _say("RAY_SERVE_ENABLE_HA_PROXY is not heeded: set server.proxy: haproxy in the config")
-    os.environ.update(proxy_environment(config.server.proxy))
+    os.environ.update(variables)
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",

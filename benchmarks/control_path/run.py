@@ -13,11 +13,18 @@ from typing import Any
 
 from benchmarks.tables import table
 from cluster.configuration.service_config import ServeProxy
-from cluster.http.serve_proxy import local_haproxy, proxy_environment
+from cluster.http.serve_proxy import local_environment
 
 PROXIES: tuple[ServeProxy, ...] = ("serve", "haproxy")
 _ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 600.0
+_FIXED = {
+    "PYTHONPATH": str(_ROOT),
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def run_control_path_benchmark(proxies: Sequence[ServeProxy], short: bool) -> dict[str, Any]:
@@ -27,7 +34,9 @@ def run_control_path_benchmark(proxies: Sequence[ServeProxy], short: bool) -> di
 
 def _run_behind(proxy: ServeProxy, short: bool) -> dict[str, Any]:
     """In a network of its own that is loopback and nothing else: HAProxy and some of Ray bind to every interface."""
-    with tempfile.TemporaryDirectory() as folder:
+    # Without any other of Serve's switches.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")} | _FIXED
+    with tempfile.TemporaryDirectory() as folder, local_environment(proxy, ours) as own:
         output = Path(folder) / "result.json"
         command = [sys.executable, "tests/loopback_only.py", sys.executable, "-m", "benchmarks.control_path.one_mode"]
         command += [str(output), *(["--short"] if short else [])]
@@ -35,7 +44,7 @@ def _run_behind(proxy: ServeProxy, short: bool) -> dict[str, Any]:
             done = subprocess.run(
                 command,
                 cwd=_ROOT,
-                env=_environment(proxy, Path(folder)),
+                env=ours | own,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 timeout=_TIMEOUT_S,
@@ -47,20 +56,6 @@ def _run_behind(proxy: ServeProxy, short: bool) -> dict[str, Any]:
             return {"error": "\n".join(done.stderr.splitlines()[-15:])}
         result: dict[str, Any] = json.loads(output.read_text())
         return result
-
-
-def _environment(proxy: ServeProxy, folder: Path) -> dict[str, str]:
-    """Ours, without any other of Serve's switches."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
-    fixed = {
-        "PYTHONPATH": str(_ROOT),
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_memory_monitor_refresh_ms": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
-    own = local_haproxy(folder, ours) if proxy == "haproxy" else {}
-    return ours | fixed | proxy_environment(proxy) | own
 
 
 def control_path_tables(result: dict[str, Any]) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy
 from cluster.user_error import UserError
@@ -33,11 +35,25 @@ def proxy_environment(proxy: ServeProxy) -> dict[str, str]:
     }
 
 
-def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a Ray of this machine alone, whose processes otherwise have this environment.
+@contextmanager
+def local_environment(proxy: ServeProxy, environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Variables for a Ray of this machine alone that ends within. environment: what else its processes have.
 
-    HAProxy's files lie in `folder`, its admin socket among them, which any user may write to: nobody else may enter.
-    Its other ports are free ones, for there may be more servers. Raises UserError.
+    HAProxy's files have a folder of their own meanwhile. Raises UserError.
+    """
+    variables = proxy_environment(proxy)
+    if proxy == "serve":
+        yield variables
+        return
+    with TemporaryDirectory(prefix="splitserve-", ignore_cleanup_errors=True) as folder:
+        yield variables | local_haproxy(Path(folder), environment)
+
+
+def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """What HAProxy needs beyond `proxy_environment` to be one of several on a machine.
+
+    Its files lie in `folder`, its admin socket among them, which any user may write to: nobody else may enter. Its own
+    ports are free ones. Raises UserError.
     """
     socket_path = folder / "admin.sock"
     if len(str(folder / _NODE_ID / socket_path.name)) > _LONGEST_SOCKET_PATH:

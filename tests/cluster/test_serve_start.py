@@ -13,6 +13,7 @@ import pytest
 from cluster import serve_command
 from cluster.configuration.config import Config
 from cluster.user_error import UserError
+from tests.server.local_ray import free_port
 
 POOLS = {"prefill": {"kv_capacity_tokens": 4096}, "decode": {"kv_capacity_tokens": 4096}}
 
@@ -61,15 +62,9 @@ def test_the_config_decides_about_the_proxy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    serve_command.run_server(config(port=_free_port()))
+    serve_command.run_server(config(port=free_port()))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
     assert "set server.proxy: haproxy in the config" in capsys.readouterr().err
-    serve_command.run_server(config(port=_free_port(), proxy="haproxy"))
+    serve_command.run_server(config(port=free_port(), proxy="haproxy"))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert capsys.readouterr().err == ""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.local_ray import free_port
 
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S = 240.0
@@ -92,7 +93,7 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
         section[name] = value
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_port()
     log_file = folder / "server.log"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     with log_file.open("wb") as log:
@@ -123,10 +124,3 @@ def _wait_until_ready(server: RunningServer) -> None:
         assert server.process.poll() is None, server.log_file.read_text()[-5000:]
         assert time.monotonic() < deadline_s, server.log_file.read_text()[-5000:]
         time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -106,7 +106,7 @@ class Client:
         self._client.close()
 
 
-def _wait(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the phase was not reached"
@@ -121,7 +121,7 @@ def test_everything_is_free_again(server: RunningServer, name: str, streamed: bo
     for gate in phase.gates:
         server.hold(gate)
     client = Client(server, streamed)
-    _wait(lambda: phase.reached(server))
+    wait_for(lambda: phase.reached(server))
     assert server.held()
     client.cut()
     # A phase that is one step or one read ends when that does: the gate opens, as the step would end.
@@ -137,7 +137,7 @@ def test_everything_is_free_again_mid_decode(server: RunningServer, streamed: bo
     server.wait_for_baseline()
     before = server.total("splitserve_forwarded_tokens_total")
     client = Client(server, streamed, num_tokens=400)
-    _wait(lambda: server.total("splitserve_forwarded_tokens_total") > before + 5)
+    wait_for(lambda: server.total("splitserve_forwarded_tokens_total") > before + 5)
     if streamed:
         assert client.num_chunks > 0
     client.cut()

@@ -18,7 +18,7 @@ from tests.golden.golden_set import load_goldens
 from tests.server.conftest import OneServer
 from tests.server.generate import golden_request, post, stream
 from tests.server.running_server import RunningServer, run_server
-from tests.server.test_client_gone import PHASES, Client
+from tests.server.test_client_gone import PHASES, Client, wait_for
 
 pytestmark = pytest.mark.slow
 GOLDENS = load_goldens()
@@ -74,10 +74,7 @@ def test_a_client_that_goes_ends_its_request(server: RunningServer, phase: str, 
         server.hold(gate)
     try:
         gone = Client(server, streamed)
-        deadline_s = time.monotonic() + 20.0
-        while not PHASES[phase].reached(server):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
+        wait_for(lambda: PHASES[phase].reached(server))
         gone.cut()
         server.wait_for_baseline()
     finally:
