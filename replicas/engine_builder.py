@@ -28,7 +28,7 @@ from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.metrics import PoolMetrics
-from replicas.model.model_loader import LoadedModel, load_model
+from replicas.model.model_loader import load_model
 from replicas.settings import EngineSettings
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
@@ -142,7 +142,7 @@ class _Base:
             raise ValueError(
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
-        _progress("weights loaded", started_s, dtype=settings.model.dtype)
+        _progress("weights loaded", started_s, identity=str(loaded.identity))
         self.layout = loaded.kv_layout(settings.block_size)
         num_blocks = pool_blocks(settings, self.layout)
         self.pool = KvPool(self.layout, num_blocks, device)
@@ -156,7 +156,7 @@ class _Base:
         self.runner.warm_up()
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
-        self.fingerprint = _fingerprint(loaded, self.layout)
+        self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
         self.faults = FaultPoints(settings.fault_dir, self.pool.tensor)
         self.metrics = EngineMetrics(
             PoolMetrics(
@@ -222,10 +222,6 @@ def host_blocks(settings: EngineSettings, layout: KvLayout, num_blocks: int) -> 
     if settings.host_memory_bytes is not None:
         return settings.host_memory_bytes // layout.block_bytes
     return 0 if settings.admission.quantile is None else num_blocks
-
-
-def _fingerprint(loaded: LoadedModel, layout: KvLayout) -> str:
-    return f"{loaded.fingerprint}:{layout.describe()}"
 
 
 def _progress(message: str, started_s: float, **fields: object) -> None:

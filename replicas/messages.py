@@ -63,7 +63,7 @@ class TransferPeer:
     epoch: str  # new at every engine start
     agent_name: str
     agent_metadata: bytes
-    fingerprint: str  # of model, weights source and pool layout: two ends must agree
+    fingerprint: str  # a ModelIdentity with its layout, as text: two ends must agree
     base_address: int
     device_id: int
     mem_type: str  # "DRAM" | "VRAM"

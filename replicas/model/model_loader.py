@@ -6,24 +6,23 @@ runs unless the config trusts it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from replicas.kv.kv_pool import KvLayout
-from replicas.model.attention import ATTENTION_NAME, register_attention
+from replicas.model.attention import register_attention
+from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
 from replicas.model.fused_projections import fuse_projections
 from replicas.model.gguf_conversion import resolve_source
 from replicas.model.model_support import UnsupportedModel, refuse_unsupported
 from replicas.model.output_head import lay_out_head
+from replicas.model.weights_digest import digest_weights
+from replicas.model_identity import ModelIdentity, config_digest, tokenizer_digest
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """model is in eval mode on its device. fingerprint names architecture, weights and dtype."""
+    """model is in eval mode on its device. identity: of what was loaded, without a layout."""
 
     model: nn.Module
     num_layers: int
@@ -40,7 +39,7 @@ class LoadedModel:
     vocab_size: int
     max_positions: int
     dtype: torch.dtype
-    fingerprint: str
+    identity: ModelIdentity
 
     def kv_layout(self, block_size: int) -> KvLayout:
         return KvLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
@@ -49,17 +48,24 @@ class LoadedModel:
 def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     """Load weights onto the device. Blocks for seconds to minutes; logs progress.
 
-    Raises UnsupportedModel for an architecture that our attention does not compute, OSError when the
-    files are not there.
+    Raises UnsupportedModel for an architecture that our attention does not compute, CheckpointMismatch for files that
+    are not what their config says or change meanwhile, OSError when they are not there.
     """
     register_attention()
     transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
     folder = resolve_source(settings.source, settings.cache_dir)
+    files = FilesAsRead.now(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     refuse_unsupported(config)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
-    model = _load_weights(settings, folder, config, dtype, device)
+    identity_of_config = config_digest(config)  # before anything is set in it
+    if settings.load_format == "dummy":
+        model = random_model(config, dtype, device, settings.trust_remote_code)
+    else:
+        model = read_checkpoint(folder, config, dtype, device, settings.trust_remote_code)
+    identity = ModelIdentity(digest_weights(model), identity_of_config, tokenizer_digest(folder), settings.dtype)
+    files.refuse_change()
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
     model = model.to(device).eval().requires_grad_(False)
@@ -74,37 +80,5 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=dtype,
-        fingerprint=_fingerprint(settings, folder, config),
+        identity=identity,
     )
-
-
-def _load_weights(
-    settings: ModelSettings, folder: str, config: Any, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    """On the device from the start: nothing is made, or kept, in host memory for a GPU."""
-    if settings.load_format == "dummy":
-        torch.manual_seed(0)  # every replica must hold the same random weights
-        with device:
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=settings.trust_remote_code
-            )
-        return model
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        trust_remote_code=settings.trust_remote_code,
-        device_map=None if device.type == "cpu" else device,
-    )
-    return loaded
-
-
-def _fingerprint(settings: ModelSettings, folder: str, config: Any) -> str:
-    """Two replicas with equal fingerprints hold the same weights, as far as names and sizes of files tell."""
-    described = {k: v for k, v in config.to_dict().items() if k != "_name_or_path" and not k.startswith("_attn")}
-    parts: list[object] = [json.dumps(described, sort_keys=True, default=str), settings.dtype, settings.load_format]
-    if Path(folder).is_dir():
-        parts += [(p.name, p.stat().st_size) for p in sorted(Path(folder).glob("*.safetensors"))]
-    else:
-        parts.append(folder)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
