@@ -33,6 +33,7 @@ from cluster.text.work_lanes import WorkLanes
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
 from replicas.channels.listening import node_address
+from replicas.model_identity import tokenizer_digest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -94,6 +95,7 @@ class Ingress:
             limits=_router_limits(config),
             metrics=self.metrics,
             channel_host=channel_host(config),
+            tokenizer=await asyncio.to_thread(tokenizer_digest, folder),
         )
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
@@ -168,13 +170,15 @@ class Ingress:
         """Whether requests can be served now, and if not, why."""
         pools = {
             pool.name: PoolHealth(
-                fingerprints=tuple(metadata["peer"]["fingerprint"] for metadata in pool.usable().values()),
+                fingerprints=tuple(of["peer"]["fingerprint"] for of in self._router.usable(pool.name).values()),
                 num_lost=len(pool.lost),
+                num_strangers=len(pool.usable()) - len(self._router.usable(pool.name)),
                 can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
             )
             for pool in self._router.pools
         }
-        return readiness(pools, self._rules, self.drain.is_draining or self._termination.is_requested)
+        is_draining = self.drain.is_draining or self._termination.is_requested
+        return readiness(pools, self._rules, is_draining, self._router.unlike)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ class ModelIdentity:
         parts = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return " ".join(f"{name}={value}" for name, value in parts if value)
 
-    @property
-    def model(self) -> str:
-        """The text of all but the layout: who shares it gives the same answers."""
-        return str(replace(self, kv=""))
-
     @staticmethod
     def parse(text: str) -> ModelIdentity:
         """Of a text that `str` made; of any other, one that equals nobody else's."""
@@ -59,6 +54,11 @@ class ModelIdentity:
     def differences(self, other: ModelIdentity) -> tuple[str, ...]:
         """Names of the parts that differ."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+def model_of(fingerprint: str) -> str:
+    """The text of all but the layout: who shares it gives the same answers."""
+    return fingerprint.partition(" kv=")[0]
 
 
 def config_digest(config: Any) -> str:

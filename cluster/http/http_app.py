@@ -102,8 +102,8 @@ def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
     async def ready() -> Response:
         found = ingress.readiness()
         if found.is_ready:
-            return json_response({"status": "ready"})
-        details = {"missing_pools": list(found.missing_pools), "reasons": list(found.reasons)}
+            return json_response({"status": "ready"} | ({"notes": list(found.notes)} if found.notes else {}))
+        details = {"missing_pools": list(found.missing_pools), "reasons": [*found.reasons, *found.notes]}
         return json_response({"status": "not ready", **details}, 503)
 
     @app.get("/version")

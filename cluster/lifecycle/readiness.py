@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.routing.routing_policy import RoutingRules
+
+_MOST_NOTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,12 +15,14 @@ class PoolHealth:
     """One pool as an ingress sees it.
 
     fingerprints: of each replica that may be chosen, of its model and KV layout: two with the same can exchange KV.
+    num_strangers: replicas with another tokenizer than this ingress, which are not used.
     num_lost: replicas that Serve lists and that are frozen, dead or leaving. can_cold_start: it has been scaled to
     zero, and a request will start a replica.
     """
 
     fingerprints: tuple[str, ...] = ()
     num_lost: int = 0
+    num_strangers: int = 0
     can_cold_start: bool = False
 
     @property
@@ -28,10 +32,12 @@ class PoolHealth:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """missing_pools: those that a request needs and that have no replica. reasons: what is wrong, a sentence each."""
+    """missing_pools: those that a request needs and that have no replica. reasons: why it is not ready, notes: what is
+    wrong all the same, a sentence each."""
 
     missing_pools: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     num_lost: int = 0
 
     @property
@@ -39,18 +45,22 @@ class Readiness:
         return not self.reasons
 
 
-def readiness(pools: Mapping[str, PoolHealth], rules: RoutingRules, is_draining: bool = False) -> Readiness:
-    """pools: by name, those that are deployed."""
+def readiness(
+    pools: Mapping[str, PoolHealth], rules: RoutingRules, is_draining: bool = False, unlike: Sequence[object] = ()
+) -> Readiness:
+    """pools: by name, those that are deployed. unlike: a sentence of each replica that can't work with others."""
     num_lost = sum(pool.num_lost for pool in pools.values())
     reasons = ["this server is being stopped"] if is_draining else []
     needed = [name for name in pools if name == "decode" or not rules.fallback_to_decode]
     missing = tuple(name for name in needed if not pools[name].is_served)
     for name in missing:
         lost = f": {pools[name].num_lost} do not answer" if pools[name].num_lost else ""
-        reasons.append(f"no {name} replica can be used{lost}")
+        strangers = f": {pools[name].num_strangers} have another tokenizer" if pools[name].num_strangers else ""
+        reasons.append(f"no {name} replica can be used{lost}{strangers}")
+    notes = [str(replica) for replica in unlike[:_MOST_NOTES]]
     if not missing and "prefill" in needed and not _can_exchange(pools["prefill"], pools["decode"]):
-        reasons.append("no prefill replica can hand its KV cache to a decode replica: their models or layouts differ")
-    return Readiness(missing, tuple(reasons), num_lost)
+        notes.insert(0, "no prefill replica can hand its KV cache to a decode replica: decode computes all prompts")
+    return Readiness(missing, tuple(reasons), tuple(notes), num_lost)
 
 
 def _can_exchange(prefill: PoolHealth, decode: PoolHealth) -> bool:

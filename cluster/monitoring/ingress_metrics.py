@@ -17,7 +17,9 @@ REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", 
 DECISIONS = ("local", "remote", "fallback_aggregated")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
+ENGINE_POOLS = ("prefill", "decode")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
+UNLIKENESS = ("tokenizer", "no_partner")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
 
@@ -46,6 +48,10 @@ class IngressMetrics(MetricSet):
     def replica_lost(self, of_pool: str, reason: str) -> None:
         """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
         self.replica_losses.add(of_pool=of_pool, reason=reason)
+
+    def unlike(self, of_pool: str, reason: str, number: int) -> None:
+        """So many replicas of a pool are unlike this ingress or the other pool now; reason: one of UNLIKENESS."""
+        self.unlike_replicas.set(number, of_pool=of_pool, reason=reason)
 
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
@@ -82,6 +88,11 @@ class IngressMetrics(MetricSet):
             "Replicas that this ingress found dead, frozen or leaving before Serve told it",
             {"of_pool": POOLS, "reason": LOSSES},
         )
+        self.unlike_replicas = self.gauge(
+            "splitserve_unlike_replicas",
+            "Replicas whose model differs from this ingress's tokenizer, or from all of the other pool",
+            {"of_pool": ENGINE_POOLS, "reason": UNLIKENESS},
+        )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
         )
@@ -115,7 +126,7 @@ class IngressMetrics(MetricSet):
         self.desired_replicas = self.gauge(
             "splitserve_autoscaler_desired_replicas",
             "Replicas that a pool is to have, by the autoscaler or fixed",
-            {"pool": ("prefill", "decode")},
+            {"pool": ENGINE_POOLS},
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"

@@ -22,6 +22,7 @@ from cluster.monitoring.ingress_metrics import (
     REJECTIONS,
     RETRY_STAGES,
     SPAN_ENDS,
+    UNLIKENESS,
 )
 from replicas.metrics import metric_buckets as buckets
 from replicas.metrics.metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
@@ -79,6 +80,7 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "build_info", "gauge", ALL, {**pool, "version": None, "ray_version": None, "engine": None})
     yield MetricRow(PREFIX + "metrics_scrape_failures", "counter", INGRESS, {"of_pool": POOLS})
     yield MetricRow(PREFIX + "trace_spans", "counter", INGRESS, {"result": SPAN_ENDS})
+    yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})

@@ -17,6 +17,7 @@ from cluster.openai.openai_request import ChatCompletionBody, CompletionBody, Ge
 from cluster.openai.openai_response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.openai.sampling_choice import beam_params, sampling_params
 from cluster.routing.generation import GenerationSpec
+from cluster.routing.model_binding import ModelBinding
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.prompt_echo import PromptEcho
 from cluster.text.text_choice import TextChoice
@@ -136,7 +137,10 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, timer.trace) for ids in prompts]
+        binding = ModelBinding()
+        specs = [
+            self._spec(body, ids, stop_ids, bad_words, default_max_tokens, timer.trace, binding) for ids in prompts
+        ]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
@@ -164,6 +168,7 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
         trace: RequestTrace,
+        binding: ModelBinding,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         beam = beam_params(body)
@@ -177,6 +182,7 @@ class GenerationService:
             timeout_s=self._config.ingress.request_timeout_s,
             beam=beam,
             trace=trace,
+            binding=binding,
         )
 
     def _sampling(

@@ -22,6 +22,7 @@ from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_mailboxes import Mailboxes
 from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
 from cluster.routing.generation import Leg
+from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.routing_policy import Route
@@ -87,6 +88,7 @@ class Attempt:
 
         Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
         """
+        self._leg.model = self.route.model
         if self.route.prefill_id is not None:
             self._source = self._view.prefill_peer(self.route.prefill_id)
             self._reader = self._view.decode_peer(self.route.decode_id)
@@ -107,6 +109,8 @@ class Attempt:
             if self.route.prefill_id is not None:
                 await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
             await self._take_tokens(handoff_by_s)
+        except OtherModel as error:
+            raise self._failed(CallStatus.ERROR, str(error)) from error
         finally:
             self.close()
 

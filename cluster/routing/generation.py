@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cluster.monitoring.request_trace import RequestTrace
 from cluster.routing.batch_queue import BatchQueue
+from cluster.routing.model_binding import ModelBinding
 from replicas.messages import (
     BeamParams,
     FinishReason,
@@ -35,6 +36,7 @@ class GenerationSpec:
     priority: int = 0  # higher is more important
     client: str = ""  # an opaque label: clients share fairly
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False, repr=False)
+    binding: ModelBinding = field(default_factory=ModelBinding, compare=False, repr=False)  # of the whole request
 
 
 class GeneratedToken(NamedTuple):
@@ -80,6 +82,7 @@ class Leg:
         self, spec: GenerationSpec, choices: dict[int, ChoiceState], output: BatchQueue[GenerationItem]
     ) -> None:
         self.spec = spec
+        self.model = ""  # who is asked in this attempt
         self._choices = choices
         self._output = output
         self._base = len(next(iter(choices.values())).token_ids)  # tokens emitted before this attempt
@@ -116,7 +119,7 @@ class Leg:
         )
 
     def take_first(self, first_tokens: tuple[FirstToken, ...]) -> None:
-        """Prefill's answer: token 0 of each choice. Mutates; emits."""
+        """Prefill's answer: token 0 of each choice. Mutates; emits. Raises OtherModel."""
         for token in first_tokens:
             self._take(token.choice, 0, token.token_id, token.finish_reason, token.logprobs)
 
@@ -130,7 +133,7 @@ class Leg:
         self._scores += part.positions
 
     def take(self, item: TokenItem) -> None:
-        """One token of a frame. Mutates; emits. Raises ProtocolError when it is not the choice's next one."""
+        """One token of a frame. Mutates; emits. Raises OtherModel, ProtocolError for one out of turn."""
         self._take(item.choice, item.index, item.token_id, item.finish_reason, item.logprobs)
 
     def num_taken(self, choice: int) -> int:
@@ -158,7 +161,7 @@ class Leg:
     def _emit_prompt(self) -> None:
         if len(self._scores) != len(self.spec.prompt_ids):
             raise ProtocolError(f"prompt: logprobs of {len(self._scores)} tokens, it has {len(self.spec.prompt_ids)}")
-        self._output.put(ScoredPrompt(tuple(self._scores)))
+        self._pass_on(ScoredPrompt(tuple(self._scores)))
         self._owes_prompt = False
 
     def _take(
@@ -174,16 +177,22 @@ class Leg:
             raise ProtocolError(f"choice {choice}: token {index} after {len(state.token_ids) - self._base}")
         if self._owes_prompt:
             self._emit_prompt()
-        state.token_ids.append(token_id)
-        state.finish_reason = finish_reason
         token = GeneratedToken(choice, token_id, finish_reason, logprobs)
         if self.spec.beam is None:
-            self._output.put(token)
+            self._pass_on(token)
+        state.token_ids.append(token_id)
+        state.finish_reason = finish_reason
+        if self.spec.beam is None:
             return
         self._withheld.append(token)
         if self.is_done:
             for token in self._withheld:
-                self._output.put(token)
+                self._pass_on(token)
+
+    def _pass_on(self, item: GenerationItem) -> None:
+        """Raises OtherModel, and then nothing is passed on."""
+        self.spec.binding.decide(self.model)
+        self._output.put(item)
 
 
 class ProtocolError(AssertionError):

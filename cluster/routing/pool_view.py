@@ -37,6 +37,8 @@ class PoolView:
         self._decodes = decodes
         self._prefills = prefills
         self._clock = clock
+        self._decode_table: ReplicaTable = {}
+        self._prefill_table: ReplicaTable = {}
         self._heard: dict[str, _Heard] = {}
         # Of decode, until one of the figures that it is made of changes: of a thousand few do between two requests.
         self._candidates: dict[str, DecodeCandidate] = {}
@@ -48,11 +50,14 @@ class PoolView:
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
-        known = self._candidates
-        return [known.get(name) or self._decode_candidate(name, metadata) for name, metadata in self._decodes().items()]
+        """Mutates: `decode_peer` finds those of this moment, whoever leaves meanwhile (tables change on any thread)."""
+        known, self._decode_table = self._candidates, self._decodes()
+        return [known.get(name) or self._decode_candidate(name, of) for name, of in self._decode_table.items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
-        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefills().items()]
+        """Mutates: as decode_candidates, for `prefill_peer`."""
+        self._prefill_table = self._prefills()
+        return [self._prefill_candidate(name, metadata) for name, metadata in self._prefill_table.items()]
 
     @property
     def unheard_blocks(self) -> int:
@@ -73,12 +78,12 @@ class PoolView:
         return [self._heard[name].load for name in self._prefills() if name in self._heard]
 
     def decode_peer(self, replica_id: str) -> TransferPeer:
-        """Raises KeyError when the replica has left."""
-        return self._peer(self._decodes(), replica_id)
+        """Of one of the last candidates. It may have left since: then calls to it say so."""
+        return self._peer(self._decode_table, replica_id)
 
     def prefill_peer(self, replica_id: str) -> TransferPeer:
-        """Raises KeyError when the replica has left."""
-        return self._peer(self._prefills(), replica_id)
+        """Of one of the last candidates. It may have left since: then calls to it say so."""
+        return self._peer(self._prefill_table, replica_id)
 
     def heard(self, frame: Frame) -> None:
         self.heard_load(frame.replica_id, frame.load)
@@ -149,7 +154,14 @@ class PoolView:
         heard = self._heard.get(replica_id)
         if heard is None:
             free_blocks = total_blocks - unheard
-            candidate = DecodeCandidate(replica_id, total_blocks, free_blocks, num_in_flight, node_id=node_id)
+            candidate = DecodeCandidate(
+                replica_id,
+                total_blocks,
+                free_blocks,
+                num_in_flight,
+                node_id=node_id,
+                fingerprint=_fingerprint(metadata),
+            )
         else:
             candidate = DecodeCandidate(
                 replica_id=replica_id,
@@ -161,6 +173,7 @@ class PoolView:
                 expected_tokens=heard.load.expected_tokens,
                 step_s=heard.load.step_s,
                 node_id=node_id,
+                fingerprint=_fingerprint(metadata),
             )
         self._candidates[replica_id] = candidate
         return candidate
@@ -170,8 +183,16 @@ class PoolView:
         ours, coming = self._prompt_tokens[replica_id], self._coming_tokens[replica_id]
         heard = self._heard.get(replica_id)
         if heard is None:
-            return PrefillCandidate(replica_id, total_blocks, ours + coming, node_id=node_id)
+            queued = ours + coming
+            return PrefillCandidate(
+                replica_id, total_blocks, queued, node_id=node_id, fingerprint=_fingerprint(metadata)
+            )
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
         queued = max(heard.load.queued_prompt_tokens - done, ours) + coming
-        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id)
+        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id, _fingerprint(metadata))
+
+
+def _fingerprint(metadata: Mapping[str, Any]) -> str:
+    fingerprint: str = metadata["peer"]["fingerprint"]
+    return fingerprint

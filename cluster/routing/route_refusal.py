@@ -23,9 +23,10 @@ def refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics
             code="context_length_exceeded",
         )
     metrics.rejected("no_capacity")
+    which = " of the model that began this answer" if need.model else ""
     raise ApiError(
         503,
-        f"no {decided.pool} replica is available now; try again later",
+        f"no {decided.pool} replica is available now{which}; try again later",
         code="unavailable",
         retry_after_s=1.0,
     )

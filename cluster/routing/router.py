@@ -28,8 +28,9 @@ from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.route_refusal import refuse
-from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.routing.route_choice import RouteChoice
+from cluster.routing.routing_policy import Route, RouteKind, RoutingRules, Unavailable
+from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
 from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame
 
@@ -68,12 +69,17 @@ class Router:
         limits: RouterLimits,
         metrics: IngressMetrics,
         channel_host: str,
+        tokenizer: str = "",
     ) -> None:
+        """tokenizer: digest of the ingress's own; replicas with another are not used. Empty: any is right."""
         self._rules, self._limits, self._metrics = rules, limits, metrics
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
-        self._view = PoolView(self._decode.usable, self._prefill.usable if self._prefill else dict)
+        self._same = SameTokenizer(tokenizer)
+        self._unlike = UnlikeWatch(self._same, metrics.unlike)
+        self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
+        self._routes = RouteChoice(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
@@ -107,11 +113,21 @@ class Router:
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
         self._intake.admit(decodes)
-        self._cold_start.wake()
+        self.prefill_changed()
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
+        self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         self._cold_start.wake()
+
+    def usable(self, pool_name: str) -> ReplicaTable:
+        """Of this pool those that requests may be sent to; none of a pool that is not deployed."""
+        return next((self._same.of(pool.usable()) for pool in self.pools if pool.name == pool_name), {})
+
+    @property
+    def unlike(self) -> tuple[UnlikeReplica, ...]:
+        """Those that can't work with this ingress or with the other pool."""
+        return self._unlike.found
 
     @property
     def is_healthy(self) -> bool:
@@ -131,12 +147,12 @@ class Router:
         deadline_s = time.monotonic() + spec.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
-        need = self._need(leg)
+        need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
             # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
             # come together each sees those before it.
-            route = self._route(leg)
+            route = self._routes.route(leg)
             self._check_room(route)
             first = self._open_attempt(leg, route, deadline_s)
             run = asyncio.create_task(
@@ -159,7 +175,7 @@ class Router:
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
             if attempt is None:
-                await self._cold_start.wait(self._need(leg), self._limits.max_queued, deadline_s)
+                await self._cold_start.wait(self._routes.need(leg), self._limits.max_queued, deadline_s)
                 attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
@@ -212,10 +228,11 @@ class Router:
             limits=self._limits.attempt,
         )
         attempt.open()
+        leg.spec.binding.lean(route.model)
         self._metrics.routed(route.kind)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.spec.generation_id, "decode": route.decode_id}
-            logger.warning("no prefill replica: decode computes the prompt", extra=extra)
+            logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
 
     # -- decisions ---------------------------------------------------------------------------------
@@ -232,7 +249,7 @@ class Router:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route = self._route(leg, past.excluded)
+            route = self._routes.route(leg, past.excluded)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
 
@@ -250,25 +267,11 @@ class Router:
     async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
-        while leg.has_emitted and time.monotonic() < until_s:
-            if not isinstance(self._decide(self._need(leg), past.excluded), Unavailable):
+        while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
+            if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
-        return self._route(leg, past.excluded)
-
-    def _route(self, leg: Leg, excluded: frozenset[str] = frozenset()) -> Route:
-        need = self._need(leg)
-        decided = self._decide(need, excluded)
-        return decided if isinstance(decided, Route) else refuse(decided, need, self._metrics)
-
-    def _need(self, leg: Leg) -> Need:
-        request, size = leg.request("", 0.0), self._limits.block_size
-        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
-        return Need(num_tokens, request.max_tokens, num_choices, size, is_search=leg.spec.beam is not None)
-
-    def _decide(self, need: Need, excluded: frozenset[str]) -> Route | NeverFits | Unavailable:
-        view = self._view
-        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+        return self._routes.route(leg, past.excluded)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""

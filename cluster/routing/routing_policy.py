@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
+from replicas.model_identity import model_of
 from scheduler.admission import LATER_STEPS
 from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of the pools."""
+    """What a request asks of the pools. model: the only one (`model_of`) that may answer it; empty: any."""
 
     prompt_tokens: int
     max_tokens: int
     num_choices: int
     block_size: int
     is_search: bool = False  # a beam search
+    model: str = ""
 
     @property
     def prefill_blocks(self) -> int:
@@ -44,7 +46,7 @@ class DecodeCandidate:
     frame, less what this router has sent since and not yet heard admitted; later_free_blocks: the same from the steps
     on that are LATER_STEPS away. expected_tokens: what a choice is taken to generate (0: its max_tokens).
     num_in_flight: this router's own requests there. num_queued: anybody's that waited there for memory or a slot, by
-    its last frame; whoever comes now waits too. step_s: its moving average.
+    its last frame; whoever comes now waits too. step_s: its moving average. fingerprint: who shares it can exchange KV.
     """
 
     replica_id: str
@@ -56,6 +58,11 @@ class DecodeCandidate:
     expected_tokens: int = 0
     step_s: float = 0.0
     node_id: str = ""
+    fingerprint: str = ""
+
+    @property
+    def model(self) -> str:
+        return model_of(self.fingerprint)
 
     def must_wait(self, need: Need) -> bool:
         """Whether a request that comes now is not admitted at once."""
@@ -90,19 +97,20 @@ class PrefillCandidate:
     queued_tokens: int
     tokens_per_s: float = 0.0
     node_id: str = ""
+    fingerprint: str = ""
 
 
 class RouteKind(StrEnum):
     REMOTE = "remote"  # prefill pool, then handoff
     LOCAL = "local"  # the decode replica prefills: colocated, or a short prompt
-    FALLBACK = "fallback_aggregated"  # the decode replica prefills because no prefill replica lives
+    FALLBACK = "fallback_aggregated"  # the decode replica prefills because no prefill replica that is like it lives
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """A decision. must_wait: no decode replica has room now, so the request will queue there.
 
-    decode_blocks: the most that it will use there by projection.
+    decode_blocks: the most that it will use there by projection. model: who answers.
     """
 
     kind: RouteKind
@@ -110,6 +118,7 @@ class Route:
     prefill_id: str | None
     must_wait: bool
     decode_blocks: int
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,22 +157,38 @@ def choose_route(
     rules: RoutingRules,
     excluded: Collection[str] = (),
 ) -> Route | NeverFits | Unavailable:
-    """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other."""
-    decode = choose_decode(need, decodes, excluded)
+    """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other.
+
+    Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
+    none: then decode computes the prompt itself, whatever the rules say of a pool without replicas.
+    """
+    able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
+    is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
+    decode = choose_decode(need, able if is_local else _with_partner(able, prefills), excluded)
     if not isinstance(decode, DecodeCandidate):
         return decode
 
     def route(kind: RouteKind, prefill_id: str | None = None) -> Route:
-        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), decode.projected_blocks(need))
+        blocks = decode.projected_blocks(need)
+        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model)
 
-    if not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens:
+    if is_local:
         return route(RouteKind.LOCAL)
-    prefill = choose_prefill(need, prefills, excluded, decode.node_id, rules.other_node_penalty)
+    alike = [prefill for prefill in prefills if prefill.fingerprint == decode.fingerprint]
+    prefill = choose_prefill(need, alike, excluded, decode.node_id, rules.other_node_penalty)
     if isinstance(prefill, PrefillCandidate):
         return route(RouteKind.REMOTE, prefill.replica_id)
-    if isinstance(prefill, Unavailable) and rules.fallback_to_decode:
+    if isinstance(prefill, Unavailable) and (rules.fallback_to_decode or prefills):
         return route(RouteKind.FALLBACK)
     return prefill
+
+
+def _with_partner(
+    decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
+) -> Sequence[DecodeCandidate]:
+    """Those that some prefill replica can hand its KV to; all, if there are none."""
+    fingerprints = {prefill.fingerprint for prefill in prefills}
+    return [decode for decode in decodes if decode.fingerprint in fingerprints] or decodes
 
 
 def choose_decode(

@@ -167,6 +167,13 @@ def _scaling() -> list[Panel]:
             "As ingresses found them before Serve did.",
             width=4,
         ),
+        lines(
+            "Replicas of another model",
+            "short",
+            {"{{of_pool}}: {{reason}}": f"max by (of_pool, reason) ({ALL.of('unlike_replicas')})"},
+            "They exchange no KV with the rest. Some while an update goes on.",
+            width=4,
+        ),
     ]
 
 

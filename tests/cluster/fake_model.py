@@ -16,6 +16,7 @@ from replicas.messages import CallStatus, FinishReason, GenerationRequest
 from scheduler.sampling_params import SamplingParams
 
 VOCABULARY = 97
+MODEL = "f"
 Token = tuple[int, FinishReason | None]
 
 
@@ -29,10 +30,15 @@ def spec_of(
 
 
 def model_tokens(
-    prompt_ids: tuple[int, ...], sampling: SamplingParams, choice: int, max_tokens: int, stop: frozenset[int]
+    prompt_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    choice: int,
+    max_tokens: int,
+    stop: frozenset[int],
+    model: str = MODEL,
 ) -> list[Token]:
     """All tokens of one choice, the last with its finish reason."""
-    noise = () if sampling.temperature == 0.0 else (sampling.seed, choice)
+    noise = (model,) if sampling.temperature == 0.0 else (model, sampling.seed, choice)
     history, tokens = prompt_ids, list[Token]()
     while not tokens or tokens[-1][1] is None:
         token_id = hash((history, len(history), noise)) % VOCABULARY
@@ -42,15 +48,15 @@ def model_tokens(
     return tokens
 
 
-def tokens_of(request: GenerationRequest) -> dict[int, list[Token]]:
+def tokens_of(request: GenerationRequest, model: str = MODEL) -> dict[int, list[Token]]:
     """What an attempt generates, by choice."""
-    given = request.max_tokens, request.stop_token_ids
+    given = request.max_tokens, request.stop_token_ids, model
     return {c: model_tokens(request.prompt_ids, request.sampling, c, *given) for c in request.choices}
 
 
-def undisturbed(spec: GenerationSpec) -> dict[int, list[Token]]:
+def undisturbed(spec: GenerationSpec, model: str = MODEL) -> dict[int, list[Token]]:
     """What a client must get, whatever happens on the way."""
-    given = spec.max_tokens, spec.stop_token_ids
+    given = spec.max_tokens, spec.stop_token_ids, model
     return {c: model_tokens(spec.prompt_ids, spec.sampling, c, *given) for c in range(spec.num_choices)}
 
 

@@ -173,7 +173,8 @@ class FakePrefill(FakePool):
             await self._strike(replica, script, Phase.PREFILL)
         except _Reply as reply:
             return PrefillReply(reply.status, "scripted", (), 0.0, 0.0, replica.load)
-        firsts = tuple(FirstToken(c, *tokens[0]) for c, tokens in tokens_of(request).items())
+        assert call.reader.fingerprint == replica.fingerprint, "KV never goes from one model to another"
+        firsts = tuple(FirstToken(c, *tokens[0]) for c, tokens in tokens_of(request, replica.fingerprint).items())
         handoff = self.cluster.handoffs.get(request.request_id)
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
@@ -200,8 +201,9 @@ class FakeDecode(FakePool):
 
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
         request = call.request
-        tokens = tokens_of(request)
+        tokens = tokens_of(request, replica.fingerprint)
         if call.source is not None:
+            assert call.source.fingerprint == replica.fingerprint, "KV never comes from another model"
             await self._strike(replica, script, Phase.ADMITTED)
             await self.cluster.handoffs[request.request_id]
             await asyncio.sleep(script.transfer_s)

@@ -12,6 +12,7 @@ import zmq
 
 from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem, TransferPeer
+from tests.cluster.fake_model import MODEL
 
 EPOCH = "e1"
 
@@ -25,6 +26,7 @@ class FakeReplica:
         """on_wire: called with each frame, in the socket's place. real_channel: a real socket instead."""
         self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
         self.used_blocks = self.num_queued = 0
+        self.fingerprint = MODEL
         self.stalled_s = 0.0  # what it says of its engine when it is asked
         self.is_leaving = False  # refuses new work
         self.thaw = asyncio.Event()  # while it is not set, nothing is sent or answered
@@ -44,7 +46,7 @@ class FakeReplica:
 
     def metadata(self) -> dict[str, Any]:
         agent = f"agent-{self.replica_id}"
-        peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", "f", 0, 0, "DRAM", self.total_blocks, 1)
+        peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", self.fingerprint, 0, 0, "DRAM", self.total_blocks, 1)
         return {"num_blocks": self.total_blocks, "channel_public_key": self.public_key, "peer": peer.to_metadata()}
 
     async def send(

@@ -96,6 +96,7 @@ async def running_router(
     recovery_s: float = 0.0,
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
+    tokenizer: str = "",
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -115,6 +116,7 @@ async def running_router(
         ),
         metrics=metrics,
         channel_host="127.0.0.1",
+        tokenizer=tokenizer,
     )
     router.let_be_empty(may_be_empty)
     rig = Rig(cluster, router, metrics)

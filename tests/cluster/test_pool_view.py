@@ -16,7 +16,7 @@ from replicas.messages import EngineLoad, Frame, TransferPeer
 
 
 def metadata(replica_id: str) -> dict[str, Any]:
-    peer = TransferPeer(replica_id, "e", f"agent-{replica_id}", b"\x00m", "f", 0, 0, "DRAM", 100, 1)
+    peer = TransferPeer(replica_id, "e", f"agent-{replica_id}", b"\x00m", "", 0, 0, "DRAM", 100, 1)
     return {"num_blocks": 100, "peer": peer.to_metadata()}
 
 
@@ -86,7 +86,7 @@ def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
 
 
 def test_candidates_say_on_which_node_they_are() -> None:
-    table = {"x": {"num_blocks": 100, "node_id": "n1"}}
+    table = {"x": metadata("d") | {"node_id": "n1"}}
     view = PoolView(lambda: table, lambda: table)
     for _ in range(2):  # before and after they are heard
         assert [candidate.node_id for candidate in view.decode_candidates() + view.prefill_candidates()] == ["n1"] * 2
@@ -160,6 +160,7 @@ def test_a_replica_that_left_is_no_candidate_and_no_peer() -> None:
 
 def test_a_dead_replica_is_forgotten_once_and_its_agent_named_if_anybody_used_it() -> None:
     pools = Pools()
+    pools.view.decode_candidates()
     assert pools.view.decode_peer("d").agent_metadata == b"\x00m"
     pools.view.heard(frame("d", load(free=1)))
     assert pools.view.forget("d") == "agent-d"

@@ -12,6 +12,7 @@ FALLBACK = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallb
 COLOCATED = RoutingRules(has_prefill_pool=False, local_prefill_max_tokens=0, fallback_to_decode=False)
 A, B, NONE, COLD = PoolHealth(("a",)), PoolHealth(("b",)), PoolHealth(), PoolHealth(can_cold_start=True)
 FROZEN = PoolHealth(num_lost=2)
+STRANGE = PoolHealth(num_strangers=2)
 MIXED = PoolHealth(("b", "a"), num_lost=1)
 
 # rules, prefill, decode -> missing pools, words of the reason
@@ -23,7 +24,8 @@ TABLE = {
     "all prefill frozen": (SPLIT, FROZEN, A, ("prefill",), "2 do not answer"),
     "all decode frozen": (SPLIT, A, FROZEN, ("decode",), "2 do not answer"),
     "half frozen": (SPLIT, MIXED, A, (), None),
-    "no pair that can exchange KV": (SPLIT, A, B, (), "models or layouts differ"),
+    "no pair that can exchange KV": (SPLIT, A, B, (), None),
+    "all with another tokenizer": (SPLIT, A, STRANGE, ("decode",), "2 have another tokenizer"),
     "in the middle of an update": (SPLIT, A, MIXED, (), None),
     "prefill asleep": (SPLIT, COLD, A, (), None),
     "decode asleep": (SPLIT, A, COLD, (), None),
@@ -45,6 +47,17 @@ def test_ready_if_every_configured_path_is_usable(case: str) -> None:
     assert found.is_ready == (words is None)
     assert found.missing_pools == missing
     assert words is None or words in " ".join(found.reasons)
+
+
+def test_what_is_wrong_while_it_serves_all_the_same_is_told() -> None:
+    found = readiness({"prefill": A, "decode": B}, SPLIT, unlike=["decode-1 is unlike"])
+    assert found.is_ready
+    assert found.notes == (
+        "no prefill replica can hand its KV cache to a decode replica: decode computes all prompts",
+        "decode-1 is unlike",
+    )
+    assert readiness({"prefill": A, "decode": MIXED}, SPLIT).notes == ()
+    assert len(readiness({"decode": A}, COLOCATED, unlike=["one"] * 99).notes) == 4
 
 
 def test_not_while_the_server_is_being_stopped() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from replicas.model.model_loader import load_model
 from replicas.model.weights_digest import digest_weights
-from replicas.model_identity import ModelIdentity, tokenizer_digest
+from replicas.model_identity import ModelIdentity, model_of, tokenizer_digest
 from replicas.settings import ModelSettings
 from tests.engines.tiny_model import save_tiny_model
 
@@ -133,8 +133,8 @@ def test_its_text_tells_what_differs() -> None:
     one = ModelIdentity("aa", "cc", "tt", "float32", "2x16:float32")
     assert str(one) == "weights=aa config=cc tokenizer=tt dtype=float32 kv=2x16:float32"
     assert ModelIdentity.parse(str(one)) == one
-    assert one.model == "weights=aa config=cc tokenizer=tt dtype=float32"
-    assert ModelIdentity.parse(one.model) == ModelIdentity("aa", "cc", "tt", "float32")
+    assert model_of(str(one)) == "weights=aa config=cc tokenizer=tt dtype=float32"
+    assert ModelIdentity.parse(model_of(str(one))) == ModelIdentity("aa", "cc", "tt", "float32")
     assert ModelIdentity.parse("weights=aa config=bb tokenizer=tt dtype=x kv=y").differences(one) == (
         "config", "dtype", "kv",
     )  # fmt: skip
