@@ -6,6 +6,7 @@ What NIXL 1.5.1 does, seen or read in its source, and what follows from it here:
 - Releasing a handle that is in flight says OK and recalls nothing, and so does removing its peer: the handle then
   reports NOT_FOUND while bytes may still land. So neither is done before the read's end, and NOT_FOUND is no end.
 - A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own.
+- Importing it closes every log handler of the process, which is not to happen (`kept_logging`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from nixl_cu13._api import nixl_agent, nixl_agent_config
-from nixl_cu13._bindings import nixlNotFoundError, nixlRemoteDisconnectError
 
+from replicas.kept_logging import kept_logging
 from replicas.kv.kv_transport import (
     BlockRun,
     KvTransport,
@@ -30,6 +30,10 @@ from replicas.kv.kv_transport import (
     merge_runs,
 )
 from replicas.messages import TransferPeer
+
+with kept_logging():
+    from nixl_cu13._api import nixl_agent, nixl_agent_config
+    from nixl_cu13._bindings import nixlNotFoundError, nixlRemoteDisconnectError
 
 _BACKEND = "UCX"
 _STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE, "ERR": ReadState.FAILED}

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import Completed, golden_request, stream
+from tests.server.processes import cpu_ticks, replicas, state_of, wait_until
 from tests.server.running_server import ROOT, RunningServer, run_server
 
 NUM_STREAMS = 8
@@ -185,41 +185,6 @@ def check_streams(server: RunningServer) -> None:
 # -- what there is ---------------------------------------------------------------------------------
 
 
-def replicas(server: RunningServer, pool: str) -> list[int]:
-    """Process ids of a pool's replicas."""
-    return sorted(pid for pid in descendants(server.process.pid) if f"ServeReplica:splitserve:{pool}" in title(pid))
-
-
-def descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (fields := stat(int(folder.name))):
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found
-
-
-def stat(pid: int) -> list[str]:
-    """Fields of proc(5)'s stat from the state on; empty when it has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def state_of(pid: int) -> str:
-    return stat(pid)[0]
-
-
-def title(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
 def busiest(server: RunningServer, pool: str) -> int:
     """The replica that does most now."""
     pids = replicas(server, pool)
@@ -228,24 +193,12 @@ def busiest(server: RunningServer, pool: str) -> int:
     return max(zip(pids, before, strict=True), key=lambda item: cpu_ticks(item[0]) - item[1])[0]
 
 
-def cpu_ticks(pid: int) -> int:
-    fields = stat(pid)
-    return int(fields[11]) + int(fields[12]) if fields else 0
-
-
 def ready(server: RunningServer) -> bool:
     return httpx.get(f"{server.url}/health/ready", timeout=30).status_code == 200
 
 
 def losses(server: RunningServer, reason: str) -> float:
     return server.total("splitserve_replica_losses_total", reason=reason)
-
-
-def wait_until(condition: Any, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "not in time"
-        time.sleep(0.2)
 
 
 def redeploy(server: RunningServer, *changes: str) -> None:

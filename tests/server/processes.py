@@ -1,0 +1,94 @@
+"""The processes of a server: which there are, what they do, what they hold, and the end of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.server.running_server import RunningServer
+
+# How the titles of Ray's processes begin.
+CONTROLLER = "ray::ServeController"
+PROXY = "ray::ProxyActor"
+HAPROXY_MANAGER = "ray::HAProxyManager"
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def replicas(server: RunningServer, pool: str) -> list[int]:
+    """Process ids of a pool's replicas."""
+    return processes(server, f"ray::ServeReplica:splitserve:{pool}")
+
+
+def processes(server: RunningServer, title_start: str) -> list[int]:
+    """Process ids of the server's processes whose title begins so."""
+    return sorted(pid for pid in descendants(server.process.pid) if title(pid).startswith(title_start))
+
+
+def the_one(server: RunningServer, title_start: str) -> int:
+    """The only process with such a title; fails the test when there are none or several."""
+    (pid,) = processes(server, title_start)
+    return pid
+
+
+def programs(server: RunningServer, name: str) -> list[int]:
+    """Process ids of the server's processes that run a program of this file name."""
+    return sorted(pid for pid in descendants(server.process.pid) if Path(title(pid).split(" ")[0]).name == name)
+
+
+def descendants(pid: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (fields := stat(int(folder.name))):
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found
+
+
+def kill(pid: int) -> None:
+    """SIGKILL. Returns when the process has gone; fails the test when it does not go."""
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: state_of(pid) in ("", "Z"), 10.0)
+
+
+def stat(pid: int) -> list[str]:
+    """Fields of proc(5)'s stat from the state on; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def state_of(pid: int) -> str:
+    """ "R", "S", "T" for stopped, "Z" for dead and not yet waited for; "" when it has ended."""
+    return (stat(pid) or [""])[0]
+
+
+def title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def rss_bytes(pid: int) -> int:
+    """Memory that it holds now, what it shares included; 0 when it has ended."""
+    fields = stat(pid)
+    return int(fields[21]) * _PAGE_BYTES if fields else 0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Return when it holds; fail the test when that takes longer."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "not in time"
+        time.sleep(0.2)
