@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +18,7 @@ import pytest
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import Completed, golden_request, stream
 from tests.server.processes import cpu_ticks, replicas, state_of, wait_until
-from tests.server.running_server import ROOT, RunningServer, run_server
+from tests.server.running_server import RunningServer, run_server
 
 NUM_STREAMS = 8
 GOLDENS = load_goldens()[2::9][:NUM_STREAMS]
@@ -117,7 +115,7 @@ def test_a_killed_replica_is_noticed_at_once_and_replaced(server: RunningServer,
 
 def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
     old, others = set(replicas(server, "prefill")), replicas(server, "decode")
-    redeploy(server, "--roll", "prefill")
+    server.redeploy("--roll", "prefill")
     deadline_s = time.monotonic() + 240.0
     while old & set(replicas(server, "prefill")):
         assert time.monotonic() < deadline_s, "not in time"
@@ -129,7 +127,7 @@ def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> Non
 def test_scale_down_cuts_nothing(server: RunningServer) -> None:
     old = set(replicas(server, "decode"))
     with streams(server) as running:
-        scaling = ThreadPoolExecutor(1).submit(redeploy, server, "--scale", "decode=1")
+        scaling = ThreadPoolExecutor(1).submit(server.redeploy, "--scale", "decode=1")
         check(running)
         while not scaling.done() or len(replicas(server, "decode")) > 1:
             check_streams(server)
@@ -199,10 +197,3 @@ def ready(server: RunningServer) -> bool:
 
 def losses(server: RunningServer, reason: str) -> float:
     return server.total("splitserve_replica_losses_total", reason=reason)
-
-
-def redeploy(server: RunningServer, *changes: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    config = server.log_file.parent / "config.yaml"
-    command = [sys.executable, "-m", "tests.server.redeploy", str(config), *changes]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)

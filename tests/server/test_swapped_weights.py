@@ -73,20 +73,25 @@ class Outcomes:
             self.strange.append((index, token_ids))
 
 
-def test_every_text_is_one_models(tmp_path: Path) -> None:
+@pytest.fixture
+def outcomes(tmp_path: Path) -> Outcomes:
+    """Models in the folders a and b, their files of the same size, no two texts alike; a's in "served" too."""
     for name, seed in (("a", 1), ("b", 2)):
         save_model(tmp_path / name, seed)
-    files = [tmp_path / name / "model.safetensors" for name in "ab"]
-    assert files[0].stat().st_size == files[1].stat().st_size
-    outcomes = Outcomes({name: texts_of(tmp_path / name) for name in "ab"})
-    assert not any(a == b for a, b in zip(*outcomes.of_model.values(), strict=True))
+    sizes = {(tmp_path / name / "model.safetensors").stat().st_size for name in "ab"}
+    assert len(sizes) == 1
+    of_model = {name: texts_of(tmp_path / name) for name in "ab"}
+    assert not any(a == b for a, b in zip(*of_model.values(), strict=True))
     shutil.copytree(tmp_path / "a", tmp_path / "served")
-    changes = {"model.source": str(tmp_path / "served"), "model.max_model_len": 512, "model.name": "m"}
-    changes |= {"lifecycle.recovery_timeout_s": 60.0, "ingress.replicas": 1, "routing.fallback_to_decode": False}
+    return Outcomes(of_model)
+
+
+def test_weights_swapped_in_the_folder_and_replicas_killed(outcomes: Outcomes, tmp_path: Path) -> None:
+    changes = changes_for(tmp_path) | {"ingress.replicas": 1}
     with run_server("local-2p2d.yaml", tmp_path, changes) as server, streams(server, outcomes):
-        wait_until(lambda: len(outcomes.ends) >= 2 * NUM_CLIENTS, 120.0)
+        wait_until_more(outcomes, 2 * NUM_CLIENTS)
         assert set(outcomes.ends) == {"a"}
-        shutil.copyfile(files[1], tmp_path / "served" / "model.safetensors")  # in place, as `cp` does
+        shutil.copyfile(tmp_path / "b" / "model.safetensors", tmp_path / "served" / "model.safetensors")  # as `cp` does
         wait_until_more(outcomes, NUM_CLIENTS)
         assert set(outcomes.ends) == {"a"}, "what runs is not what lies in the folder"
         seen_unlike = []
@@ -95,16 +100,51 @@ def test_every_text_is_one_models(tmp_path: Path) -> None:
             wait_until_more(outcomes, NUM_CLIENTS)
             seen_unlike.append(server.total("splitserve_unlike_replicas"))
             print(pool, Counter(outcomes.ends), "unlike:", seen_unlike[-1])
-        before = len(outcomes.ends)
-        wait_until_more(outcomes, 3 * NUM_CLIENTS)
-        assert set(outcomes.ends[before + NUM_CLIENTS :]) == {"b"}, "all are of the new model now"
-        assert server.total("splitserve_unlike_replicas") == 0
+        only_b_from_now_on(server, outcomes)
     print(f"{len(outcomes.ends)} streams: {Counter(outcomes.ends)}")
     assert outcomes.strange == []
     assert {"a", "b"} <= set(outcomes.ends)
     assert len(outcomes.ends) >= 100
     assert max(seen_unlike) > 0
     assert "can exchange KV with no" in server.log_file.read_text()
+
+
+def test_a_rolling_update_from_one_model_to_the_other(outcomes: Outcomes, tmp_path: Path) -> None:
+    """Of two fine-tunes of one base, say. No request fails, none waits for long, each has one model's text."""
+    with run_server("local-2p2d.yaml", tmp_path, changes_for(tmp_path)) as server, streams(server, outcomes):
+        wait_until_more(outcomes, 2 * NUM_CLIENTS)
+        assert set(outcomes.ends) == {"a"}
+        before = {pool: set(replicas(server, pool)) for pool in ("prefill", "decode", "ingress")}
+        config = tmp_path / "config.yaml"
+        config.write_text(config.read_text().replace(str(tmp_path / "served"), str(tmp_path / "b")))
+        server.redeploy("--roll", "prefill", "--roll", "decode", "--roll", "ingress")
+        for pool, pids in before.items():
+            wait_until(lambda pool=pool, pids=pids: _all_are_new(replicas(server, pool), pids), 300.0)
+        only_b_from_now_on(server, outcomes)
+    print(f"{len(outcomes.ends)} streams: {Counter(outcomes.ends)}")
+    assert outcomes.strange == []
+    assert set(outcomes.ends) == {"a", "b"}
+
+
+def _all_are_new(now: list[int], before: set[int]) -> bool:
+    return len(now) == 2 and before.isdisjoint(now)
+
+
+def changes_for(folder: Path) -> dict[str, Any]:
+    return {
+        "model.source": str(folder / "served"),
+        "model.max_model_len": 512,
+        "model.name": "m",
+        "lifecycle.recovery_timeout_s": 60.0,
+        "routing.fallback_to_decode": False,
+    }
+
+
+def only_b_from_now_on(server: RunningServer, outcomes: Outcomes) -> None:
+    before = len(outcomes.ends)
+    wait_until_more(outcomes, 3 * NUM_CLIENTS)
+    assert set(outcomes.ends[before + NUM_CLIENTS :]) == {"b"}, "all are of the new model now"
+    assert server.total("splitserve_unlike_replicas") == 0
 
 
 @contextmanager
