@@ -187,6 +187,8 @@ class TransferDriver:
         state = self._transport.poll_read(read.handle)
         if state is ReadState.READING:
             return []
+        if state is ReadState.UNKNOWN:  # the transfer is over, its read is not: the blocks stay held, for good
+            return self.reader.fail(transfer_id, LossReason.READ_FAILED, "in part", self._now_s())
         del self.reads[transfer_id]
         ok = state is ReadState.DONE
         if ok:

@@ -55,6 +55,29 @@ def test_a_read_that_never_ends_is_quarantined_and_stop_says_so() -> None:
     assert pair.source.thread.stop()
 
 
+class Partly(NetworkFaults):
+    """Reads fail in part: what is left of them lands after a while, and nobody tells."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    def read_fate(self, reader: str, source: str) -> ReadFate:
+        return ReadFate(self.delay_s, is_known=False)
+
+
+def test_a_read_that_failed_in_part_is_lost_at_once_and_its_blocks_stay_held() -> None:
+    """The router need not wait for a deadline (here 10 s) to try another pair; nobody else gets the blocks."""
+    pair = fake_pair(FakeNetwork(faults=Partly(0.05)))
+    pair.read("partly")
+    assert pair.lost("partly") is LossReason.READ_FAILED
+    until(lambda: pair.reader.thread.snapshot().reads_quarantined == 1)
+    assert pair.source_outcome("partly") is SourceOutcome.DROPPED
+    assert pair.reader.seen("partly") == ["HandoffArrived", "KvLost"]
+    assert not pair.reader.thread.stop(timeout_s=0.05)
+    assert pair.reader.seen("partly") == ["HandoffArrived", "KvLost"]
+    assert pair.source.thread.stop()
+
+
 def test_stop_cancels_tells_the_peer_and_waits_for_reads() -> None:
     pair = fake_pair(FakeNetwork(faults=Harsh(0.1)))
     pair.expect("open")
