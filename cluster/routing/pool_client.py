@@ -102,7 +102,7 @@ class ServePool(PoolClient):
         try:
             channel = self._channels.get(replica_id) or self._open(replica_id)
             reply = await channel.call(call.request.request_id, payload)
-        except (ChannelBroken, zmq.ZMQError) as error:
+        except ChannelBroken as error:
             is_dead = await self._found_dead(replica_id, error)
             raise ReplicaLost(replica_id, str(error), is_dead, is_unreachable=True) from error
         return _REPLIES[type(call)](reply)
