@@ -40,24 +40,13 @@ class CallChannel:
     """Opened once, for any number of calls at a time; of no use once it is broken. One event loop; nothing blocks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: CallAddress, on_broken: Callable[[], None]):
-        """on_broken: called once, before the calls that wait fail."""
+        """on_broken: called once, before the calls that wait fail. Raises ChannelBroken for an address that ZeroMQ
+        can't use, or when it has no socket left; nothing of it remains then."""
         self._on_broken = on_broken
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}  # by request id
         self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self._socket, self._monitor = _connect(context, address)
         self._is_open = True
-        public_key, secret_key = zmq.curve_keypair()
-        self._socket.curve_publickey, self._socket.curve_secretkey = public_key, secret_key
-        self._socket.curve_serverkey = address.public_key.encode("ascii")
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # the router bounds the calls that are open
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.connect_timeout = self._socket.handshake_ivl = _CONNECT_TIMEOUT_MS
-        self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
-        self._socket.ipv6 = True
-        self._socket.linger = 0
-        self._socket.reconnect_ivl = -1  # what waits to be sent must not reach the replica once it has failed here
-        self._monitor = self._socket.get_monitor_socket(_BROKEN)
-        self._socket.connect(address.endpoint)
         # In an empty context: what is called from here belongs to no HTTP request.
         empty = contextvars.Context()
         empty.run(self._loop.add_reader, self._socket, self._receive)
@@ -133,3 +122,29 @@ class CallChannel:
         self._receive()  # what came before it broke counts
         self._on_broken()
         self.close()
+
+
+def _connect(
+    context: zmq.Context[zmq.Socket[bytes]], address: CallAddress
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """(socket, monitor) of a connection that is on its way. Raises ChannelBroken."""
+    opened: list[zmq.Socket[bytes]] = []
+    try:
+        opened.append(socket := context.socket(zmq.DEALER))
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = address.public_key.encode("ascii")
+        socket.sndhwm = socket.rcvhwm = 0  # the router bounds the calls that are open
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.connect_timeout = socket.handshake_ivl = _CONNECT_TIMEOUT_MS
+        socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
+        socket.ipv6 = True
+        socket.linger = 0
+        socket.reconnect_ivl = -1  # what waits to be sent must not reach the replica once it has failed here
+        opened.append(monitor := socket.get_monitor_socket(_BROKEN))
+        socket.connect(address.endpoint)
+    except (zmq.ZMQError, ValueError) as error:
+        # The error outlives this call, and with it all that it refers to: an open socket would block context.term().
+        for one in opened:
+            one.close(linger=0)
+        raise ChannelBroken(f"cannot connect to {address.endpoint}: {error}") from error
+    return socket, monitor

@@ -12,7 +12,7 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
+from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
 from replicas.channels.call_wire import CallAddress, Decoder, encode
 from replicas.messages import GenerateCall, GenerateReply, PrefillCall, PrefillReply
 
@@ -102,7 +102,7 @@ class ServePool(PoolClient):
         try:
             channel = self._channels.get(replica_id) or self._open(replica_id)
             reply = await channel.call(call.request.request_id, payload)
-        except (ChannelBroken, zmq.ZMQError) as error:
+        except ChannelBroken as error:
             is_dead = await self._found_dead(replica_id, error)
             raise ReplicaLost(replica_id, str(error), is_dead, is_unreachable=True) from error
         return _REPLIES[type(call)](reply)
@@ -132,7 +132,7 @@ class ServePool(PoolClient):
             return await self._call(replica_id, method, *arguments, **_BY_VALUE)
         except ReplicaGone as error:
             raise ReplicaLost(replica_id, str(error), is_dead=False, has_left=True) from error
-        except (RayActorError, ReplicaUnreachable) as error:
+        except (RayActorError, ReplicaDied, ReplicaUnreachable) as error:
             is_dead = await self._found_dead(replica_id, error)
             raise ReplicaLost(replica_id, type(error).__name__, is_dead, is_unreachable=True) from error
 
@@ -158,17 +158,17 @@ class ServePool(PoolClient):
 
     async def _is_dead(self, replica_id: str, error: Exception) -> bool:
         """Whether the process of a replica that a call did not reach, or lost, has ended. A broken connection does not
-        tell; Ray does, asked by an actor call. Waits for a moment at most; in doubt it has not.
+        tell; Ray does, asked by an actor call. Waits for a moment at most; in doubt it has not: one that leaves is not
+        in its pool, and still ends what it has begun, perhaps for others.
         """
         from ray.exceptions import ActorDiedError
 
-        if isinstance(error, ActorDiedError):
+        if isinstance(error, ActorDiedError | ReplicaDied):
             return True
         try:
             async with asyncio.timeout(_ASK_RAY_S):
                 await self._call(replica_id, "pulse", _by_reference=True)
-        except (ActorDiedError, ReplicaGone):
-            # Serve's handle forgets a replica on Ray's word that it died. One that leaves ends its calls first.
+        except (ActorDiedError, ReplicaDied):
             return True
         except Exception:  # nobody knows, or not in time
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,14 @@ class PoolView:
         self._heard.pop(replica_id, None)
         self._candidates.pop(replica_id, None)
         return self._agent_names.pop(replica_id, None)
+
+    def left(self, present: Collection[str]) -> None:
+        """These replicas there are now, in both pools: of others nothing is kept, once nothing of ours is open there.
+        Mutates."""
+        open_here = (self._in_flight, self._prompt_tokens, self._coming_tokens)
+        for known in (self._heard, self._candidates, self._agent_names):
+            for name in [name for name in known if name not in present and not any(name in of for of in open_here)]:
+                del known[name]
 
     def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
         peer = TransferPeer.from_metadata(table[replica_id]["peer"])

@@ -117,7 +117,9 @@ class Router:
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
-        self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
+        tables = {pool.name: pool.replicas() for pool in self.pools}
+        self._unlike.look(tables)
+        self._view.left({name for table in tables.values() for name in table})  # who still has requests: next time
         self._cold_start.wake()
 
     def usable(self, pool_name: str) -> ReplicaTable:

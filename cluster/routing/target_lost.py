@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class TargetLost(Exception):
-    """Either of the two."""
+    """Any of the three."""
 
     what: ClassVar[str]
 
@@ -23,9 +23,15 @@ class TargetLost(Exception):
 
 
 class ReplicaGone(TargetLost):
-    """The named replica is no longer in the pool. Nothing was sent."""
+    """The named replica is no longer in the pool: it leaves, or has left. Nothing was sent."""
 
     what = "is not in its pool"
+
+
+class ReplicaDied(TargetLost):
+    """Ray has said that the process of the named replica has ended. Nothing was sent."""
+
+    what = "has died"
 
 
 class ReplicaUnreachable(TargetLost):

@@ -8,14 +8,16 @@ calls of one HTTP request share, and then spins for ever (shared measurement; Ra
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 
 from cluster.routing import replica_registry
-from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
+from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
 
 _FULL_REPLICA_RETRY_S = 0.005
+_MAX_DIED = 256  # of those that died last, by name: somebody may still ask
 
 
 class TargetRouter(PowerOfTwoChoicesRequestRouter):
@@ -24,11 +26,17 @@ class TargetRouter(PowerOfTwoChoicesRequestRouter):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)  # type: ignore[no-untyped-call]
         self._unreachable: set[str] = set()  # replicas that a call has just failed to reach
+        self._died: deque[str] = deque(maxlen=_MAX_DIED)
 
     def on_replica_actor_unavailable(self, replica_id: Any) -> None:
         """Serve's hook. It would try the call again and again until the controller has found the replica dead."""
         super().on_replica_actor_unavailable(replica_id)
         self._unreachable.add(replica_id.unique_id)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Serve's hook, on Ray's word. It takes the replica off the list, where those that leave are not any more."""
+        super().on_replica_actor_died(replica_id)
+        self._died.append(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[Any]) -> None:
         """Serve's hook: the pool's running replicas changed."""
@@ -50,4 +58,4 @@ class TargetRouter(PowerOfTwoChoicesRequestRouter):
         for replica in self._replicas_list:
             if replica.replica_id.unique_id == target:
                 return replica
-        raise ReplicaGone(target)
+        raise ReplicaDied(target) if target in self._died else ReplicaGone(target)

@@ -65,11 +65,10 @@ class CallServer(Generic[CallT, ReplyT]):
         self._is_ending = False
         self._context = zmq.Context()
         self._public_key, secret_key = zmq.curve_keypair()
-        self._socket = self._make_socket(secret_key)  # of its thread, once that runs
         try:
-            self._endpoint = bind_free_port(self._socket, host)
-        except zmq.ZMQError:
-            self._socket.close(linger=0)
+            self._socket, self._endpoint = self._bind(secret_key, host)  # the socket is its thread's, once that runs
+        except BaseException:
+            self._end_context()
             raise
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
         self.last_beat_s = time.monotonic()
@@ -100,23 +99,32 @@ class CallServer(Generic[CallT, ReplyT]):
         else:
             self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
-            self._context.term()
-            self._wakes.close()
-            self._wake_end.close()
+            self._end_context()
 
-    def _make_socket(self, secret_key: bytes) -> zmq.Socket[bytes]:
+    def _end_context(self) -> None:
+        """Its socket is closed."""
+        self._context.term()
+        self._wakes.close()
+        self._wake_end.close()
+
+    def _bind(self, secret_key: bytes, host: str) -> tuple[zmq.Socket[bytes], str]:
+        """A socket and its endpoint. Raises zmq.ZMQError; it is closed then."""
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        router.curve_server = True
-        router.curve_publickey = self._public_key
-        router.curve_secretkey = secret_key
-        router.router_mandatory = True  # tells when a router has gone
-        # Nothing is dropped: a router bounds the calls it has open.
-        router.sndhwm = router.rcvhwm = 0
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        router.heartbeat_ivl = _HEARTBEAT_MS
-        router.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
-        router.handshake_ivl = _HANDSHAKE_MS
-        return router
+        try:
+            router.curve_server = True
+            router.curve_publickey = self._public_key
+            router.curve_secretkey = secret_key
+            router.router_mandatory = True  # tells when a router has gone
+            # Nothing is dropped: a router bounds the calls it has open.
+            router.sndhwm = router.rcvhwm = 0
+            router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            router.heartbeat_ivl = _HEARTBEAT_MS
+            router.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+            router.handshake_ivl = _HANDSHAKE_MS
+            return router, bind_free_port(router, host)
+        except BaseException:
+            router.close(linger=0)
+            raise
 
     # -- the thread --------------------------------------------------------------------------------
 

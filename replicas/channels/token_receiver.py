@@ -187,14 +187,18 @@ class TokenReceiver:
     def _bind(self) -> zmq.Socket[bytes]:
         # Not pyzmq's asyncio socket: that makes a future and a callback or two for each frame.
         socket: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PULL)
-        socket.curve_server = True
-        socket.curve_publickey = self._public_key
-        socket.curve_secretkey = self._secret_key
-        socket.zap_domain = ZAP_DOMAIN
-        # If the ZAP handler were ever missing, nobody is admitted instead of everybody.
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._endpoint = bind_free_port(socket, self._host)
+        try:
+            socket.curve_server = True
+            socket.curve_publickey = self._public_key
+            socket.curve_secretkey = self._secret_key
+            socket.zap_domain = ZAP_DOMAIN
+            # If the ZAP handler were ever missing, nobody is admitted instead of everybody.
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            self._endpoint = bind_free_port(socket, self._host)
+        except BaseException:
+            socket.close(linger=0)  # the error may be kept, and the socket with it: it would block the context's end
+            raise
         return socket
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:

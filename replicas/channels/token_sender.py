@@ -205,8 +205,9 @@ class TokenSender:
 
     def _connect(self, address: ChannelAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """(socket, monitor) of a connection that is on its way."""
-        socket = self._context.socket(zmq.PUSH)
+        opened: list[zmq.Socket[bytes]] = []
         try:
+            opened.append(socket := self._context.socket(zmq.PUSH))
             socket.curve_publickey = self._public_key
             socket.curve_secretkey = self._secret_key
             socket.curve_serverkey = address.public_key.encode("ascii")
@@ -218,10 +219,11 @@ class TokenSender:
             socket.heartbeat_timeout = int((self._stall_deadline_s + HEARTBEAT_MARGIN_S) * 1000)
             socket.reconnect_ivl = RECONNECT_MS
             socket.reconnect_ivl_max = RECONNECT_MAX_MS
-            monitor = socket.get_monitor_socket(REFUSED)
+            opened.append(monitor := socket.get_monitor_socket(REFUSED))
             socket.connect(address.endpoint)
         except (zmq.ZMQError, UnicodeEncodeError) as error:
-            socket.close(linger=0)
+            for one in opened:  # the error may be kept, and sockets with it: they would block the context's end
+                one.close(linger=0)
             raise ValueError(f"cannot open a token channel to {address}: {error}") from error
         return socket, monitor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from replicas.engine.call_table import OpenCall, scheduler_request
 from replicas.engine.engine import Engine, EngineParts
-from replicas.kv.handoff_actions import CommandRefused, Event, SourceReleased
+from replicas.kv.handoff_actions import CommandRefused, Event, ReaderChecked, SourceReleased
 from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, TokenLogprobs
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepOutput
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
     from replicas.kv.transfer_thread import TransferThread
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class PrefillOpenCall(OpenCall[PrefillCall, PrefillReply]):
     """What else prefill keeps of a call."""
 
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # if asked for: of the chunks so far
+    is_reader_checked: bool = False  # nobody would read from it in vain
+    first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
 
 
 class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
-    """A call is open from submission until its prompt is computed; its blocks live on until the lease ends."""
+    """A call is open from submission until its prompt is computed, and its reader known to be there; its blocks live on
+    until the lease ends."""
 
     transfers: TransferThread  # set by the builder before start: its events come back to this engine
 
@@ -45,6 +52,8 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
     def on_transfer_event(self, event: Event) -> None:
         """Called by the transfer thread. Does not block."""
         match event:
+            case ReaderChecked(transfer_id, problem):
+                self._post(lambda: self._on_reader_checked(transfer_id, problem))
             case SourceReleased(transfer_id):
                 self._post(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()))
             case CommandRefused(transfer_id):
@@ -67,7 +76,30 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         self._calls[request.request_id] = opened
 
     def _on_admitted(self, requests: tuple[Request, ...]) -> None:
-        pass  # the scheduler has put them in line for the next step
+        """The scheduler has put them in line for the next step. Meanwhile it is found out whether their readers can be
+        reached: the router would wait long for a handoff that never comes."""
+        for request in requests:
+            opened = self._calls[request.request_id]
+            if request.max_tokens > 1:
+                self.transfers.check_reader(request.request_id, opened.call.reader)
+            else:  # nothing will be handed over
+                opened.is_reader_checked = True
+
+    def _on_reader_checked(self, request_id: str, problem: str) -> None:
+        opened = self._calls.get(request_id)
+        if opened is None:
+            return
+        opened.is_reader_checked = True
+        if problem:
+            self._lose_reader(opened, problem)
+        elif opened.first_tokens is not None:
+            self._answer(opened, opened.first_tokens)
+
+    def _lose_reader(self, opened: PrefillOpenCall, problem: str) -> None:
+        detail = f"decode cannot be reached to hand the KV over: {problem}"
+        request_id = opened.request.request_id
+        logger.warning("no handoff", extra={"event": "reader_lost", "request": request_id, "reason": problem})
+        self._end(request_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
 
     def _on_planned(self) -> None:
         pass  # a prompt never gives way
@@ -77,7 +109,7 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
             if (scored := self._calls.get(prompt.request_id)) is not None:
                 scored.prompt_logprobs += prompt.positions
         for done in self.scheduler.commit(output, now_s):
-            opened = self._calls.pop(done.request_id)
+            opened = self._calls[done.request_id]
             first_tokens = tuple(
                 FirstToken(
                     event.choice,
@@ -88,7 +120,13 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 for event in done.first_tokens
             )
             self._hand_over(opened, done, first_tokens)
-            self._reply(opened, CallStatus.OK, "", first_tokens)
+            opened.first_tokens = first_tokens
+            if opened.is_reader_checked or not done.block_ids:
+                self._answer(opened, first_tokens)
+
+    def _answer(self, opened: PrefillOpenCall, first_tokens: tuple[FirstToken, ...]) -> None:
+        del self._calls[opened.request.request_id]
+        self._reply(opened, CallStatus.OK, "", first_tokens)
 
     def _hand_over(self, opened: PrefillOpenCall, done: PromptDone, first_tokens: tuple[FirstToken, ...]) -> None:
         if done.block_ids:
@@ -107,8 +145,8 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         if request is not None and request.state is RequestState.LEASED:
             # The reader holds the other end: the transfer thread tells it, and reports the release.
             self.transfers.cancel(request_id)
-            return
-        self.scheduler.end(request_id, state, time.monotonic())
+        else:
+            self.scheduler.end(request_id, state, time.monotonic())
         opened = self._calls.pop(request_id, None)
         if opened is not None:
             self._reply(opened, status, detail)

@@ -27,10 +27,14 @@ from replicas.messages import TransferPeer
 
 @dataclass(frozen=True, slots=True)
 class ReadFate:
-    """delay_s: math.inf never ends. The bytes land at the end, whether the read succeeds or not."""
+    """delay_s: math.inf never ends. The bytes land at the end, whether the read succeeds or not.
+
+    is_known: else the transport says at once that it failed, and cannot tell when it will have ended.
+    """
 
     delay_s: float = 0.0
     succeeds: bool = True
+    is_known: bool = True
 
 
 class NetworkFaults:
@@ -177,10 +181,10 @@ class FakeTransport(KvTransport):
         read = self._reads[handle.read_id]
         if read.state is ReadState.READING:
             read.state = self._progress(read)
-        return read.state
+        return read.state if read.fate.is_known else ReadState.UNKNOWN
 
     def release_read(self, handle: ReadHandle) -> None:
-        if self._reads[handle.read_id].state is ReadState.READING:
+        if self.poll_read(handle) in (ReadState.READING, ReadState.UNKNOWN):
             raise ValueError("this read is still in flight")
         del self._reads[handle.read_id]
 

@@ -18,6 +18,7 @@ class HandoffTiming:
     resend_s: first interval after which an unanswered message goes again; it doubles up to max_resend_s.
     remember_s: how long outcomes are known, at least; in any case longer than two leases.
     quarantine_s: a read still in flight that long after its transfer ended is counted as quarantined.
+    ask_peers_s: how often peers with which nothing is open are asked whether they are still there.
     """
 
     lease_s: float = 10.0
@@ -25,6 +26,7 @@ class HandoffTiming:
     max_resend_s: float = 1.0
     remember_s: float = 120.0
     quarantine_s: float = 5.0
+    ask_peers_s: float = 20.0
 
 
 class SourceOutcome(StrEnum):
@@ -118,6 +120,14 @@ class ReadReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class ReaderChecked:
+    """Source: whether a handoff to this reader would be sent now. problem: why not; empty if it would."""
+
+    transfer_id: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SourceReleased:
     """Source, final: the transfer has let go of the offered blocks. Once per accepted offer."""
 
@@ -138,7 +148,7 @@ class CommandRefused:
 
 
 Order = SendNote | StartRead | CheckDigest
-Event = HandoffArrived | KvReady | KvLost | ReadReleased | SourceReleased | CommandRefused
+Event = HandoffArrived | KvReady | KvLost | ReadReleased | ReaderChecked | SourceReleased | CommandRefused
 Action = Order | Event
 
 

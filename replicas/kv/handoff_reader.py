@@ -80,6 +80,10 @@ class HandoffReader:
     def num_open(self) -> int:
         return len(self._transfers)
 
+    def is_open_with(self, agent_name: str) -> bool:
+        """Whether something is expected of this source."""
+        return any(transfer.peer.agent_name == agent_name for transfer in self._transfers.values())
+
     def num_quarantined(self, now_s: float) -> int:
         """Reads in flight quarantine_s after their transfer ended. Their blocks stay held. Any thread may ask."""
         return sum(now_s >= since_s for since_s in list(self._orphans.values()))

@@ -60,6 +60,10 @@ class HandoffSource:
     def num_open(self) -> int:
         return len(self._leases)
 
+    def is_open_with(self, agent_name: str) -> bool:
+        """Whether this reader holds a lease."""
+        return any(lease.reader_agent == agent_name for lease in self._leases.values())
+
     def offer(self, handoff: Handoff, reader_agent: str, deadline_s: float, now_s: float) -> list[Action]:
         """Open a lease on handoff.block_ids for handoff.lease_s and send the handoff until it is answered.
 

@@ -34,6 +34,7 @@ class ReadState(Enum):
     READING = "reading"  # bytes may still land in the local blocks
     DONE = "done"  # every byte is there and the notification is on its way
     FAILED = "failed"  # ended without success: nothing more will land, and what landed is void
+    UNKNOWN = "unknown"  # failed, but bytes may still land, and nobody can tell until when
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +93,21 @@ class KvTransport(ABC):
     ) -> ReadHandle:
         """Start to copy remote blocks over local ones, pairwise; `notification` follows to the peer at the end.
 
-        Mutates the local blocks from now on until poll_read says DONE or FAILED. Raises PeerUnreachable or
-        InvalidRead, and then no byte lands.
+        Mutates the local blocks from now on until poll_read says DONE or FAILED; for good if it says UNKNOWN. Raises
+        PeerUnreachable or InvalidRead, and then no byte lands.
         """
 
     @abstractmethod
     def poll_read(self, handle: ReadHandle) -> ReadState:
-        """Where a read stands; makes it progress. Never raises. DONE and FAILED are final."""
+        """Where a read stands; makes it progress. Never raises. All but READING are final."""
 
     @abstractmethod
     def release_read(self, handle: ReadHandle) -> None:
-        """Forget a read that is DONE or FAILED. Raises ValueError while it is READING: nothing can recall a read."""
+        """Forget a read that is DONE or FAILED. Raises ValueError for any other: nothing can recall a read."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release every resource. Only when no read is in flight. Idempotent."""
+        """Release every resource. Only when no read is in flight, or UNKNOWN. Idempotent."""
 
 
 def merge_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> list[BlockRun]:

@@ -5,7 +5,12 @@ What NIXL 1.5.1 does, seen or read in its source, and what follows from it here:
   message goes out only while its sender keeps polling, and emulated reads (shared memory, TCP) need the source's polls.
 - Releasing a handle that is in flight says OK and recalls nothing, and so does removing its peer: the handle then
   reports NOT_FOUND while bytes may still land. So neither is done before the read's end, and NOT_FOUND is no end.
-- A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own.
+- A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own,
+  all with REMOTE_DISCONNECT.
+- Of a read's descriptors it keeps the last one's request, and a flush of the connection behind them all
+  (ucx_backend.cpp, sendXferRange). DONE is the flush's. REMOTE_DISCONNECT ends them all: UCX completes what was posted
+  on a broken connection only when its lanes are torn down (ucp_ep.c, ucp_ep_discard_lanes). Any other error is that of
+  one part: the others go on, forgotten by NIXL, which stores the error and tells it from then on.
 - Importing it closes every log handler of the process, which is not to happen (`kept_logging`).
 """
 
@@ -33,10 +38,11 @@ from replicas.messages import TransferPeer
 
 with kept_logging():
     from nixl_cu13._api import nixl_agent, nixl_agent_config
-    from nixl_cu13._bindings import nixlNotFoundError, nixlRemoteDisconnectError
+    from nixl_cu13._bindings import nixlRemoteDisconnectError
 
 _BACKEND = "UCX"
-_STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE, "ERR": ReadState.FAILED}
+_STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE}
+_ENDED = (ReadState.DONE, ReadState.FAILED)
 
 logger = logging.getLogger(__name__)
 
@@ -178,16 +184,16 @@ class NixlTransport(KvTransport):
         if read.state is ReadState.READING:
             try:
                 read.state = _STATES[self._agent.check_xfer_state(read.nixl_handle)]
-            except nixlNotFoundError:
-                pass  # NIXL has lost sight of the read; UCX has perhaps not. It stays in flight, for ever.
-            except Exception as error:
+            except nixlRemoteDisconnectError as error:
                 logger.warning("read from %s failed: %s", handle.agent_name, error)
                 read.state = ReadState.FAILED
+            except Exception as error:  # of one descriptor, or NIXL has lost sight of the read; UCX has perhaps not
+                read.state = _unknown(handle.agent_name, error)
         return read.state
 
     def release_read(self, handle: ReadHandle) -> None:
         read = self._reads[handle.read_id]
-        if read.state is ReadState.READING:
+        if read.state not in _ENDED:
             raise ValueError("this read is still in flight")
         del self._reads[handle.read_id]
         self._release(read.nixl_handle)
@@ -200,7 +206,7 @@ class NixlTransport(KvTransport):
     def close(self) -> None:
         if self._closed:
             return
-        if any(read.state is ReadState.READING for read in self._reads.values()):
+        if any(read.state not in _ENDED for read in self._reads.values()):
             raise ValueError("a read is still in flight")
         self._closed = True
         for read in self._reads.values():
@@ -221,17 +227,14 @@ class NixlTransport(KvTransport):
         return self._agent.get_xfer_descs(table, peer.mem_type)
 
     def _post(self, nixl_handle: Any, agent_name: str) -> ReadState:
-        """Raises PeerUnreachable when the peer is gone: UCX has then ended whatever was posted."""
+        """Raises PeerUnreachable when the peer is gone: nothing was posted, or it has ended."""
         try:
             return _STATES[self._agent.transfer(nixl_handle)]
         except nixlRemoteDisconnectError as error:
             self._release(nixl_handle)
             raise PeerUnreachable(f"{agent_name} is gone: {error}") from error
         except Exception as error:
-            # Some descriptors may be under way already and cannot be recalled. Keep the handle: it reads for ever,
-            # so the transfer dies of its deadline and its blocks are quarantined.
-            logger.error("posting a read from %s failed half-way: %s", agent_name, error)
-            return ReadState.READING
+            return _unknown(agent_name, error)  # some descriptors may be under way, and cannot be recalled
 
     def _release(self, nixl_handle: Any) -> None:
         try:
@@ -249,6 +252,12 @@ class NixlTransport(KvTransport):
             self._agent.remove_remote_agent(agent_name)
         except Exception as error:
             logger.warning("NIXL did not remove %s: %s", agent_name, error)
+
+
+def _unknown(agent_name: str, error: Exception) -> ReadState:
+    extra = {"event": "read_unknown", "peer": agent_name, "reason": repr(error)}
+    logger.error("a read failed in part; its blocks are not used again until this engine restarts", extra=extra)
+    return ReadState.UNKNOWN
 
 
 def _text(name: str | bytes) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from replicas.channels.wire import MalformedMessage, decode_notification, encode_notification
+from replicas.kv.error_counts import ErrorCounts
 from replicas.kv.handoff_actions import (
     Action,
     CheckDigest,
@@ -24,6 +25,7 @@ from replicas.kv.handoff_actions import (
     KvLost,
     KvReady,
     LossReason,
+    ReaderChecked,
     SendNote,
     SourceOutcome,
     SourceReleased,
@@ -32,10 +34,9 @@ from replicas.kv.handoff_actions import (
 from replicas.kv.handoff_reader import HandoffReader
 from replicas.kv.handoff_source import HandoffSource
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, ReadState
+from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.messages import Handoff, TransferPeer
-
-_LOG_EVERY_S = 1.0  # of one kind of error: a broken transport fails at every poll
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ DigestBlocks = Callable[[Sequence[int]], bytes]
 
 @dataclass(frozen=True, slots=True)
 class _ReadInFlight:
-    num_blocks: int
     local_block_ids: tuple[int, ...]
     handle: ReadHandle
     started_s: float
@@ -70,9 +70,9 @@ class TransferDriver:
         self.reader = HandoffReader(
             self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digest=digest_blocks is not None
         )
+        self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s())
         self.reads: dict[str, _ReadInFlight] = {}
         self.results: Counter[str] = Counter()
-        self.errors: Counter[str] = Counter()
         self.bytes_read = 0
         self.read_s = 0.0
         self._transport = transport
@@ -82,7 +82,8 @@ class TransferDriver:
         self._now_s = now_s
         self._offered: dict[str, tuple[int, ...]] = {}  # blocks under a lease
         self._held: list[Action] = []
-        self._logged_s: dict[str, float] = {}
+        errors = ErrorCounts(now_s)
+        self.errors, self._report, self._confined = errors.counts, errors.report, errors.confined
 
     @property
     def is_busy(self) -> bool:
@@ -92,11 +93,21 @@ class TransferDriver:
 
     # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
+    def check_reader(self, transfer_id: str, reader: TransferPeer) -> None:
+        """Tell by a ReaderChecked whether this reader can be reached, before there is anything to offer."""
+        try:
+            self.peers.check(reader)
+        except Exception as error:
+            self._report("unreachable", f"reader of {transfer_id}: {error}")
+            self._emit(ReaderChecked(transfer_id, str(error) or repr(error)))
+        else:
+            self._emit(ReaderChecked(transfer_id))
+
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
         """Digest the blocks if verification is on (blocks for that long), then offer them."""
         transfer_id = handoff.transfer_id
         try:
-            self._transport.load_peer(reader)
+            self.peers.load(reader)
             if self._digest_blocks is not None:
                 handoff = replace(handoff, digest=self._digest_blocks(handoff.block_ids))
             actions = self.source.offer(handoff, reader.agent_name, deadline_s, self._now_s())
@@ -119,7 +130,7 @@ class TransferDriver:
             self._refuse(transfer_id, "expect", error)
             return
         try:
-            self._transport.load_peer(source)
+            self.peers.load(source)
         except Exception as error:
             self._perform(self.reader.fail(transfer_id, LossReason.PEER_UNREACHABLE, str(error), now_s))
 
@@ -140,7 +151,7 @@ class TransferDriver:
     def forget_peer(self, agent_name: str) -> None:
         now_s = self._now_s()
         self._perform([*self.source.peer_dead(agent_name, now_s), *self.reader.peer_dead(agent_name, now_s)])
-        self._transport.remove_peer(agent_name)
+        self.peers.forget(agent_name)
 
     # -- the crank -----------------------------------------------------------------------------------------------
 
@@ -163,6 +174,7 @@ class TransferDriver:
         self._perform(held)
         self._attempt(lambda: self.source.tick(self._now_s()))
         self._attempt(lambda: self.reader.tick(self._now_s()))
+        self._confined("internal", lambda: self.peers.ask_all(self._is_open_with, self._now_s()))
 
     def close(self) -> None:
         """Close the transport. Only when no read is in flight."""
@@ -187,15 +199,21 @@ class TransferDriver:
         state = self._transport.poll_read(read.handle)
         if state is ReadState.READING:
             return []
+        if state is ReadState.UNKNOWN:  # the transfer is over, its read is not: the blocks stay held, for good
+            return self.reader.fail(transfer_id, LossReason.READ_FAILED, "in part", self._now_s())
         del self.reads[transfer_id]
         ok = state is ReadState.DONE
         if ok:
-            self.bytes_read += read.num_blocks * self.local_peer.block_bytes
+            self.bytes_read += len(read.local_block_ids) * self.local_peer.block_bytes
             self.read_s += self._now_s() - read.started_s
         self._confined("internal", partial(self._transport.release_read, read.handle))
         if ok and self._faults is not None:
             self._confined("hook", partial(self._faults.after_read, transfer_id, read.local_block_ids))
         return self.reader.read_ended(transfer_id, ok, "" if ok else "the transport reports an error", self._now_s())
+
+    def _is_open_with(self, agent_name: str) -> bool:
+        is_read = any(read.handle.agent_name == agent_name for read in self.reads.values())
+        return is_read or self.source.is_open_with(agent_name) or self.reader.is_open_with(agent_name)
 
     # -- orders and events ---------------------------------------------------------------------------------------
 
@@ -246,7 +264,7 @@ class TransferDriver:
         except Exception as error:
             self._report("read", f"read of {transfer_id}: {error}")
             return self.reader.read_ended(transfer_id, False, str(error), now_s)
-        self.reads[transfer_id] = _ReadInFlight(len(local), local, handle, now_s)
+        self.reads[transfer_id] = _ReadInFlight(local, handle, now_s)
         return []
 
     def _check_digest(self, order: CheckDigest) -> list[Action]:
@@ -271,8 +289,6 @@ class TransferDriver:
                 block_ids = self._offered.pop(transfer_id, ())
                 if outcome is SourceOutcome.CONFIRMED and self._faults is not None:
                     self._confined("hook", partial(self._faults.after_confirm, transfer_id, block_ids))
-            case _:
-                pass
         self._confined("callback", partial(self._on_event, event))
 
     def _refuse(self, transfer_id: str, command: str, error: Exception) -> None:
@@ -281,17 +297,3 @@ class TransferDriver:
 
     def _is_held(self, point: str) -> bool:
         return self._faults is not None and bool(point) and self._faults.hold(point)
-
-    def _confined(self, kind: str, call: Callable[[], None]) -> None:
-        """Call foreign code whose failure must not change what follows."""
-        try:
-            call()
-        except Exception as error:
-            self._report(kind, repr(error))
-
-    def _report(self, kind: str, text: str) -> None:
-        self.errors[kind] += 1
-        now_s = self._now_s()
-        if now_s - self._logged_s.get(kind, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            self._logged_s[kind] = now_s
-            logger.warning("KV transfer (%s, %d so far): %s", kind, self.errors[kind], text)

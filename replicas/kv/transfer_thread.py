@@ -41,14 +41,16 @@ class TransferSnapshot:
     reads_expected: int
     reads_in_flight: int
     reads_quarantined: int
+    peers_loaded: int
     last_poll_s: float
 
 
 class TransferThread:
     """Moves KV for one engine. Commands may be given from any thread; they do not block, and answer by events:
 
-    every accepted offer ends in one SourceReleased, every expect in one KvReady or KvLost, every accepted read_into
-    in one ReadReleased (or none, if its read never ends). What was impossible is a CommandRefused.
+    every check_reader by one ReaderChecked; every accepted offer ends in one SourceReleased, every expect in one
+    KvReady or KvLost, every accepted read_into in one ReadReleased (or none, if its read never ends). What was
+    impossible is a CommandRefused.
 
     make_transport: called on the new thread, the only one that touches the transport (a CUDA caller sets the
     device there). on_event: called on the transfer thread; must be quick and must not wait for this thread.
@@ -109,6 +111,10 @@ class TransferThread:
         return self._thread
 
     # -- commands ------------------------------------------------------------------------------------------------
+
+    def check_reader(self, transfer_id: str, reader: TransferPeer) -> None:
+        """Find out whether this reader can be reached, while what it will read is still being computed."""
+        self._commands.put(partial(self._running().check_reader, transfer_id, reader))
 
     def offer(
         self,
@@ -171,6 +177,7 @@ class TransferThread:
             reads_expected=driver.reader.num_open,
             reads_in_flight=len(driver.reads),
             reads_quarantined=driver.reader.num_quarantined(time.monotonic()),
+            peers_loaded=len(driver.peers),
             last_poll_s=self.last_poll_s,
         )
 

@@ -104,6 +104,32 @@ async def test_replicas_come_and_go_under_load() -> None:
         assert not any(replica.used_blocks for replica in gone)
 
 
+async def test_nothing_is_kept_of_replicas_that_have_left() -> None:
+    """However many come and go. Some leave while they still work for us: they are forgotten with those after them."""
+    async with running_router(pair(), max_retries=0) as rig, signs_of_life(rig):
+        rig.cluster.script = lambda _: Script(token_s=0.002)
+        running: list[tuple[GenerationSpec, asyncio.Task[Any]]] = []
+        for generation in range(20):
+            for pool in rig.cluster.pools:
+                (old, *_) = pool.members
+                pool.join(f"{pool.name}-of-{generation}")
+                rig.router.pools_changed(rig.cluster.decode.replicas())
+                running += start_all(rig, 3)
+                await asyncio.sleep(0.005)
+                rig.cluster.remove(old)
+                rig.router.pools_changed(rig.cluster.decode.replicas())
+                rig.router.prefill_changed()
+        await check_all(running)
+        view, intake = rig.router._view, rig.router._intake
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        present = {name for pool in rig.cluster.pools for name in pool.members}
+        assert len(present) == 4
+        for kept in (view._heard, view._candidates, view._agent_names, intake._admitted):
+            assert set(kept) <= present
+        assert len(intake.receiver._allowed.keys) == len(rig.cluster.decode.members)
+        assert {replica_id for replica_id, _ in intake.receiver._streams} <= present
+
+
 # -- frozen ----------------------------------------------------------------------------------------
 
 

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from cluster.routing.call_channel import CallChannel
 from cluster.routing.pool_client import ReplicaLost, ServePool
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
 from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
-from replicas.messages import EngineLoad, Frame, TransferPeer
+from replicas.channels.call_server import CallServer
+from replicas.channels.call_wire import Decoder
+from replicas.messages import (
+    ChannelAddress,
+    EngineLoad,
+    Frame,
+    GenerateCall,
+    GenerateReply,
+    GenerationRequest,
+    TransferPeer,
+)
+from scheduler.sampling_params import SamplingParams
+from tests.cluster.router_rig import until
 
 
 def metadata(replica_id: str) -> dict[str, Any]:
@@ -230,18 +244,21 @@ async def test_serve_cancels_by_itself_or_for_us() -> None:
 async def test_serve_says_who_is_lost() -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
+    from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
 
     broken = ActorUnavailableError("m", b"x" * 16)
     # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.
     cases: list[tuple[BaseException, BaseException | None, tuple[bool, bool, bool]]] = [
         (ReplicaGone("r"), None, (False, True, False)),
         (broken, None, (False, False, True)),
-        (broken, ReplicaGone("r"), (True, False, True)),
+        (broken, ReplicaGone("r"), (False, False, True)),  # it leaves: Serve has taken it off the list
+        (broken, ReplicaDied("r"), (True, False, True)),
         (broken, ActorDiedError(), (True, False, True)),
         (broken, asyncio.CancelledError(), (False, False, True)),
         (ReplicaUnreachable("r"), ReplicaUnreachable("r"), (False, False, True)),
-        (ReplicaUnreachable("r"), ReplicaGone("r"), (True, False, True)),
+        (ReplicaUnreachable("r"), ReplicaGone("r"), (False, False, True)),
+        (ReplicaUnreachable("r"), ReplicaDied("r"), (True, False, True)),
+        (ReplicaDied("r"), None, (True, False, True)),
         (ActorDiedError(), None, (True, False, True)),
     ]
     for error, asked, expected in cases:
@@ -250,3 +267,29 @@ async def test_serve_says_who_is_lost() -> None:
             await ServePool(handle, "decode").call("r", "generate")
         lost = caught.value
         assert (lost.replica_id, lost.is_dead, lost.has_left, lost.is_unreachable) == ("r", *expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("has_died", [False, True])
+async def test_a_connection_to_one_that_leaves_may_break(has_died: bool) -> None:
+    """A replica that drains is off the list, like a dead one. Its leases are others' streams: they must go on."""
+    from cluster.routing.target_lost import ReplicaDied, ReplicaGone
+
+    asked = ReplicaDied("r") if has_died else ReplicaGone("r")
+    pool = ServePool(FakeHandle(FakeResponse(asked)), "decode")
+    engine: dict[str, Future[GenerateReply]] = {}
+
+    def start(call: GenerateCall) -> Future[GenerateReply]:
+        return engine.setdefault(call.request.request_id, Future())
+
+    server = CallServer("127.0.0.1", Decoder(GenerateCall), start, lambda request_id: None)
+    server.start()
+    pool._channels["r"] = CallChannel(pool._context, server.address, lambda: pool._forget("r"))
+    request = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
+    call = asyncio.create_task(pool.submit("r", GenerateCall(request, ChannelAddress("x", "y", "z"), None)))
+    await until(lambda: bool(engine))
+    await asyncio.to_thread(server.stop)
+    with pytest.raises(ReplicaLost) as caught:
+        await call
+    assert (caught.value.is_dead, caught.value.has_left, caught.value.is_unreachable) == (has_died, False, True)
+    pool.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections import deque
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cluster.routing.target_lost import ReplicaGone, ReplicaUnreachable
+from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at import
 
@@ -52,7 +53,10 @@ def _router(*names: str) -> Any:
     router._replicas_list = [_replica(name) for name in names]
     router._replica_queue_len_cache = ReplicaQueueLengthCache()
     router._queue_len_gauge_last_update = {}
-    router._unreachable = set()
+    router._unreachable, router._died = set(), deque(maxlen=3)
+    router._replicas = {replica.replica_id: replica for replica in router._replicas_list}
+    router._replica_id_set = set(router._replicas)
+    router._colocated_replica_ids, router._multiplexed_model_id_to_replica_ids = {}, {}
     return router
 
 
@@ -82,3 +86,18 @@ def test_one_that_could_not_be_reached_is_not_tried_for_ever() -> None:
     with pytest.raises(ReplicaUnreachable, match="a cannot be reached"):
         _choose(router, "a", is_retry=True)
     assert _choose(router, "a").replica_id.unique_id == "a", "the next call may find it"
+
+
+def test_one_that_died_is_told_from_one_that_leaves() -> None:
+    """Neither is on the list any more."""
+    router = _router("a", "b", "c", "d", "e")
+    router.on_replica_actor_died(_replica("a").replica_id)
+    with pytest.raises(ReplicaDied, match="a has died"):
+        _choose(router, "a")
+    router._replicas_list = [replica for replica in router._replicas_list if replica.replica_id.unique_id != "b"]
+    with pytest.raises(ReplicaGone, match="b is not in its pool"):
+        _choose(router, "b")
+    for name in ("c", "d", "e"):
+        router.on_replica_actor_died(_replica(name).replica_id)
+    with pytest.raises(ReplicaGone):  # those that died long ago are forgotten
+        _choose(router, "a")

@@ -15,6 +15,7 @@ from typing import IO, Any
 import msgpack
 import pytest
 import torch
+from nixl_cu13._bindings import nixlBackendError
 
 from replicas.kv.kv_transport import InvalidRead, PeerUnreachable, ReadHandle, ReadState, merge_runs
 from replicas.kv.nixl_transport import NixlTransport
@@ -350,3 +351,89 @@ def test_a_source_that_dies_fails_reads_in_flight_and_refuses_new_ones(remotes: 
     for handle in handles:
         remote.finish(handle, ReadState.FAILED)
     remote.check_dead()
+
+
+# -- reads that fail in part ---------------------------------------------------------------------------------------
+
+
+class HalfFailing:
+    """A NIXL agent of which one descriptor fails while the others are under way: it raises at `point`, having posted.
+
+    As NIXL's own (nixl_agent.cpp): what failed once is stored, and told whenever the handle is asked after.
+    """
+
+    def __init__(self, agent: Any, point: str) -> None:
+        self._agent, self._point = agent, point
+        self.num_raised = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def transfer(self, handle: Any) -> Any:
+        state = self._agent.transfer(handle)
+        assert state == "PROC"
+        return self._raise() if self._point == "transfer" else state
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        return self._raise()
+
+    def _raise(self) -> Any:
+        self.num_raised += 1
+        raise nixlBackendError("NIXL_ERR_BACKEND")
+
+
+@pytest.fixture
+def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    """A source that sends nothing while it is stopped."""
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    remote = Remote("e3")
+    remote.connect()
+    yield remote
+    remote.kill()
+
+
+SCATTERED = [0, 2, 4, 6, 9, 11, 20, 63]  # a descriptor each
+
+
+@pytest.mark.parametrize("point", ["transfer", "check"])
+def test_a_read_that_failed_in_part_is_never_said_to_have_ended(stoppable: Remote, point: str) -> None:
+    """Its other descriptors land long after NIXL has called it failed: whoever had got the blocks would be hurt."""
+    reader = stoppable.reader
+    stoppable.process.send_signal(signal.SIGSTOP)
+    reader._agent = failing = HalfFailing(reader._agent, point)
+    handle = stoppable.start(SCATTERED)
+    assert reader.num_descriptors(handle) == len(SCATTERED)
+    states = {reader.poll_read(handle) for _ in range(20)}
+    assert failing.num_raised == 1, "what NIXL stored is no news"
+    assert not stoppable.pool.any()
+    with pytest.raises(ValueError):
+        reader.release_read(handle)
+    stoppable.process.send_signal(signal.SIGCONT)
+
+    def landed() -> bool:
+        reader.poll_notifications()
+        return torch.equal(stoppable.pool[SCATTERED], ALL[SCATTERED])
+
+    until(landed)
+    assert states == {reader.poll_read(handle)} == {ReadState.UNKNOWN}
+    with pytest.raises(ValueError):
+        reader.close()
+
+
+def test_nothing_lands_once_the_source_has_died_under_a_read(stoppable: Remote) -> None:
+    """That is the one failure that ends a read: UCX has torn down the connection, and what was posted with it."""
+    handle = stoppable.start(list(range(64)))
+
+    def begun() -> bool:
+        assert stoppable.reader.poll_read(handle) is ReadState.READING, "too fast for this test"
+        return bool(stoppable.pool.any())
+
+    until(begun)
+    stoppable.kill()
+    stoppable.finish(handle, ReadState.FAILED)
+    assert not torch.equal(stoppable.pool, ALL)
+    stoppable.pool.fill_(-1.0)
+    for _ in range(500):
+        stoppable.reader.poll_notifications()
+    assert (stoppable.pool == -1.0).all()
+    stoppable.check_dead()

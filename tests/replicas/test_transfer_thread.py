@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from replicas.kv.handoff_actions import (
     HandoffArrived,
     KvReady,
     LossReason,
+    ReaderChecked,
     ReadReleased,
     SourceOutcome,
 )
@@ -183,8 +187,38 @@ def test_unusable_peers_are_told_at_once(pair: Pair) -> None:
     junk = replace(pair.source.peer, agent_name="x-1", epoch="1", agent_metadata=b"junk")
     pair.reader.thread.expect("junk-in", junk, 40, 3, deadline_s())
     assert pair.lost("junk-in") is LossReason.PEER_UNREACHABLE
+    pair.source.thread.check_reader("junk-out", junk)
+    checked = pair.source.await_event(ReaderChecked, "junk-out")
+    assert isinstance(checked, ReaderChecked)
+    assert "metadata of x-1 is unusable" in checked.problem
     pair.source.thread.offer("junk-out", junk, (1,), 5, (), deadline_s())
     assert pair.source_outcome("junk-out") is SourceOutcome.PEER_UNREACHABLE
+
+
+def test_peers_come_and_go_and_leave_nothing_behind() -> None:
+    """Each hands something over and leaves, in peace: nobody tells the one that stays. Files and memory stay flat."""
+    patient = replace(TIMING, lease_s=30.0)
+    reader = Engine(lambda pool: NixlTransport(pool, "decode-1", "r1", "f"), timing=patient)
+
+    def come_and_go(number: int) -> tuple[int, int]:
+        """(open files, KiB of memory) once it has gone."""
+        source = Engine(lambda pool: NixlTransport(pool, f"prefill-{number}", "s1", "f"), timing=patient)
+        pair = Pair(source, reader)
+        pair.read(f"visit-{number}")
+        reader.await_event(KvReady, f"visit-{number}")
+        source.await_idle()
+        assert source.thread.stop()
+        until(lambda: not reader.thread.snapshot().peers_loaded)
+        del pair, source
+        gc.collect()  # what it was made of itself
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return len(list(Path("/proc/self/fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE") // 1024
+
+    first = [come_and_go(number) for number in range(5)]
+    later = [come_and_go(number) for number in range(5, 20)]
+    assert max(files for files, _ in later) <= max(files for files, _ in first)
+    assert later[-1][1] - first[-1][1] < 4096, (first, later)
+    assert reader.thread.stop()
 
 
 def test_blocks_outside_the_pool_are_lost_not_read(pair: Pair) -> None:

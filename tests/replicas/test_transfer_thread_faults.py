@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,9 +16,10 @@ from replicas.kv.handoff_actions import (
     HandoffArrived,
     KvReady,
     LossReason,
+    ReaderChecked,
     SourceOutcome,
 )
-from replicas.kv.kv_transport import KvTransport
+from replicas.kv.kv_transport import KvTransport, PeerUnreachable
 from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import TransferPeer
 from tests.replicas.transfer_engines import SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
@@ -52,6 +54,29 @@ def test_a_read_that_never_ends_is_quarantined_and_stop_says_so() -> None:
     assert not pair.reader.thread.stop(timeout_s=0.05)
     assert not pair.reader.thread.is_alive()
     assert pair.reader.seen("stuck") == ["HandoffArrived", "KvLost"]
+    assert pair.source.thread.stop()
+
+
+class Partly(NetworkFaults):
+    """Reads fail in part: what is left of them lands after a while, and nobody tells."""
+
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+
+    def read_fate(self, reader: str, source: str) -> ReadFate:
+        return ReadFate(self.delay_s, is_known=False)
+
+
+def test_a_read_that_failed_in_part_is_lost_at_once_and_its_blocks_stay_held() -> None:
+    """The router need not wait for a deadline (here 10 s) to try another pair; nobody else gets the blocks."""
+    pair = fake_pair(FakeNetwork(faults=Partly(0.05)))
+    pair.read("partly")
+    assert pair.lost("partly") is LossReason.READ_FAILED
+    until(lambda: pair.reader.thread.snapshot().reads_quarantined == 1)
+    assert pair.source_outcome("partly") is SourceOutcome.DROPPED
+    assert pair.reader.seen("partly") == ["HandoffArrived", "KvLost"]
+    assert not pair.reader.thread.stop(timeout_s=0.05)
+    assert pair.reader.seen("partly") == ["HandoffArrived", "KvLost"]
     assert pair.source.thread.stop()
 
 
@@ -92,6 +117,86 @@ def test_a_strangers_bytes_are_counted_and_change_nothing() -> None:
     pair.reader.await_event(KvReady, "calm")
     pair.source.thread.stop()
     pair.reader.thread.stop()
+
+
+def test_a_peer_that_has_gone_is_unloaded_once_nothing_is_open_with_it() -> None:
+    """Its process ended, in peace or not: nobody tells. What was open with it ends as it would have."""
+    network = FakeNetwork()
+    pair = fake_pair(network)
+    pair.arrive("open")
+    network.kill(pair.source.peer.agent_name)
+    asked_s = time.monotonic() + 4 * TIMING.ask_peers_s
+    until(lambda: time.monotonic() > asked_s)
+    assert pair.reader.thread.snapshot().peers_loaded == 1
+    assert pair.reader.seen("open") == ["HandoffArrived"]
+    pair.reader.thread.cancel("open")
+    until(lambda: not pair.reader.thread.snapshot().peers_loaded)
+    assert pair.reader.thread.stop()
+    assert pair.source.thread.stop()
+
+
+def test_a_peer_that_stays_is_kept_however_quiet() -> None:
+    pair = fake_pair(FakeNetwork())
+    for transfer_id in ("one", "two"):
+        pair.read(transfer_id)
+        pair.reader.await_event(KvReady, transfer_id)
+        for engine in (pair.source, pair.reader):
+            engine.await_idle()
+        asked_s = time.monotonic() + 4 * TIMING.ask_peers_s
+        until(lambda: time.monotonic() > asked_s)  # noqa: B023
+        assert [engine.thread.snapshot().peers_loaded for engine in (pair.source, pair.reader)] == [1, 1]
+    for engine in (pair.source, pair.reader):
+        assert not engine.thread.snapshot().errors
+        assert engine.thread.stop()
+
+
+class Breaking(FakeTransport):
+    """Its connections break, though everybody lives: what they are asked to carry raises, until they are made anew."""
+
+    num_made = 0
+    is_broken = False
+
+    def load_peer(self, peer: TransferPeer) -> None:
+        self.num_made += peer.agent_name not in self._peers
+        super().load_peer(peer)
+
+    def remove_peer(self, agent_name: str) -> None:
+        super().remove_peer(agent_name)
+        self.is_broken = False
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        if self.is_broken:
+            raise PeerUnreachable("the connection is broken")
+        super().notify(agent_name, payload)
+
+
+def test_a_broken_connection_is_known_before_the_offer_and_made_anew() -> None:
+    network = FakeNetwork()
+    transports: list[Breaking] = []
+
+    def make(pool: torch.Tensor) -> KvTransport:
+        block_bytes = pool[0].numel() * pool.element_size()
+        transports.append(Breaking(network, bytearray(SHAPE[0] * block_bytes), block_bytes, "prefill", "1"))
+        return transports[0]
+
+    pair = Pair(Engine(make, verify=False), fake_engine(network, "decode"))
+
+    def problem(transfer_id: str) -> str:
+        pair.source.thread.check_reader(transfer_id, pair.reader.peer)
+        event = pair.source.await_event(ReaderChecked, transfer_id)
+        assert isinstance(event, ReaderChecked)
+        return event.problem
+
+    assert problem("a") == ""
+    transports[0].is_broken = True
+    assert problem("b") == "the connection is broken"
+    until(lambda: not transports[0].is_broken)
+    assert problem("c") == ""
+    assert transports[0].num_made == 2
+    pair.read("d")
+    pair.reader.await_event(KvReady, "d")
+    for engine in (pair.source, pair.reader):
+        assert engine.thread.stop()
 
 
 class Racing(FakeTransport):

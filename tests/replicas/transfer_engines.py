@@ -22,7 +22,7 @@ from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import FirstToken
 
-TIMING = HandoffTiming(lease_s=0.4, resend_s=0.01, max_resend_s=0.05, remember_s=5.0, quarantine_s=0.05)
+TIMING = HandoffTiming(0.4, resend_s=0.01, max_resend_s=0.05, remember_s=5.0, quarantine_s=0.05, ask_peers_s=0.05)
 SHAPE = (32, 2, 2, 16, 2, 32)
 WAIT_S = 10.0
 
@@ -51,7 +51,9 @@ class Faults:
 class Engine:
     """A pool, a transfer thread, and the events it reported."""
 
-    def __init__(self, make: Callable[[torch.Tensor], KvTransport], verify: bool = True) -> None:
+    def __init__(
+        self, make: Callable[[torch.Tensor], KvTransport], verify: bool = True, timing: HandoffTiming = TIMING
+    ) -> None:
         self.pool = torch.zeros(SHAPE)
         self.faults = Faults(self.pool)
         self.events: list[Event] = []
@@ -61,7 +63,7 @@ class Engine:
         self.thread = TransferThread(
             lambda: make(self.pool),
             self.on_event,
-            TIMING,
+            timing,
             (lambda block_ids: digester.digest_blocks(self.pool, block_ids)) if verify else None,
             self.faults,
         )
