@@ -14,7 +14,8 @@ import torch
 from replicas.channels.token_sender import TokenSender
 from replicas.device_runner import make_runner
 from replicas.engine.decode_engine import DecodeEngine
-from replicas.engine.engine import Engine, EngineParts, SchedulerT
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts, SchedulerT
 from replicas.engine.engine_watch import Watched
 from replicas.engine.prefill_engine import PrefillEngine
 from replicas.engine.step_recorder import StepRecorder

@@ -18,7 +18,15 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, NotSendable, encode
+from replicas.channels.call_wire import (
+    MAX_MESSAGE_BYTES,
+    CallAddress,
+    Decoder,
+    MalformedCall,
+    NotSendable,
+    encode,
+    encode_scores,
+)
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -34,7 +42,7 @@ from replicas.messages import (
 )
 from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
-from scheduler.token_logprobs import TokenLogprobs
+from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0
@@ -71,7 +79,7 @@ SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
         replace(REPLY, status=CallStatus.KV_LOST, detail="why: ü", num_tokens_sent=()),
         PrefillReply(
             CallStatus.OK, "", (FirstToken(0, 7, FinishReason.STOP, SCORED), FirstToken(1, 8, None)), 0.1, 0.2, LOAD,
-            (None, SCORED),
+            encode_scores(PromptLogprobs("r", 0, (None, SCORED))),
         ),
     ],
 )  # fmt: skip
