@@ -360,3 +360,31 @@ async def test_other_parts_and_unknown_names_change_nothing(rig: Rig) -> None:
         rig.engine.calls["good"].set_result(REPLY)
         assert Decoder(GenerateReply)(await call) == REPLY
         assert not broken
+
+
+async def test_a_turn_that_fails_costs_no_call_and_turns_that_fail_for_ever_end_it_loudly(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What asks routers whether they are there fails, once and then always: `check_health` looks at the thread."""
+    num_failures, how_often = 0, 1
+
+    def failing() -> None:
+        nonlocal num_failures
+        rig.server._probe_s = 0.0
+        if num_failures < how_often:
+            num_failures += 1
+            raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(rig.server, "_probe", failing)
+    rig.server._probe_s = 0.0
+    async with opened(rig.server.address) as (channel, _):
+        await until(lambda: num_failures)
+        call = asyncio.create_task(channel.call("a", call_of("a")))
+        await until(lambda: rig.engine.calls)
+        rig.engine.calls["a"].set_result(REPLY)
+        assert Decoder(GenerateReply)(await call) == REPLY
+        assert rig.server.thread.is_alive()
+        how_often = 1000
+        await until(lambda: not rig.server.thread.is_alive())
+    rig.server.stop()
+    assert "the calls thread died" in caplog.records[-1].message

@@ -249,3 +249,24 @@ async def test_frames_beyond_one_turn_come_without_another_wake_up(monkeypatch: 
                 seen.add(len(router.frames))
             assert router.seqs == list(range(101))
             assert len(seen) >= 20
+
+
+async def test_a_frame_that_cannot_be_handled_is_one_frames_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours in the handling of one: it is missing, as if it had not come, and others go on."""
+    decode, fails = token_receiver.decode_frame, [True]
+
+    def failing(payload: bytes) -> Frame:
+        if fails and fails.pop():
+            raise LookupError("a bug of ours")
+        return decode(payload)
+
+    monkeypatch.setattr(token_receiver, "decode_frame", failing)
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            for seq in range(3):
+                send(encode_frame(frame_of(seq)))
+            await until(lambda: bool(router.gaps))
+            assert router.receiver.is_alive
+            assert router.receiver.counts.callback_errors == 1
+            router.receiver.deliver_replayed([frame_of(0)])
+            assert router.seqs == [0, 1, 2]
