@@ -108,6 +108,8 @@ class BuiltEngine(Generic[EngineT]):
             raise UnhealthyEngine(f"{self.settings.pool} engine: its loop is dead, stuck or failing")
         if not self.transfers.is_alive():
             raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is dead")
+        if time.monotonic() - self.transfers.last_poll_s > _MAX_SILENCE_S:
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is stuck")
 
 
 def build_prefill_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:

@@ -133,8 +133,10 @@ class TokenReceiver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether frames are being received: part of the router's health."""
-        return self._loop is not None
+        """Whether frames are being received, and replicas can connect: part of the router's health."""
+        # What lets them in is a task that pyzmq keeps to itself, and that ends by whatever goes wrong in it.
+        admission = getattr(self._authenticator, "_AsyncioAuthenticator__task", None)
+        return self._loop is not None and not (admission is not None and admission.done())
 
     def allow(self, public_key: str) -> None:
         """Admit a decode replica, by the key in its metadata."""

@@ -3,6 +3,7 @@ that cannot go on says so instead of ending its thread."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from replicas import engine_builder
 from replicas.engine.decode_engine import DecodeEngine
 from replicas.engine_builder import BuiltEngine, UnhealthyEngine, build_decode_engine
 from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, GenerationRequest
@@ -146,3 +148,27 @@ def test_one_that_fails_each_request_is_not_healthy_though_it_idles_in_between(
     with pytest.raises(UnhealthyEngine):
         built.check_health()
     monkeypatch.undo()
+
+
+def test_a_transfer_thread_that_computes_for_ever_is_not_healthy(
+    built: BuiltEngine[DecodeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watch takes it for a long turn."""
+    built.check_health()
+    turn, is_stuck, goes_on = built.transfers._turn, threading.Event(), threading.Event()
+
+    def stuck(*arguments: Any) -> None:
+        is_stuck.set()
+        goes_on.wait(PATIENCE_S)
+        turn(*arguments)
+
+    monkeypatch.setattr(built.transfers, "_turn", stuck)
+    assert is_stuck.wait(PATIENCE_S)
+    monkeypatch.setattr(engine_builder, "_MAX_SILENCE_S", 0.5)
+    monkeypatch.setattr(built.engine, "is_healthy", lambda max_silence_s: True)
+    time.sleep(0.6)
+    try:
+        with pytest.raises(UnhealthyEngine, match="transfer thread is stuck"):
+            built.check_health()
+    finally:
+        goes_on.set()
