@@ -1,8 +1,9 @@
 """What one engine step has for a router, cut into frames that cost the router's event loop little each.
 
 A frame is decoded in one go, and nothing else of the router runs meanwhile. Measured on 2 cores (AMD EPYC, Python
-3.11), decoding: 4,096 prompt positions with 20 log-probabilities each in one frame took 43 ms (0.5 s on a loaded
-machine); a frame of NUM_ENTRIES entries takes 1.6 to 2.5 ms, whatever they are.
+3.11): 4,096 prompt positions with 20 log-probabilities each held the router's event loop for 44 ms of CPU time when
+they came in one frame (0.5 s on a loaded machine). In frames of NUM_ENTRIES entries, which take 1 to 4 ms each, and
+with the turns of the token receiver bounded in bytes, it is 3.7 ms at most.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ MAX_HELD_FRAMES = 4096
 MAX_FORGOTTEN = 4096
 # Taken without yielding: after so many frames, or bytes of them (some 3 ms to decode), the event loop gets its turn.
 FRAMES_PER_TURN = 64
-BYTES_PER_TURN = 128 << 10
+BYTES_PER_TURN = 64 << 10
 
 StreamKey = tuple[str, str]  # replica_id, epoch
 
