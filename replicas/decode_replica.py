@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -35,4 +36,4 @@ class DecodeReplica(EngineReplica["DecodeEngine", GenerateCall, GenerateReply]):
 
     async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
         """Frames that a router missed."""
-        return self._engine.replay(router_id, from_seq)
+        return await asyncio.to_thread(self._engine.replay, router_id, from_seq)

@@ -14,7 +14,8 @@ import torch
 from replicas.channels.token_sender import TokenSender
 from replicas.device_runner import make_runner
 from replicas.engine.decode_engine import DecodeEngine
-from replicas.engine.engine import Engine, EngineParts, SchedulerT
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts, SchedulerT
 from replicas.engine.engine_watch import Watched
 from replicas.engine.prefill_engine import PrefillEngine
 from replicas.engine.step_recorder import StepRecorder
@@ -107,6 +108,8 @@ class BuiltEngine(Generic[EngineT]):
             raise UnhealthyEngine(f"{self.settings.pool} engine: its loop is dead, stuck or failing")
         if not self.transfers.is_alive():
             raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is dead")
+        if time.monotonic() - self.transfers.last_poll_s > _MAX_SILENCE_S:
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is stuck")
 
 
 def build_prefill_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:

@@ -243,5 +243,6 @@ class PrefillReply:
     queue_s: float
     prefill_s: float
     load: EngineLoad
-    # One for each prompt token, None of the first; empty when not asked for.
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
+    # (`channels.call_wire.encode_scores`): a router decodes them one at a time.
+    prompt_scores: tuple[bytes, ...] = ()

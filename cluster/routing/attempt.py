@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.routing_policy import Route
-from replicas.channels.call_wire import NotSendable
+from replicas.channels.call_wire import MalformedCall, NotSendable, decode_scores
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -156,11 +156,22 @@ class Attempt:
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
         self._num_from_prefill = 1 if reply.first_tokens else 0
-        if reply.prompt_logprobs:
-            self._leg.take_prompt(PromptLogprobs(self._request.request_id, 0, reply.prompt_logprobs))
+        await self._take_scores(reply.prompt_scores)
         self._leg.take_first(reply.first_tokens)
         self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
+
+    async def _take_scores(self, parts: Sequence[bytes]) -> None:
+        """What prefill thought of the prompt. Each part takes its time, and other requests theirs in between."""
+        start = 0
+        for part in parts:
+            try:
+                positions = decode_scores(part)
+            except MalformedCall as error:
+                raise self._failed(CallStatus.ERROR, str(error)) from error
+            self._leg.take_prompt(PromptLogprobs(self._request.request_id, start, positions))
+            start += len(positions)
+            await asyncio.sleep(0)
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
         is_over = self._leg.is_done

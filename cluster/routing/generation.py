@@ -99,6 +99,11 @@ class Leg:
     def has_emitted(self) -> bool:
         return self.spec.beam is None and any(state.token_ids for state in self._choices.values())
 
+    @property
+    def has_advanced(self) -> bool:
+        """Whether this attempt has brought a token that the next one need not bring again."""
+        return self.spec.beam is None and any(map(self.num_taken, self.open_choices))
+
     def request(self, request_id: str, timeout_s: float) -> GenerationRequest:
         """The attempt's request: what has been emitted has become part of the prompt."""
         beam = self.spec.beam

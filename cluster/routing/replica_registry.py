@@ -6,9 +6,12 @@ holds a handle, so what it learns must land where both it and our router can rea
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 ReplicaTable = Mapping[str, Mapping[str, Any]]
 Listener = Callable[[str, ReplicaTable], None]
@@ -32,7 +35,10 @@ class ReplicaRegistry:
             self._tables[deployment] = table
             listeners = list(self._listeners)
         for listener in listeners:
-            listener(deployment, table)
+            try:
+                listener(deployment, table)
+            except Exception:  # of an ingress that has ended, for example; Serve's own loop and the others go on
+                logger.exception("replicas: a listener failed", extra={"event": "listener_failed"})
 
     def replicas(self, deployment: str) -> ReplicaTable:
         with self._lock:

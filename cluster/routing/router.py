@@ -184,7 +184,8 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
-                past = past.after(failure, attempt.route, is_search=leg.spec.beam is not None)
+                is_search, has_advanced = leg.spec.beam is not None, leg.has_advanced
+                past = past.after(failure, attempt.route, is_search=is_search, has_advanced=has_advanced)
                 if not self._may_retry(leg, failure, past, deadline_s):
                     raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
@@ -247,7 +248,7 @@ class Router:
 
     def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
         is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
-        if not failure.may_retry or past.num_failed > self._limits.max_retries or is_too_late:
+        if not failure.may_retry or past.is_over(self._limits.max_retries) or is_too_late:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.

@@ -136,9 +136,17 @@ class WatchedPool(PoolClient):
     # -- the watch ---------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        is_failing = False
         while True:
             await asyncio.sleep(self._rules.interval_s)
-            self._tick(time.monotonic())
+            try:
+                self._tick(time.monotonic())
+                is_failing = False
+            except Exception:  # frozen replicas must be noticed all the same, at the next tick
+                if not is_failing:
+                    extra = {"event": "watch_failed", "of_pool": self.name}
+                    logger.exception("the watch over a pool failed; it goes on", extra=extra)
+                is_failing = True
 
     def _tick(self, now_s: float) -> None:
         table = self._pool.replicas()

@@ -40,6 +40,7 @@ _HEARTBEAT_TIMEOUT_MS = 10_000  # a router's host that is silent for so long has
 _HANDSHAKE_MS = 3000  # who has not proved by then that it knows the key is disconnected
 _LINGER_MS = 1000
 _JOIN_S = 3.0
+_MAX_FAILURES = 3  # turns in a row: then going on would be to go round for ever
 
 
 class CallServer(Generic[CallT, ReplyT]):
@@ -72,6 +73,7 @@ class CallServer(Generic[CallT, ReplyT]):
             raise
         self._thread = threading.Thread(target=self._run, name="calls", daemon=True)
         self.last_beat_s = time.monotonic()
+        self._probe_s = self.last_beat_s + _PROBE_S
 
     @property
     def address(self) -> CallAddress:
@@ -132,21 +134,32 @@ class CallServer(Generic[CallT, ReplyT]):
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakes, zmq.POLLIN)
-        probe_s = time.monotonic() + _PROBE_S
+        num_failures = 0
         try:
             while not self._is_ending:
-                poller.poll(_IDLE_MS)
-                now_s = self.last_beat_s = time.monotonic()
-                self._receive()
-                self._reply()
-                if now_s >= probe_s:
-                    self._probe()
-                    probe_s = now_s + _PROBE_S
+                try:
+                    self._turn(poller)
+                    num_failures = 0
+                except Exception:
+                    num_failures += 1
+                    if num_failures >= _MAX_FAILURES:
+                        raise
+                    logger.exception("calls: a turn failed; the next one", extra={"event": "calls_failed"})
             self._reply()
-        except Exception:
+        except Exception:  # `check_health` tells of it: the replica is replaced
             logger.critical("the calls thread died: nobody reaches this replica any more", exc_info=True)
         finally:
             self._socket.close(linger=_LINGER_MS)
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        """Wait for something, a quarter of a second at most; then do all that is due."""
+        poller.poll(_IDLE_MS)
+        now_s = self.last_beat_s = time.monotonic()
+        self._receive()
+        self._reply()
+        if now_s >= self._probe_s:
+            self._probe_s = now_s + _PROBE_S
+            self._probe()
 
     def _receive(self) -> None:
         """Take what has come."""

@@ -11,6 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from replicas.channels.outbox import prompt_parts
+from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
+
 # A prompt of a million tokens takes 5 MB. More in one message would break the connection, with all calls on it.
 MAX_MESSAGE_BYTES = 32 << 20
 
@@ -49,6 +52,19 @@ class Decoder(Generic[_T]):
             return self._decoder.decode(payload)
         except (msgspec.MsgspecError, ValueError) as error:
             raise MalformedCall(str(error)) from None
+
+
+_SCORES: Decoder[tuple[TokenLogprobs | None, ...]] = Decoder(tuple[TokenLogprobs | None, ...])
+
+
+def encode_scores(prompt: PromptLogprobs) -> tuple[bytes, ...]:
+    """Parts of a prompt's positions, each short enough to be decoded on an event loop."""
+    return tuple(encode(part.positions) for part in prompt_parts(prompt))
+
+
+def decode_scores(payload: bytes) -> tuple[TokenLogprobs | None, ...]:
+    """Of one part. Raises MalformedCall, and nothing else."""
+    return _SCORES(payload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,9 @@ MAX_MESSAGE_BYTES = 8 << 20
 MAX_HELD_FRAMES = 4096
 # Streams that were forgotten and must stay so, as late frames of theirs may still arrive.
 MAX_FORGOTTEN = 4096
-# Frames taken without yielding: after so many the event loop gets its turn.
+# Taken without yielding: after so many frames, or bytes of them (some 3 ms to decode), the event loop gets its turn.
 FRAMES_PER_TURN = 64
+BYTES_PER_TURN = 64 << 10
 
 StreamKey = tuple[str, str]  # replica_id, epoch
 
@@ -132,8 +133,10 @@ class TokenReceiver:
 
     @property
     def is_alive(self) -> bool:
-        """Whether frames are being received: part of the router's health."""
-        return self._loop is not None
+        """Whether frames are being received, and replicas can connect: part of the router's health."""
+        # What lets them in is a task that pyzmq keeps to itself, and that ends by whatever goes wrong in it.
+        admission = getattr(self._authenticator, "_AsyncioAuthenticator__task", None)
+        return self._loop is not None and not (admission is not None and admission.done())
 
     def allow(self, public_key: str) -> None:
         """Admit a decode replica, by the key in its metadata."""
@@ -205,9 +208,13 @@ class TokenReceiver:
         """Take the frames that are there. ZeroMQ's descriptor tells that something has changed, not that there is a
         frame, and tells it once: so this goes on until there is none (zmq_getsockopt(3), ZMQ_FD).
         """
+        num_bytes = num_frames = 0
         try:
-            for _ in range(FRAMES_PER_TURN):
-                self._take(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            while num_frames < FRAMES_PER_TURN and num_bytes < BYTES_PER_TURN:
+                parts = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                num_frames += 1
+                num_bytes += sum(len(part) for part in parts)
+                self._guarded(partial(self._take, parts))
         except zmq.Again:
             return
         except Exception:
@@ -283,7 +290,7 @@ class TokenReceiver:
         self._guarded(partial(self._on_gap, *key, missing))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """A fault in the owner's handling of one frame must not end the channel for all."""
+        """A fault in the handling of one frame, ours or the owner's, must not end the channel for all."""
         try:
             call()
         except Exception:

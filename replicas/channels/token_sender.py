@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from replicas.channels.wire import encode_frame
+from replicas.channels.frame_ring import FrameRing
+from replicas.channels.wire import decode_frame, encode_frame
 from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
 
 logger = logging.getLogger(__name__)
@@ -52,21 +51,14 @@ class FrameGone(Exception):
 
 @dataclass(slots=True)
 class _Channel:
-    """One router. ring[-1].seq == next_seq - 1; frames before unsent_seq were handed to ZeroMQ."""
+    """One router. Frames that its ring calls sent were handed to ZeroMQ."""
 
     address: ChannelAddress
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]  # events of the socket: only REFUSED
-    ring: deque[Frame] = field(default_factory=deque)
-    ring_tokens: int = 0
-    next_seq: int = 0
-    unsent_seq: int = 0
+    ring: FrameRing
     blocked_since_s: float | None = None
     refused_s: float | None = None
-
-    @property
-    def oldest_seq(self) -> int:
-        return self.next_seq - len(self.ring)
 
 
 class TokenSender:
@@ -75,8 +67,8 @@ class TokenSender:
     Owned by the engine's thread: every method is called there, except `replay` and `owes_tokens`.
 
     A frame that a channel cannot take now (not connected yet, router too slow) stays in the channel's ring and goes out
-    before any later one, at the next `send` or `flush`. The ring also keeps sent frames for `replay`. It is bounded: a
-    frame that leaves it unsent is a gap that the router notices and cannot fill.
+    before any later one, at the next `send` or `flush`. The ring also keeps sent frames for `replay`, and is bounded by
+    those. What is not sent is never dropped: a router that has more than unsent_bytes to come counts as stalled.
     """
 
     def __init__(
@@ -86,14 +78,16 @@ class TokenSender:
         *,
         stall_deadline_s: float = 10.0,
         ring_frames: int = 2048,
-        ring_tokens: int = 200_000,
+        ring_bytes: int = 8 << 20,
+        unsent_bytes: int = 64 << 20,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replica_id = replica_id
         self._epoch = epoch
         self._stall_deadline_s = stall_deadline_s
         self._ring_frames = ring_frames
-        self._ring_tokens = ring_tokens
+        self._ring_bytes = ring_bytes
+        self._unsent_bytes = unsent_bytes
         self._now_s = now_s
         self._context = zmq.Context()
         self._public_key, self._secret_key = zmq.curve_keypair()
@@ -112,18 +106,14 @@ class TokenSender:
     @property
     def has_unsent(self) -> bool:
         """Whether some frame waits in a ring: then call flush() soon, even when there is nothing new to send."""
-        return any(channel.unsent_seq < channel.next_seq for channel in self._channels.values())
+        return any(channel.ring.has_unsent for channel in self._channels.values())
 
     @property
     def owes_tokens(self) -> bool:
         """Whether a frame that a request waits for has not left. Frames with nothing but load concern nobody here when
         this replica, or their router, ends. Any thread."""
         with self._lock:
-            return any(
-                frame.admitted or frame.tokens or frame.prompts
-                for channel in self._channels.values()
-                for frame in islice(channel.ring, channel.unsent_seq - channel.oldest_seq, None)
-            )
+            return any(channel.ring.owes_items for channel in self._channels.values())
 
     def open(self, address: ChannelAddress) -> None:
         """Start connecting to a router; does nothing when that very channel is open.
@@ -132,12 +122,12 @@ class TokenSender:
         an address that ZeroMQ cannot use.
         """
         existing = self._channels.get(address.router_id)
-        if existing is not None:
-            if existing.address == address:
-                return
-            self.close(address.router_id)
-        first_seq = self._closed.pop(address, 0)
-        channel = _Channel(address, *self._connect(address), next_seq=first_seq, unsent_seq=first_seq)
+        if existing is not None and existing.address == address:
+            return
+        ends = self._connect(address)  # first: if it raises, the channel that there is goes on
+        self.close(address.router_id)
+        ring = FrameRing(self._closed.pop(address, 0), self._ring_frames, self._ring_bytes)
+        channel = _Channel(address, *ends, ring)
         with self._lock:
             self._channels[address.router_id] = channel
 
@@ -151,13 +141,13 @@ class TokenSender:
     ) -> int:
         """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""
         channel = self._channels[router_id]
-        frame = Frame(
-            self._replica_id, self._epoch, channel.next_seq, load, tuple(admitted), tuple(tokens), tuple(prompts)
-        )
+        seq = channel.ring.next_seq
+        frame = Frame(self._replica_id, self._epoch, seq, load, tuple(admitted), tuple(tokens), tuple(prompts))
+        payload = encode_frame(frame)
         with self._lock:
-            self._keep(channel, frame)
+            channel.ring.keep(payload, is_owed=bool(admitted or tokens or prompts))
         self._flush(channel)
-        return frame.seq
+        return seq
 
     def flush(self) -> None:
         """Send what waits, where it can be sent."""
@@ -165,21 +155,24 @@ class TokenSender:
             self._flush(channel)
 
     def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        """Every frame for this router from from_seq on. Any thread. Raises FrameGone."""
+        """Every frame for this router from from_seq on. Any thread; may take a tenth of a second. Raises FrameGone."""
         with self._lock:
             channel = self._channels.get(router_id)
             if channel is None:
                 raise FrameGone(router_id, from_seq, 0)
-            if not channel.oldest_seq <= from_seq <= channel.next_seq:
-                raise FrameGone(router_id, from_seq, channel.oldest_seq)
-            return list(channel.ring)[from_seq - channel.oldest_seq :]
+            if not channel.ring.oldest_seq <= from_seq <= channel.ring.next_seq:
+                raise FrameGone(router_id, from_seq, channel.ring.oldest_seq)
+            payloads = channel.ring.payloads(from_seq)
+        return [decode_frame(payload) for payload in payloads]
 
     def stalled_routers(self, now_s: float) -> list[str]:
-        """Routers whose channel has taken nothing for longer than the deadline while frames waited for it."""
+        """Routers whose channel has taken nothing for longer than the deadline while frames waited for it, or for which
+        more waits than is kept."""
         return [
             router_id
             for router_id, channel in self._channels.items()
-            if channel.blocked_since_s is not None and now_s - channel.blocked_since_s > self._stall_deadline_s
+            if (channel.blocked_since_s is not None and now_s - channel.blocked_since_s > self._stall_deadline_s)
+            or channel.ring.num_unsent_bytes > self._unsent_bytes
         ]
 
     def close(self, router_id: str) -> None:
@@ -189,7 +182,7 @@ class TokenSender:
         if channel is None:
             return
         _close(channel, linger_ms=0)
-        self._closed[channel.address] = channel.next_seq
+        self._closed[channel.address] = channel.ring.next_seq
         if len(self._closed) > MAX_CLOSED:
             del self._closed[next(iter(self._closed))]
 
@@ -204,7 +197,7 @@ class TokenSender:
         self._context.term()
 
     def _connect(self, address: ChannelAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """(socket, monitor) of a connection that is on its way."""
+        """(socket, monitor) of a connection that is on its way. Raises ValueError, and leaves nothing open then."""
         opened: list[zmq.Socket[bytes]] = []
         try:
             opened.append(socket := self._context.socket(zmq.PUSH))
@@ -221,34 +214,27 @@ class TokenSender:
             socket.reconnect_ivl_max = RECONNECT_MAX_MS
             opened.append(monitor := socket.get_monitor_socket(REFUSED))
             socket.connect(address.endpoint)
-        except (zmq.ZMQError, UnicodeEncodeError) as error:
+        except (zmq.ZMQError, ValueError, TypeError) as error:
             for one in opened:  # the error may be kept, and sockets with it: they would block the context's end
                 one.close(linger=0)
             raise ValueError(f"cannot open a token channel to {address}: {error}") from error
         return socket, monitor
 
-    def _keep(self, channel: _Channel, frame: Frame) -> None:
-        channel.ring.append(frame)
-        channel.ring_tokens += _num_tokens(frame)
-        channel.next_seq += 1
-        while len(channel.ring) > self._ring_frames or (
-            channel.ring_tokens > self._ring_tokens and len(channel.ring) > 1
-        ):
-            channel.ring_tokens -= _num_tokens(channel.ring.popleft())
-        channel.unsent_seq = max(channel.unsent_seq, channel.oldest_seq)
-
     def _flush(self, channel: _Channel) -> None:
         # Only this thread changes the ring: reading it needs no lock.
-        for _ in range(min(channel.next_seq - channel.unsent_seq, MAX_FRAMES_PER_FLUSH)):
-            frame = channel.ring[channel.unsent_seq - channel.next_seq]  # counted from the newest
+        for _ in range(MAX_FRAMES_PER_FLUSH):
+            payload = channel.ring.first_unsent
+            if payload is None:
+                return
             try:
-                channel.socket.send(encode_frame(frame), zmq.NOBLOCK)
+                channel.socket.send(payload, zmq.NOBLOCK)
             except zmq.Again:
                 if channel.blocked_since_s is None:
                     channel.blocked_since_s = self._now_s()
                 self._reconnect_if_refused(channel)
                 return
-            channel.unsent_seq += 1
+            with self._lock:
+                channel.ring.sent()
             channel.blocked_since_s = None
 
     def _reconnect_if_refused(self, channel: _Channel) -> None:
@@ -258,18 +244,17 @@ class TokenSender:
             logger.warning(
                 "token channel: router %s refused us (%s)", channel.address.router_id, zmq.Event(event["event"]).name
             )
-        if channel.refused_s is not None and self._now_s() - channel.refused_s >= RETRY_REFUSED_S:
-            _close(channel, linger_ms=0)
-            channel.socket, channel.monitor = self._connect(channel.address)
-            channel.refused_s = None
-
-
-def _num_tokens(frame: Frame) -> int:
-    """Generated ones, prompt tokens whose log-probabilities it carries, and candidates beside any of them."""
-    scored = [item.logprobs for item in frame.tokens]
-    for part in frame.prompts:
-        scored += part.positions
-    return sum(1 if scores is None else 1 + len(scores.top) for scores in scored)
+        if channel.refused_s is None or self._now_s() - channel.refused_s < RETRY_REFUSED_S:
+            return
+        try:
+            ends = self._connect(channel.address)
+        except ValueError as error:  # no descriptor is free, for example: later, or it is stalled by then
+            logger.warning("token channel: %s", error)
+            channel.refused_s = self._now_s()
+            return
+        _close(channel, linger_ms=0)
+        channel.socket, channel.monitor = ends
+        channel.refused_s = None
 
 
 def _close(channel: _Channel, linger_ms: int) -> None:

@@ -134,6 +134,9 @@ class CudaRunner(ModelRunner):
             prepare_library(num_heads, self.pool, fresh_runs(max_step_tokens, self._max_model_len))
             torch.cuda.synchronize()
 
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
     def _run_prompt(self, length: int) -> None:
         """A prompt of this length in slot 0, and a decode step behind it."""
         blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))

@@ -9,21 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from replicas.channels.outbox import Outbox, Parts
 from replicas.engine.call_table import OpenCall, scheduler_request
-from replicas.engine.engine import Engine, EngineParts
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts
 from replicas.kv.handoff_actions import CommandRefused, Event, HandoffArrived, KvLost, KvReady, LossReason, ReadReleased
 from replicas.messages import (
     CallStatus,
+    EngineLoad,
     FinishReason,
     Frame,
     GenerateCall,
     GenerateReply,
     Handoff,
-    PromptLogprobs,
     TokenItem,
 )
 from scheduler.decode_scheduler import DecodeScheduler
@@ -41,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 # A channel that was just opened takes frames only after its handshake, and nothing tells when: ask again soon.
 _UNSENT_POLL_S = 0.005
-# A beam search sends all its tokens when it is over. A step of anything else has fewer than this.
-_MAX_FRAME_TOKENS = 4096
-# Log-probabilities of a prompt take up to 300 bytes a token: these many are a frame.
-_MAX_FRAME_POSITIONS = 4096
 
 
 @dataclass(slots=True)
@@ -59,19 +59,6 @@ class DecodeOpenCall(OpenCall[GenerateCall, GenerateReply]):
         return self.call.channel.router_id
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """What this iteration has for one router."""
-
-    admitted: list[str] = field(default_factory=list)
-    tokens: list[TokenItem] = field(default_factory=list)
-    prompts: list[PromptLogprobs] = field(default_factory=list)
-
-    def take_admitted(self) -> tuple[str, ...]:
-        admitted, self.admitted = tuple(self.admitted), []
-        return admitted
-
-
 class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
     """Also the whole engine of a colocated system: a call without a source is prefilled here."""
 
@@ -81,7 +68,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         super().__init__("decode", parts)
         self.sender = sender
         self._idle_frame_s = idle_frame_s
-        self._outbox: defaultdict[str, _Outbox] = defaultdict(_Outbox)  # by router
+        self._outbox: defaultdict[str, Outbox] = defaultdict(Outbox)  # by router
         self._last_sent_s: dict[str, float] = {}  # by router
         self._finished: list[DecodeOpenCall] = []  # to be answered after this iteration's frames
 
@@ -89,7 +76,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         """Queue a request. Any thread; does not block. The future is always answered."""
         request = scheduler_request(call.request, time.monotonic(), local_prefill=call.source is None)
         opened = DecodeOpenCall(call, request)
-        self._post(lambda: self._submit(opened))
+        self._inbox.put(partial(self._submit, opened))
         return opened.future
 
     def replay(self, router_id: str, from_seq: int) -> list[Frame]:
@@ -102,7 +89,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
 
     def on_transfer_event(self, event: Event) -> None:
         """Called by the transfer thread. Does not block."""
-        self._post(lambda: self._on_transfer(event))
+        self._inbox.put(partial(self._on_transfer, event), event.transfer_id)
 
     # -- arrival -----------------------------------------------------------------------------------
 
@@ -118,20 +105,29 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         except ValueError as error:  # an unusable channel address, or a known id
             self._reply(opened, CallStatus.ERROR, str(error))
             return
+        except Exception as error:
+            self._fail_new(opened, error)
+            return
         self._calls[request.request_id] = opened
 
     def _on_admitted(self, requests: tuple[Request, ...]) -> None:
         for request in requests:
-            opened = self._calls[request.request_id]
-            self._outbox[opened.router_id].admitted.append(request.request_id)
-            if opened.call.source is not None:
-                self.transfers.expect(
-                    request.request_id,
-                    source=opened.call.source,
-                    prompt_len=request.prompt_len,
-                    num_blocks=num_blocks_for(request.prompt_len, self.scheduler.limits.block_size),
-                    deadline_s=request.deadline_s,
-                )
+            try:
+                self._tell_admitted(self._calls[request.request_id])
+            except Exception as error:
+                self._fail(request.request_id, error)
+
+    def _tell_admitted(self, opened: DecodeOpenCall) -> None:
+        request = opened.request
+        if opened.call.source is not None:
+            self.transfers.expect(
+                request.request_id,
+                source=opened.call.source,
+                prompt_len=request.prompt_len,
+                num_blocks=num_blocks_for(request.prompt_len, self.scheduler.limits.block_size),
+                deadline_s=request.deadline_s,
+            )
+        self._outbox[opened.router_id].admitted.append(request.request_id)
 
     def _on_planned(self) -> None:
         for request in self.scheduler.take_evicted():
@@ -193,80 +189,82 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
         for prompt in output.prompts:
-            self._send_prompt(prompt)
+            if (opened := self._calls.get(prompt.request_id)) is not None:
+                self._outbox[opened.router_id].prompts.append(prompt)
         events = self.scheduler.commit(output, now_s)
         for event in events:
-            self._send_token(event)
+            try:
+                self._send_token(event)
+            except Exception as error:
+                self._fail(event.request_id, error)
         for request_id in {event.request_id for event in events if event.finish_reason}:
-            if self.scheduler.get(request_id) is None:
+            if request_id in self._calls and self.scheduler.get(request_id) is None:
                 self._finished.append(self._calls.pop(request_id))
 
-    def _send_prompt(self, prompt: PromptLogprobs) -> None:
-        opened = self._calls.get(prompt.request_id)
-        if opened is None:
-            return
-        for first in range(0, len(prompt.positions), _MAX_FRAME_POSITIONS):
-            positions = prompt.positions[first : first + _MAX_FRAME_POSITIONS]
-            part = PromptLogprobs(prompt.request_id, prompt.start + first, positions)
-            self._outbox[opened.router_id].prompts.append(part)
-
     def _send_token(self, event: TokenEvent) -> None:
-        opened = self._calls[event.request_id]
+        opened = self._calls.get(event.request_id)
+        if opened is None:
+            return  # it has failed a token ago
+        reason = FinishReason(event.finish_reason) if event.finish_reason else None
+        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         opened.num_sent[event.choice] += 1
         if not event.index and opened.first_token_s is None and opened.request.search is None:
             opened.first_token_s = time.monotonic()
-        reason = FinishReason(event.finish_reason) if event.finish_reason else None
-        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
         self._outbox[opened.router_id].tokens.append(item)
 
     def _flush(self, now_s: float) -> None:
-        """One frame per router that has something, or that has not heard of us for a while; then the replies.
-
-        Replies come last: they say how many tokens were sent. Very many tokens (of a beam search) are several frames.
+        """A frame or some per router that has something, or that has not heard of us for a while; then the replies,
+        which say how many tokens were sent.
         """
         load = self._load()
+        for router_id, sent_s in list(self._last_sent_s.items()):
+            if router_id not in self._outbox and now_s - sent_s >= self._idle_frame_s:
+                self._send(router_id, load, (((), (), ()),), now_s)
         for router_id, outbox in self._outbox.items():
-            for part in outbox.prompts:
-                self.sender.send(router_id, load, outbox.take_admitted(), (), (part,))
-            for start in range(0, max(1, len(outbox.tokens)), _MAX_FRAME_TOKENS):
-                tokens = tuple(outbox.tokens[start : start + _MAX_FRAME_TOKENS])
-                self.sender.send(router_id, load, outbox.take_admitted(), tokens)
-            self._last_sent_s[router_id] = now_s
+            self._send(router_id, load, outbox.parts(), now_s)
         self._outbox.clear()
-        for router_id, sent_s in self._last_sent_s.items():
-            if now_s - sent_s >= self._idle_frame_s:
-                self.sender.send(router_id, load, (), ())
-                self._last_sent_s[router_id] = now_s
         self.sender.flush()
-        self._end_stalled_routers(now_s)
+        for router_id in self.sender.stalled_routers(now_s):
+            self._give_up(router_id, CallStatus.CANCELLED, "the router's channel stayed away")
         for opened in self._finished:
             self._reply(opened, CallStatus.OK, "")
         self._finished.clear()
 
-    def _end_stalled_routers(self, now_s: float) -> None:
-        """A router whose channel stays away is gone, whatever Serve believes: its requests end."""
-        for router_id in self.sender.stalled_routers(now_s):
-            theirs = [rid for rid, opened in self._calls.items() if opened.router_id == router_id]
-            for request_id in theirs:
-                self._end(request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "the router's channel stayed away")
-            self.sender.close(router_id)
-            self._last_sent_s.pop(router_id, None)
+    def _send(self, router_id: str, load: EngineLoad, parts: Iterable[Parts], now_s: float) -> None:
+        try:
+            for part in parts:
+                self.sender.send(router_id, load, *part)
+            self._last_sent_s[router_id] = now_s
+        except Exception as error:  # what is wrong with one router's frames is no other's
+            logger.exception("frames could not be sent", extra={"event": "send_failed", "router": router_id})
+            self._give_up(router_id, CallStatus.ERROR, f"its router's channel failed: {type(error).__name__}")
+
+    def _give_up(self, router_id: str, status: CallStatus, detail: str) -> None:
+        """This router is gone, whatever Serve believes: its requests end."""
+        theirs = [request_id for request_id, opened in self._calls.items() if opened.router_id == router_id]
+        extra = {"event": "router_given_up", "router": router_id, "num_requests": len(theirs)}
+        logger.warning("a router is given up: %s", detail, extra=extra)
+        for request_id in theirs:
+            self._end(request_id, RequestState.CANCELLED, status, detail)
+        self.sender.close(router_id)
+        self._last_sent_s.pop(router_id, None)
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
-        opened = self._calls.pop(request_id, None)
+    def _let_go(self, request_id: str, opened: DecodeOpenCall | None, state: RequestState) -> None:
         if opened is None:
             return
         entered_s = opened.request.entered_s
         self.scheduler.end(request_id, state, time.monotonic())
-        if (
-            opened.call.source is not None
-            and RequestState.ADMITTED in entered_s
-            and RequestState.RUNNING not in entered_s
-        ):
+        is_moving = RequestState.ADMITTED in entered_s and RequestState.RUNNING not in entered_s
+        if opened.call.source is not None and is_moving:
             self.transfers.cancel(request_id)
-        self._reply(opened, status, detail)
+
+    def _answer_all(self, status: CallStatus, detail: str) -> None:
+        for opened in self._finished:
+            self._calls.setdefault(opened.request.request_id, opened)
+        self._finished.clear()
+        super()._answer_all(status, detail)
 
     def _reply(self, opened: DecodeOpenCall, status: CallStatus, detail: str) -> None:
         reply = GenerateReply(

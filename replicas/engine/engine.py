@@ -3,35 +3,31 @@
     inbox -> expire -> admit -> plan -> launch -> commit (lag steps later) -> flush
 
 Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
-`_post` actions to it and wait on futures.
+put actions into its inbox and wait on futures.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from replicas.engine.engine_status import EngineStatus, StepClock
+from replicas.engine.broken_output import broken_requests, without
+from replicas.engine.call_table import OpenCall
+from replicas.engine.engine_parts import EngineParts, SchedulerT
+from replicas.engine.engine_status import EngineStatus, StepClock, load_of
+from replicas.engine.inbox import Inbox
 from replicas.engine.step_isolation import run_isolated
-from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.step_timer import StepTimer
-from replicas.fault_points import FaultPoints
-from replicas.messages import CallStatus, EngineLoad, TokenLogprobs
-from replicas.metrics.engine_metrics import EngineMetrics
-from replicas.model.model_runner import ModelRunner, StepHandle
-from replicas.token_choice.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
-from scheduler.engine_scheduler import EngineScheduler
+from replicas.messages import CallStatus, EngineLoad
+from replicas.model.model_runner import StepHandle
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
@@ -40,27 +36,9 @@ logger = logging.getLogger(__name__)
 _HELD_POLL_S = 0.01
 _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
-_BROKEN = {
-    NOT_A_TOKEN: (CallStatus.ERROR, "the model's output was not a number"),
-    NOTHING_ALLOWED: (CallStatus.NOTHING_ALLOWED, "its rules of token choice leave no token to choose"),
-}
 
 
-SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
-OpenCallT = TypeVar("OpenCallT")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts(Generic[SchedulerT]):
-    """What every engine is made of. lag: steps planned ahead of known tokens. num_threads: torch's, fixed."""
-
-    scheduler: SchedulerT
-    runner: ModelRunner
-    faults: FaultPoints
-    metrics: EngineMetrics
-    lag: int
-    num_threads: int
-    recorder: StepRecorder = field(default_factory=StepRecorder)
+OpenCallT = TypeVar("OpenCallT", bound=OpenCall[Any, Any])
 
 
 class Engine(ABC, Generic[SchedulerT, OpenCallT]):
@@ -78,10 +56,11 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
         self.steps = StepClock()
         self._timer = StepTimer()
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox(self._fail)
         self._in_flight: deque[StepHandle | StepOutput] = deque()
         self._stopping = False
-        self._num_loop_failures = 0
+        self._is_broken = False  # for good: nothing is computed any more
+        self._num_loop_failures = 0  # since a step was committed
         self._prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
         self.last_beat_s = time.monotonic()
@@ -100,17 +79,20 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         def begin() -> None:
             self._stopping = True
 
-        self._post(begin)
+        self._inbox.put(begin)
         self._thread.join(timeout_s)
 
     def cancel(self, request_id: str) -> None:
         """The caller has gone. Does not wait; unknown and ended requests are ignored."""
-        self._post(lambda: self._end(request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "cancelled"))
+        end = partial(self._end, request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "cancelled")
+        self._inbox.put(end, request_id)
 
     def is_healthy(self, max_silence_s: float) -> bool:
         """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
-        return self._thread.is_alive() and fresh and self._num_loop_failures < _MAX_LOOP_FAILURES
+        return (
+            self._thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
+        )
 
     @property
     def thread(self) -> threading.Thread:
@@ -121,9 +103,6 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def is_idle(self) -> bool:
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
         return self.status.ledger.is_idle
-
-    def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -137,13 +116,14 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._prepared.set_result(None)
         while not self._stopping:
             try:
-                self._iterate()
-                self._num_loop_failures = 0
+                if self._is_broken:
+                    self._refuse_all()
+                else:
+                    self._iterate()
             except Exception:  # a bug of ours; requests fail, the engine tries to go on, health tells
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
                 self._end_all(CallStatus.ERROR, "the engine failed; see its log")
-        self._drain_inbox()
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
         self._close()
 
@@ -151,7 +131,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.faults.freeze(f"{self.name}.thread")
         now_s = time.monotonic()
         self.last_beat_s = now_s
-        self._drain_inbox()
+        self._inbox.run()
         for request_id in self.scheduler.expired(now_s):
             self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
         if not self.faults.hold(f"{self.name}.admit"):
@@ -177,11 +157,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         try:
             handle: StepHandle | StepOutput = self.runner.launch(plan)
         except Exception as error:
-            logger.warning(
-                "step failed, running it in pieces",
-                exc_info=error,
-                extra={"event": "step_failed", "step": plan.step_id},
-            )
+            extra = {"event": "step_failed", "step": plan.step_id}
+            logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
             handle = self._launch_in_pieces(plan)
         self.recorder.launched(plan, started_s)
         if isinstance(handle, StepHandle) and handle.is_running:
@@ -197,7 +174,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
         isolated = run_isolated(self.runner, plan)
         for request_id, error in isolated.errors.items():
-            self._end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+            self._fail(request_id, error)
         return isolated.output
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
@@ -205,59 +182,87 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self.recorder.committed(output.step_id)
         if (timed := self._timer.committed(output.step_id, time.monotonic())) is not None:
             self._count(*timed)
-        broken = {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt.positions)}
-        suspects = [token for token in output.tokens if token.token_id < 0 or token.logprobs is not None]
-        for token in suspects:
-            kind = NOT_A_TOKEN if _has_nan((token.logprobs,)) else token.token_id
-            # What comes behind a choice's end may be anything: it is dropped.
-            if kind in _BROKEN and self.scheduler.counts(token):
-                broken[token.request_id] = _BROKEN[kind]
+        broken = broken_requests(output, self.scheduler.counts)
         for request_id, (status, detail) in broken.items():
             self._end(request_id, RequestState.FAILED, status, detail)
-        if broken:
-            tokens = tuple(token for token in output.tokens if token.request_id not in broken)
-            prompts = tuple(prompt for prompt in output.prompts if prompt.request_id not in broken)
-            output = replace(output, tokens=tokens, prompts=prompts)
-        self._on_tokens(output, time.monotonic())
-
-    def _drain_inbox(self) -> None:
-        while True:
-            try:
-                action = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            action()
+        self._on_tokens(without(output, broken) if broken else output, time.monotonic())
+        self._num_loop_failures = 0
 
     def _wait(self, longest_s: float) -> None:
         """Sleep until something arrives, the next deadline, or `longest_s`."""
         deadline_s = self.scheduler.next_deadline_s
         if deadline_s is not None:
             longest_s = max(0.0, min(longest_s, deadline_s - time.monotonic()))
+        self._inbox.wait(min(longest_s, self._idle_s()))
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """What went wrong for one request costs that request only (design law 6)."""
+        self._log_failure(request_id, error)
+        self._end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+
+    def _fail_new(self, opened: OpenCallT, error: Exception) -> None:
+        """Likewise, of one that was not taken yet: it may have come as far as the scheduler."""
+        request_id = opened.request.request_id
+        self._log_failure(request_id, error)
         try:
-            action = self._inbox.get(timeout=min(longest_s, self._idle_s()))
-        except queue.Empty:
-            return
-        action()
+            if self.scheduler.get(request_id) is opened.request:
+                self.scheduler.end(request_id, RequestState.FAILED, time.monotonic())
+        finally:
+            self._reply(opened, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+
+    def _log_failure(self, request_id: str, error: Exception) -> None:
+        extra = {"event": "request_failed", "engine": self.name, "request": request_id}
+        logger.error("a request failed", exc_info=error, extra=extra)
+
+    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+        """End a request early, whatever its phase. Ignores unknown ones.
+
+        Its call is answered in any case; raises what the scheduler raises: then its books are wrong.
+        """
+        opened = self._calls.pop(request_id, None)
+        try:
+            self._let_go(request_id, opened, state)
+        finally:
+            if opened is not None:
+                self._reply(opened, status, detail)
 
     def _end_all(self, status: CallStatus, detail: str) -> None:
-        self._in_flight.clear()
-        self.scheduler.steps_abandoned()
-        for request_id in list(self._calls):
-            self._end(request_id, RequestState.FAILED, status, detail)
-        self._flush(time.monotonic())
+        """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
+        try:
+            self.runner.finish()  # what was launched uses blocks that are about to be free
+            self._in_flight.clear()
+            self.scheduler.steps_abandoned()
+            if self._stopping:
+                self._inbox.run()  # nobody does after this
+            for request_id in list(self._calls):
+                self._end(request_id, RequestState.FAILED, status, detail)
+            self._flush(time.monotonic())
+        except Exception:
+            self._is_broken = True
+            extra = {"event": "engine_broken", "engine": self.name}
+            logger.critical("the engine can't go on; it waits to be replaced", exc_info=True, extra=extra)
+            self._answer_all(status, detail)
+
+    def _refuse_all(self) -> None:
+        """What a broken engine does: answer calls, so that routers go elsewhere at once."""
+        self.last_beat_s = time.monotonic()
+        self._inbox.wait(_MAX_IDLE_S)
+        self._answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
+
+    def _answer_all(self, status: CallStatus, detail: str) -> None:
+        """Every open call, without a look at the scheduler. Raises nothing."""
+        while self._calls:
+            request_id, opened = self._calls.popitem()
+            try:
+                self._reply(opened, status, detail)
+            except Exception as error:
+                self._log_failure(request_id, error)
+                opened.future.set_exception(error)
 
     def _load(self) -> EngineLoad:
-        return EngineLoad(
-            num_running=self.scheduler.num_running,
-            num_queued=self.scheduler.num_queued,
-            queued_prompt_tokens=self.scheduler.queued_prompt_tokens,
-            free_blocks=self.scheduler.free_blocks(),
-            total_blocks=self.scheduler.budget.num_blocks,
-            step_s=self.steps.mean_s,
-            prefill_tokens_per_s=self.steps.prefill_tokens_per_s,
-            later_free_blocks=self.scheduler.later_free_blocks(),
-            expected_tokens=self.scheduler.expected_tokens or 0,
-        )
+        return load_of(self.scheduler, self.steps)
 
     # -- what differs between the engines ----------------------------------------------------------
 
@@ -274,8 +279,12 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         """A step's tokens are known: commit them to the scheduler and pass on what follows."""
 
     @abstractmethod
-    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
-        """End a request early, whatever its phase, and answer its call. Ignores unknown ones."""
+    def _let_go(self, request_id: str, opened: OpenCallT | None, state: RequestState) -> None:
+        """End it in the scheduler and in the transfers. opened: None when it has been answered or is unknown."""
+
+    @abstractmethod
+    def _reply(self, opened: OpenCallT, status: CallStatus, detail: str) -> None:
+        """Answer its call."""
 
     @abstractmethod
     def _flush(self, now_s: float) -> None:
@@ -287,7 +296,3 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
 
     def _close(self) -> None:
         """The thread ends: release what it owns."""
-
-
-def _has_nan(positions: Iterable[TokenLogprobs | None]) -> bool:
-    return any(position is not None and math.isnan(position.logprob) for position in positions)

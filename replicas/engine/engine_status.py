@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicas.messages import EngineLoad
+from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import Ledger
 from scheduler.plan import StepPlan
 
@@ -49,3 +50,18 @@ class StepClock:
             return False
         self._status_due_s = now_s + _STATUS_INTERVAL_S
         return True
+
+
+def load_of(scheduler: EngineScheduler, steps: StepClock) -> EngineLoad:
+    """What routers are told. Engine thread only."""
+    return EngineLoad(
+        num_running=scheduler.num_running,
+        num_queued=scheduler.num_queued,
+        queued_prompt_tokens=scheduler.queued_prompt_tokens,
+        free_blocks=scheduler.free_blocks(),
+        total_blocks=scheduler.budget.num_blocks,
+        step_s=steps.mean_s,
+        prefill_tokens_per_s=steps.prefill_tokens_per_s,
+        later_free_blocks=scheduler.later_free_blocks(),
+        expected_tokens=scheduler.expected_tokens or 0,
+    )

@@ -6,12 +6,15 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from replicas.channels.call_wire import encode_scores
 from replicas.engine.call_table import OpenCall, scheduler_request
-from replicas.engine.engine import Engine, EngineParts
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts
 from replicas.kv.handoff_actions import CommandRefused, Event, ReaderChecked, SourceReleased
-from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, TokenLogprobs
+from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, PromptLogprobs
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepOutput
 from scheduler.prefill_scheduler import PrefillScheduler
@@ -28,7 +31,7 @@ logger = logging.getLogger(__name__)
 class PrefillOpenCall(OpenCall[PrefillCall, PrefillReply]):
     """What else prefill keeps of a call."""
 
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # if asked for: of the chunks so far
+    scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
     first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
 
@@ -46,18 +49,16 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         """Queue a prompt. Any thread; does not block. The future is always answered."""
         request = scheduler_request(call.request, time.monotonic(), local_prefill=True)
         opened = PrefillOpenCall(call, request)
-        self._post(lambda: self._submit(opened))
+        self._inbox.put(partial(self._submit, opened))
         return opened.future
 
     def on_transfer_event(self, event: Event) -> None:
         """Called by the transfer thread. Does not block."""
         match event:
             case ReaderChecked(transfer_id, problem):
-                self._post(lambda: self._on_reader_checked(transfer_id, problem))
-            case SourceReleased(transfer_id):
-                self._post(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()))
-            case CommandRefused(transfer_id):
-                self._post(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()))
+                self._inbox.put(lambda: self._on_reader_checked(transfer_id, problem), transfer_id)
+            case SourceReleased(transfer_id) | CommandRefused(transfer_id):
+                self._inbox.put(lambda: self.scheduler.lease_ended(transfer_id, time.monotonic()), transfer_id)
             case _:
                 raise AssertionError(f"a prefill engine reads nothing, got {event}")
 
@@ -72,6 +73,9 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
             return
         except DuplicateRequest as error:
             self._reply(opened, CallStatus.ERROR, str(error))
+            return
+        except Exception as error:
+            self._fail_new(opened, error)
             return
         self._calls[request.request_id] = opened
 
@@ -106,27 +110,29 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
 
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
         for prompt in output.prompts:
-            if (scored := self._calls.get(prompt.request_id)) is not None:
-                scored.prompt_logprobs += prompt.positions
+            try:
+                self._keep_scores(prompt)
+            except Exception as error:
+                self._fail(prompt.request_id, error)
         for done in self.scheduler.commit(output, now_s):
-            opened = self._calls[done.request_id]
-            first_tokens = tuple(
-                FirstToken(
-                    event.choice,
-                    event.token_id,
-                    FinishReason(event.finish_reason) if event.finish_reason else None,
-                    event.logprobs,
-                )
-                for event in done.first_tokens
-            )
-            self._hand_over(opened, done, first_tokens)
-            opened.first_tokens = first_tokens
-            if opened.is_reader_checked or not done.block_ids:
-                self._answer(opened, first_tokens)
+            try:
+                opened = self._calls[done.request_id]
+                opened.first_tokens = _first_tokens(done)
+                self._hand_over(opened, done, opened.first_tokens)
+            except Exception as error:  # nothing was offered: no transfer will tell when its lease is over
+                self.scheduler.lease_ended(done.request_id, time.monotonic())
+                self._fail(done.request_id, error)
+            else:
+                if opened.is_reader_checked or not done.block_ids:
+                    self._answer(opened, opened.first_tokens)
 
     def _answer(self, opened: PrefillOpenCall, first_tokens: tuple[FirstToken, ...]) -> None:
         del self._calls[opened.request.request_id]
         self._reply(opened, CallStatus.OK, "", first_tokens)
+
+    def _keep_scores(self, prompt: PromptLogprobs) -> None:
+        if (opened := self._calls.get(prompt.request_id)) is not None:
+            opened.scores += encode_scores(prompt)
 
     def _hand_over(self, opened: PrefillOpenCall, done: PromptDone, first_tokens: tuple[FirstToken, ...]) -> None:
         if done.block_ids:
@@ -140,16 +146,13 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 candidates=done.candidates,
             )
 
-    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+    def _let_go(self, request_id: str, opened: PrefillOpenCall | None, state: RequestState) -> None:
         request = self.scheduler.get(request_id)
         if request is not None and request.state is RequestState.LEASED:
             # The reader holds the other end: the transfer thread tells it, and reports the release.
             self.transfers.cancel(request_id)
         else:
             self.scheduler.end(request_id, state, time.monotonic())
-        opened = self._calls.pop(request_id, None)
-        if opened is not None:
-            self._reply(opened, status, detail)
 
     def _reply(
         self, opened: PrefillOpenCall, status: CallStatus, detail: str, first_tokens: tuple[FirstToken, ...] = ()
@@ -158,8 +161,21 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         done_state = RequestState.LEASED if RequestState.LEASED in opened.request.entered_s else RequestState.FINISHED
         prefill_s = opened.time_between(RequestState.ADMITTED, done_state)
         self.metrics.prompt_done(status, queue_s, prefill_s)
-        scores = tuple(opened.prompt_logprobs) if status is CallStatus.OK else ()
-        opened.reply(PrefillReply(status, detail, first_tokens, queue_s, prefill_s, self._load(), scores))
+        scores = tuple(opened.scores) if status is CallStatus.OK else ()
+        load = self.status.load if self._is_broken else self._load()
+        opened.reply(PrefillReply(status, detail, first_tokens, queue_s, prefill_s, load, scores))
 
     def _flush(self, now_s: float) -> None:
         pass  # replies and handoffs leave as they come up
+
+
+def _first_tokens(done: PromptDone) -> tuple[FirstToken, ...]:
+    return tuple(
+        FirstToken(
+            event.choice,
+            event.token_id,
+            FinishReason(event.finish_reason) if event.finish_reason else None,
+            event.logprobs,
+        )
+        for event in done.first_tokens
+    )

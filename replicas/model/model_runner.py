@@ -91,6 +91,9 @@ class ModelRunner:
     def prepare_thread(self, max_step_tokens: int) -> None:
         """Called on the thread that will launch, before its first step. Blocks. max_step_tokens: of prompts, in one."""
 
+    def finish(self) -> None:
+        """Block until nothing that was launched runs any more. Raises what has become of it, if the device tells."""
+
     def _prepare(self, plan: StepPlan) -> None:
         """What goes before the pass: slots, swaps, copies."""
         self._slots.apply(plan)

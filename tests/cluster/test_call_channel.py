@@ -18,7 +18,15 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, NotSendable, encode
+from replicas.channels.call_wire import (
+    MAX_MESSAGE_BYTES,
+    CallAddress,
+    Decoder,
+    MalformedCall,
+    NotSendable,
+    encode,
+    encode_scores,
+)
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -34,7 +42,7 @@ from replicas.messages import (
 )
 from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
-from scheduler.token_logprobs import TokenLogprobs
+from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0
@@ -71,7 +79,7 @@ SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
         replace(REPLY, status=CallStatus.KV_LOST, detail="why: ü", num_tokens_sent=()),
         PrefillReply(
             CallStatus.OK, "", (FirstToken(0, 7, FinishReason.STOP, SCORED), FirstToken(1, 8, None)), 0.1, 0.2, LOAD,
-            (None, SCORED),
+            encode_scores(PromptLogprobs("r", 0, (None, SCORED))),
         ),
     ],
 )  # fmt: skip
@@ -352,3 +360,31 @@ async def test_other_parts_and_unknown_names_change_nothing(rig: Rig) -> None:
         rig.engine.calls["good"].set_result(REPLY)
         assert Decoder(GenerateReply)(await call) == REPLY
         assert not broken
+
+
+async def test_a_turn_that_fails_costs_no_call_and_turns_that_fail_for_ever_end_it_loudly(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What asks routers whether they are there fails, once and then always: `check_health` looks at the thread."""
+    num_failures, how_often = 0, 1
+
+    def failing() -> None:
+        nonlocal num_failures
+        rig.server._probe_s = 0.0
+        if num_failures < how_often:
+            num_failures += 1
+            raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(rig.server, "_probe", failing)
+    rig.server._probe_s = 0.0
+    async with opened(rig.server.address) as (channel, _):
+        await until(lambda: num_failures)
+        call = asyncio.create_task(channel.call("a", call_of("a")))
+        await until(lambda: rig.engine.calls)
+        rig.engine.calls["a"].set_result(REPLY)
+        assert Decoder(GenerateReply)(await call) == REPLY
+        assert rig.server.thread.is_alive()
+        how_often = 1000
+        await until(lambda: not rig.server.thread.is_alive())
+    rig.server.stop()
+    assert "the calls thread died" in caplog.records[-1].message

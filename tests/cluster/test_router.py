@@ -66,6 +66,28 @@ async def test_who_is_evicted_is_replayed_and_the_client_sees_each_token_once(n:
         assert {call.replica_id for call in rig.cluster.of("generate")} == {"decode-0"}
 
 
+async def test_evictions_without_a_token_in_between_end_in_a_clear_error_long_before_the_deadline() -> None:
+    async with running_router(FakeCluster(), max_retries=0) as rig:
+        rig.cluster.script = lambda _: Script(Fault(Phase.QUEUE, CallStatus.EVICTED))
+        error = await refusal(rig, timeout_s=3600.0)
+        assert (error.status, error.code, error.headers()) == (503, "kv_memory_short", {"Retry-After": "1"})
+        assert len(rig.cluster.requests) == len(rig.cluster.struck) == 9
+
+
+async def test_evictions_with_a_token_now_and_then_go_on_to_the_last_token() -> None:
+    """Seven without one before each token: honest, if slow."""
+    spec = spec_of(max_tokens=5)
+
+    def script(request: GenerationRequest) -> Script:
+        is_barren = len(rig.cluster.requests) % 8
+        return Script(Fault(Phase.QUEUE if is_barren else Phase.TRANSFER, CallStatus.EVICTED))
+
+    async with running_router(FakeCluster(), max_retries=0) as rig:
+        rig.cluster.script = script
+        assert await rig.tokens(spec) == undisturbed(spec)
+        assert len(rig.cluster.struck) > 25
+
+
 @pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.TRANSFER, Phase.DECODE])
 async def test_who_is_evicted_may_go_on_elsewhere(phase: Phase) -> None:
     """At the replica that evicted it there is no room; the other has room."""

@@ -165,7 +165,7 @@ def lose_all(system: LocalSystem) -> None:
         for request_id in list(engine._calls):
             engine._end(request_id, RequestState.FAILED, CallStatus.KV_LOST, "the test wants it so")
 
-    engine._post(end)
+    engine._inbox.put(end)
 
 
 @pytest.mark.parametrize("host_memory_bytes", [1 << 26, 0], ids=["preempted", "evicted and replayed"])

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import pickle
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
 
 from replicas.channels import token_receiver, token_sender
+from replicas.channels.outbox import prompt_parts
 from replicas.channels.token_sender import FrameGone, TokenSender
-from replicas.messages import ChannelAddress, Frame
+from replicas.channels.wire import encode_frame
+from replicas.messages import ChannelAddress, Frame, PromptLogprobs, TokenLogprobs
 from tests.replicas.token_channel_rig import LOAD, items, running_router, running_sender, until
 
 
@@ -72,7 +78,8 @@ async def test_disallow_works_on_an_open_connection() -> None:
             assert router.seqs == [0]
 
 
-def deaf_router() -> tuple[zmq.Context[zmq.Socket[bytes]], ChannelAddress]:
+@contextmanager
+def deaf_router() -> Iterator[ChannelAddress]:
     """Accepts connections (no ZAP handler: of anybody) and never reads."""
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
@@ -81,13 +88,16 @@ def deaf_router() -> tuple[zmq.Context[zmq.Socket[bytes]], ChannelAddress]:
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.rcvhwm = 10
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    return context, ChannelAddress("deaf", f"tcp://127.0.0.1:{port}", public.decode())
+    try:
+        yield ChannelAddress("deaf", f"tcp://127.0.0.1:{port}", public.decode())
+    finally:
+        socket.close(linger=0)
+        context.term()
 
 
 async def test_a_router_that_never_reads_stalls_only_itself() -> None:
-    context, address = deaf_router()
     async with running_router() as router:
-        with running_sender(stall_deadline_s=0.3, ring_frames=300) as sender:
+        with deaf_router() as address, running_sender(stall_deadline_s=0.3, ring_frames=300) as sender:
             router.receiver.allow(sender.public_key)
             sender.open(address)
             sender.open(router.receiver.address)
@@ -104,6 +114,8 @@ async def test_a_router_that_never_reads_stalls_only_itself() -> None:
             assert slowest_s < 1.0
             await until(lambda: sender.stalled_routers(time.monotonic()) == ["deaf"], sender)
             await until(lambda: len(router.frames) == 150, sender)
+            # What ZeroMQ has taken can be pushed out of the ring.
+            await until(lambda: sender._channels["deaf"].ring.oldest_seq > 0, sender)
             with pytest.raises(FrameGone):
                 sender.replay("deaf", 0)
             assert sender.replay("deaf", 1499)[0].seq == 1499
@@ -111,7 +123,6 @@ async def test_a_router_that_never_reads_stalls_only_itself() -> None:
             assert sender.stalled_routers(time.monotonic()) == []
             with pytest.raises(KeyError):
                 sender.send("deaf", LOAD)
-    context.destroy(linger=0)
 
 
 async def test_an_absent_router_stalls_and_frames_wait_in_order() -> None:
@@ -188,8 +199,8 @@ async def test_a_lost_connection_shows_as_a_gap_and_replay_fills_it() -> None:
             channel.socket, channel.monitor = sender._connect(channel.address)
             lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq)) for seq in (1, 2)]
             for frame in lost:
-                sender._keep(channel, frame)
-            channel.unsent_seq = 3
+                channel.ring.keep(encode_frame(frame), is_owed=True)
+                channel.ring.sent()
             sender.send("router", LOAD)  # a sign of life is enough
             await until(lambda: bool(router.gaps), sender)
             assert router.gaps == [("decode", "e1", 1)]
@@ -199,22 +210,78 @@ async def test_a_lost_connection_shows_as_a_gap_and_replay_fills_it() -> None:
             assert router.frames[1:3] == lost
 
 
-def test_the_ring_is_bounded_by_frames_and_tokens() -> None:
-    with running_sender(ring_frames=10, ring_tokens=100) as sender:
-        sender.open(ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode()))
-        for _ in range(30):
-            sender.send("absent", LOAD)
-        assert [frame.seq for frame in sender.replay("absent", 20)] == list(range(20, 30))
-        for seq, router_id in ((19, "absent"), (31, "absent"), (0, "unknown")):
+def test_frames_that_are_gone_are_named() -> None:
+    with running_sender() as sender:
+        sender.open(absent())
+        sender.send("absent", LOAD)
+        for seq, router_id in ((2, "absent"), (-1, "absent"), (0, "unknown")):
             with pytest.raises(FrameGone) as caught:
                 sender.replay(router_id, seq)
             copied = pickle.loads(pickle.dumps(caught.value))
             assert (copied.router_id, copied.from_seq) == (router_id, seq)
-        for _ in range(3):
+
+
+async def test_scores_of_a_long_prompt_push_nothing_out_of_a_channel_that_is_not_connected_yet() -> None:
+    """The first frame, with an admission and a token, waits while one prompt after another is scored."""
+    top = tuple((token_id, -1.0) for token_id in range(20))
+    scores = tuple(TokenLogprobs(-0.5, top) for _ in range(4096))
+    async with running_router() as router:
+        with running_sender() as sender:
+            sender.open(router.receiver.address)  # which does not let it in yet
+            sender.send("router", LOAD, ("first",), items(1))
+            for number in range(3):
+                sender.send("router", LOAD, (), (), (PromptLogprobs(f"request-{number}", 0, scores),))
+            assert sender.has_unsent
+            router.receiver.allow(sender.public_key)
+            await until(lambda: len(router.frames) == 4, sender)
+            assert router.gaps == []
+            assert (router.frames[0].admitted, router.frames[0].tokens) == (("first",), items(1))
+            assert [frame.prompts[0].request_id for frame in router.frames[1:]] == [f"request-{n}" for n in range(3)]
+            assert router.frames[3].prompts[0].positions == scores
+
+
+def test_a_router_for_which_too_much_waits_is_stalled() -> None:
+    """It ends by the engine's word, not by a gap that cannot be filled."""
+    with running_sender(unsent_bytes=10_000) as sender:
+        sender.open(absent())
+        now_s = time.monotonic()
+        sender.send("absent", LOAD, (), items(10))
+        assert sender.stalled_routers(now_s) == []
+        for _ in range(20):
             sender.send("absent", LOAD, (), items(40))
-        assert sender._channels["absent"].oldest_seq == 31
-        sender.send("absent", LOAD, (), items(1000))  # larger than the bound: kept all the same
-        assert [len(frame.tokens) for frame in sender.replay("absent", 33)] == [1000]
+        assert sender.stalled_routers(now_s) == ["absent"]
+        assert sender.replay("absent", 0)[0].tokens == items(10)
+
+
+async def test_an_address_that_cannot_be_used_leaves_the_channel_that_there_is() -> None:
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            sender.open(router.receiver.address)
+            sender.send("router", LOAD)
+            await until(lambda: router.seqs == [0], sender)
+            with pytest.raises(ValueError, match="token channel"):
+                sender.open(ChannelAddress("router", "nonsense", router.receiver.address.public_key))
+            sender.send("router", LOAD)
+            await until(lambda: router.seqs == [0, 1], sender)
+
+
+def test_a_channel_for_which_no_socket_is_left_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_sender() as sender:
+        sender.open(absent())
+        refusal = zmq.ZMQError(errno.EMFILE)
+        monkeypatch.setattr(sender._context, "socket", lambda kind: raise_it(refusal))
+        with pytest.raises(ValueError, match="Too many open files"):
+            sender.open(ChannelAddress("other", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode()))
+        assert sender.send("absent", LOAD) == 0
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def absent() -> ChannelAddress:
+    return ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())
 
 
 @pytest.mark.parametrize(
@@ -232,7 +299,7 @@ async def test_throughput() -> None:
     """Printed, not asserted: this machine is shared."""
     num_frames = 10_000
     async with running_router() as router:
-        with running_sender(ring_tokens=10**9, ring_frames=2 * num_frames) as sender:
+        with running_sender(ring_bytes=10**9, ring_frames=2 * num_frames) as sender:
             router.receiver.allow(sender.public_key)
             sender.open(router.receiver.address)
             tokens = items(32)
@@ -245,6 +312,28 @@ async def test_throughput() -> None:
             elapsed_s = time.monotonic() - started
             print(f"{num_frames} frames of 32 tokens in {elapsed_s:.2f} s: {num_frames / elapsed_s:.0f} frames/s")
             assert router.seqs == list(range(num_frames))
+
+
+async def test_large_frames_leave_the_event_loop_its_turn() -> None:
+    """Frames that cost as much as one may: a turn takes two of them, not as many as there are."""
+    top = tuple((token_id, -1.0) for token_id in range(20))
+    (part,) = prompt_parts(PromptLogprobs("r", 0, tuple(TokenLogprobs(-0.5, top) for _ in range(195))))
+    size = len(encode_frame(Frame("decode", "e1", 0, LOAD, (), (), (part,))))
+    assert token_receiver.BYTES_PER_TURN / 4 < size < token_receiver.BYTES_PER_TURN
+    turns_of: list[int] = []  # the turn of the loop in which each frame came
+    turn = 0
+    async with running_router() as router:
+        with running_sender() as sender:
+            router.receiver.allow(sender.public_key)
+            router.receiver._on_frame = lambda frame: turns_of.append(turn)
+            sender.open(router.receiver.address)
+            for _ in range(12):
+                sender.send("router", LOAD, (), (), (part,))
+            while len(turns_of) < 12:
+                turn += 1
+                sender.flush()
+                await asyncio.sleep(0)
+    assert max(Counter(turns_of).values()) <= 1 + token_receiver.BYTES_PER_TURN // size
 
 
 async def test_a_flood_leaves_the_event_loop_its_turn() -> None:

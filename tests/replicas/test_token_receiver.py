@@ -249,3 +249,40 @@ async def test_frames_beyond_one_turn_come_without_another_wake_up(monkeypatch: 
                 seen.add(len(router.frames))
             assert router.seqs == list(range(101))
             assert len(seen) >= 20
+
+
+async def test_a_frame_that_cannot_be_handled_is_one_frames_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours in the handling of one: it is missing, as if it had not come, and others go on."""
+    decode, fails = token_receiver.decode_frame, [True]
+
+    def failing(payload: bytes) -> Frame:
+        if fails and fails.pop():
+            raise LookupError("a bug of ours")
+        return decode(payload)
+
+    monkeypatch.setattr(token_receiver, "decode_frame", failing)
+    async with running_router() as router:
+        with raw_sender(router) as send:
+            for seq in range(3):
+                send(encode_frame(frame_of(seq)))
+            await until(lambda: bool(router.gaps))
+            assert router.receiver.is_alive
+            assert router.receiver.counts.callback_errors == 1
+            router.receiver.deliver_replayed([frame_of(0)])
+            assert router.seqs == [0, 1, 2]
+
+
+async def test_a_receiver_that_lets_nobody_in_any_more_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong with one question ends pyzmq's task that answers them, without a word."""
+    async with running_router() as router, running_router("other") as other:
+        assert router.receiver.is_alive
+
+        def failing(domain: str, key: bytes) -> bool:
+            raise LookupError("a bug of ours")
+
+        monkeypatch.setattr(router.receiver._allowed, "callback", failing)
+        with raw_sender(router) as send:
+            send(encode_frame(frame_of(0)))
+            await until(lambda: not router.receiver.is_alive)
+        assert other.receiver.is_alive
+        assert router.frames == []

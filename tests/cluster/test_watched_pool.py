@@ -1,0 +1,67 @@
+"""The watch over a pool goes on whatever happens in one of its ticks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.routing.pool_client import PoolClient
+from cluster.routing.pulse_table import PulseRules
+from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
+from cluster.routing.watched_pool import Loss, WatchedPool
+
+PATIENCE_S = 10.0
+
+
+class SilentPool(PoolClient):
+    """One replica that answers nothing; who is there can't be told at first."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.num_failures = num_failures
+
+    def replicas(self) -> ReplicaTable:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(24, "Too many open files")
+        return {"a": {"some": "metadata"}}
+
+    async def submit(self, replica_id: str, call: Any) -> Any:
+        raise AssertionError("nobody submits")
+
+    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+async def test_a_frozen_replica_is_found_though_ticks_before_have_failed(caplog: pytest.LogCaptureFixture) -> None:
+    losses: list[tuple[str, Loss]] = []
+    pool = SilentPool(num_failures=3)
+    rules = PulseRules(frozen_after_s=0.1, ask_after_s=0.05, interval_s=0.01)
+    watched = WatchedPool("decode", pool, rules, lambda *loss: losses.append(loss), lambda *_: None)
+    watched.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not losses:
+                await asyncio.sleep(0.01)
+    finally:
+        await watched.stop()
+    assert losses == [("decode", Loss.FROZEN)]
+    assert pool.num_failures == 0
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "the watch over a pool failed; it goes on"
+    ]
+
+
+def test_a_listener_that_fails_costs_neither_serve_nor_the_others_their_news() -> None:
+    """It is called on the thread by which Serve learns of replicas; an ingress may have ended meanwhile."""
+    registry, heard = ReplicaRegistry(), list[str]()
+
+    def ended(deployment: str, table: ReplicaTable) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    registry.listen(ended)
+    registry.listen(lambda deployment, table: heard.append(deployment))
+    registry.update("decode", {"a": {"some": "metadata"}})
+    assert heard == ["decode"]
+    assert registry.replicas("decode") == {"a": {"some": "metadata"}}
