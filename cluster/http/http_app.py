@@ -122,7 +122,9 @@ def _add_documentation_routes(app: FastAPI, ingress: Ingress) -> None:
     server = ingress.config.server
     if not server.openapi:
         return
-    document = openapi_document(ingress.limits, ingress.config.auth, ingress.model_name)
+    document = openapi_document(
+        ingress.limits, ingress.config.auth, ingress.model_name, ingress.sampling_defaults.fields
+    )
 
     @app.api_route("/openapi.json", methods=_READ)
     async def openapi() -> Response:

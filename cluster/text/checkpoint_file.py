@@ -13,15 +13,23 @@ def checkpoint_file(folder_or_hub_id: str, name: str) -> dict[str, Any] | None:
     Raises ValueError, naming the file, for one that is no JSON object. NaN and Infinity are let pass, as transformers
     writes them.
     """
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(folder_or_hub_id, name, _raise_exceptions_for_missing_entries=False)
-    if not path:
+    path = _find(folder_or_hub_id, name)
+    if path is None:
         return None
     try:
-        content = json.loads(Path(path).read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as error:  # no JSON, or no text at all
         raise ValueError(f"{name} of the model is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{name} of the model is no JSON object")
     return content
+
+
+def _find(folder_or_hub_id: str, name: str) -> Path | None:
+    folder = Path(folder_or_hub_id)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from transformers.utils.hub import cached_file  # takes seconds
+
+    path = cached_file(folder_or_hub_id, name, _raise_exceptions_for_missing_entries=False)
+    return Path(path) if path else None
