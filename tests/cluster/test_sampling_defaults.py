@@ -1,4 +1,4 @@
-"""Sampling defaults of a checkpoint: read from its generation_config.json, in force where a client leaves a field out."""
+"""Sampling defaults of a checkpoint, from generation_config.json: in force where a client leaves a field out."""
 
 from __future__ import annotations
 
