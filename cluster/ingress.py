@@ -21,6 +21,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.attempt import AttemptLimits
 from cluster.routing.pool_client import ServePool
@@ -79,6 +80,7 @@ class Ingress:
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
         self._pools = {
             name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
         }
@@ -102,7 +104,9 @@ class Ingress:
         self._scaling_rules: ScalingRules | None = None
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.lanes = WorkLanes()
-        self.service = GenerationService(config, tokenizer, self._router, self.metrics, self.lanes)
+        self.service = GenerationService(
+            config, tokenizer, self._router, self.metrics, self.lanes, self.sampling_defaults
+        )
         self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
         await self._start()
 
@@ -276,3 +280,12 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Tokenizer:
         return Tokenizer(folder, trust_remote_code)
     with no_torch():
         return Tokenizer(folder)
+
+
+def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:
+    """Also says in the log what no config shows, and every answer depends on."""
+    kind = config.model.sampling_defaults
+    defaults = checkpoint_defaults(folder) if kind == "checkpoint" else SamplingDefaults()
+    known = {"eos_token_ids": sorted(tokenizer.eos_token_ids), "sampling_defaults": kind, **defaults.described()}
+    logger.info("ends and defaults of the checkpoint", extra={"event": "checkpoint_defaults", **known})
+    return defaults

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.configuration.config import Config
 from cluster.http.serve_proxy import local_environment, proxy_here
-from cluster.http.server_address import check_address
+from cluster.http.server_address import base_url, check_address
 from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
 from cluster.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
@@ -206,7 +206,7 @@ def _stop_ray() -> None:
 
 def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) -> str:
     """What a user needs to know now. description: metadata of each replica, by pool."""
-    url = f"http://{config.server.host}:{config.server.port}"
+    url = base_url(config.server.host, config.server.port)
     decode = description["decode"]
     capacity = sum(replica["num_blocks"] * replica["block_size"] for replica in decode)
     per_token = decode[0]["kv_bytes_per_token"] if decode else 0

@@ -103,6 +103,11 @@ class ModelConfig(Section):
         default="auto",
         description="auto: load the weights. dummy: random weights of the right shapes, for benchmarks",
     )
+    sampling_defaults: Literal["checkpoint", "none"] = Field(
+        default="checkpoint",
+        description="What holds for requests that do not say how to choose tokens. checkpoint: what the model's "
+        "generation_config.json recommends. none: OpenAI's defaults",
+    )
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that comes with the model. Only for sources you trust like your own code",

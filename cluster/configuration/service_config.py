@@ -166,7 +166,8 @@ class LimitsConfig(Section):
     max_tokens_default_chat: int | None = Field(
         default=None,
         ge=1,
-        description="max_tokens of a chat request that gives none; null: the rest of model.max_model_len, as OpenAI",
+        description="max_tokens of a chat request that gives none; null: max_new_tokens of the checkpoint's "
+        "generation_config.json (model.sampling_defaults), else the rest of model.max_model_len, as OpenAI",
     )
     max_tokens_default_completions: int = Field(
         default=16, ge=1, description="max_tokens of a completion request that gives none; OpenAI's is 16"

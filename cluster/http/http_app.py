@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What can be read can be probed: load balancers ask with HEAD. The server leaves the body of its answer away.
+_READ = ["GET", "HEAD"]
+
 
 def build_http_app(ingress: Ingress, server_sends_request_id: bool = False) -> ASGIApp:
     """The ASGI app of one ingress replica. Raises ConfigError if its API keys can't be read.
@@ -83,22 +86,22 @@ def _add_tokenize_routes(app: FastAPI, ingress: Ingress) -> None:
 
 
 def _add_model_routes(app: FastAPI, ingress: Ingress) -> None:
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
         return json_response(model_list(ingress.model_name, ingress.started_at, ingress.max_model_len))
 
-    @app.get("/v1/models/{model:path}")
+    @app.api_route("/v1/models/{model:path}", methods=_READ)
     async def model(model: str) -> Response:
         check_model(model, ingress.model_name)
         return json_response(model_card(ingress.model_name, ingress.started_at, ingress.max_model_len))
 
 
 def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         return json_response({"status": "ok"})
 
-    @app.get("/health/ready")
+    @app.api_route("/health/ready", methods=_READ)
     async def ready() -> Response:
         found = ingress.readiness()
         if found.is_ready:
@@ -106,11 +109,11 @@ def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
         details = {"missing_pools": list(found.missing_pools), "reasons": [*found.reasons, *found.notes]}
         return json_response({"status": "not ready", **details}, 503)
 
-    @app.get("/version")
+    @app.api_route("/version", methods=_READ)
     async def version() -> Response:
         return json_response({"version": VERSION})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         return Response(await ingress.render_metrics(), media_type=CONTENT_TYPE)
 
@@ -119,15 +122,17 @@ def _add_documentation_routes(app: FastAPI, ingress: Ingress) -> None:
     server = ingress.config.server
     if not server.openapi:
         return
-    document = openapi_document(ingress.limits, ingress.config.auth, ingress.model_name)
+    document = openapi_document(
+        ingress.limits, ingress.config.auth, ingress.model_name, ingress.sampling_defaults.fields
+    )
 
-    @app.get("/openapi.json")
+    @app.api_route("/openapi.json", methods=_READ)
     async def openapi() -> Response:
         return json_response(document)
 
     if server.docs:
 
-        @app.get("/docs")
+        @app.api_route("/docs", methods=_READ)
         async def docs() -> Response:
             return get_swagger_ui_html(openapi_url="/openapi.json", title="SplitServe")
 

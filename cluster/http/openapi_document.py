@@ -3,6 +3,7 @@ the limits of this server's config in it. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,12 @@ _OPERATIONS = (
 )
 
 
-def openapi_document(limits: LimitsConfig, auth: AuthConfig, model_name: str) -> dict[str, Any]:
-    """OpenAPI 3.1. limits: what fields may have here. auth: which operations need a key, if any do."""
+def openapi_document(
+    limits: LimitsConfig, auth: AuthConfig, model_name: str, defaults: Mapping[str, float]
+) -> dict[str, Any]:
+    """OpenAPI 3.1. limits: what fields may have here. auth: which operations need a key, if any do. defaults: of fields
+    that say how tokens are chosen, where the checkpoint has others than OpenAI.
+    """
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -91,7 +96,7 @@ def openapi_document(limits: LimitsConfig, auth: AuthConfig, model_name: str) ->
             "fields that are not known are ignored.",
         },
         "paths": {},
-        "components": {"schemas": _schemas(limits, model_name)},
+        "components": {"schemas": _schemas(limits, model_name, defaults)},
     }
     if auth.is_on:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -169,7 +174,7 @@ def _ref(model: type[BaseModel]) -> dict[str, str]:
 # -- schemas ---------------------------------------------------------------------------------------
 
 
-def _schemas(limits: LimitsConfig, model_name: str) -> dict[str, Any]:
+def _schemas(limits: LimitsConfig, model_name: str, defaults: Mapping[str, float]) -> dict[str, Any]:
     bodies: list[type[BaseModel]] = [operation.body for operation in _OPERATIONS if operation.body is not None]
     others: list[type[BaseModel]] = [
         model for operation in _OPERATIONS for model in (operation.answer, operation.event) if model is not None
@@ -186,6 +191,8 @@ def _schemas(limits: LimitsConfig, model_name: str) -> dict[str, Any]:
         if issubclass(model, GenerationBody):
             schema["properties"] |= {name: _refused(name) for name in NEUTRAL_VALUES}
             schema["properties"] |= {name: _offer() for name in OFFERS}
+            for name, value in defaults.items():
+                schema["properties"][name] |= {"default": value}
     return {**requests, **answer_part["$defs"]}
 
 

@@ -11,6 +11,11 @@ from cluster.user_error import UserError
 _POLL_S = 0.2
 
 
+def base_url(host: str, port: int) -> str:
+    """An IPv6 address stands in brackets there (RFC 3986, 3.2.2)."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def check_address(host: str, port: int, patience_s: float) -> None:
     """Blocks, at most for patience_s, while the port is taken: a server that was killed leaves it a moment later.
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cluster.configuration.serving_config import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.monitoring.request_trace import RequestTrace
+    from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_lanes import WorkLanes
     from scheduler.sampling_params import SamplingParams
@@ -46,8 +47,10 @@ class GenerationService:
         source: TokenSource,
         metrics: IngressMetrics,
         lanes: WorkLanes,
+        defaults: SamplingDefaults,
     ) -> None:
         self._lanes = lanes
+        self._defaults = defaults
         self._config = config
         self._tokenizer = tokenizer
         self._source = source
@@ -69,7 +72,8 @@ class GenerationService:
             self._num_kept(body),
             self._config.limits.max_text_chars,
         )
-        default = self._config.limits.max_tokens_default_chat
+        configured = self._config.limits.max_tokens_default_chat
+        default = self._defaults.max_tokens if configured is None else configured
         generation = await self._generation(body, [ids], [None], default, timer)
         return generation, self._answer(ChatAnswer, new_chat_id(), body)
 
@@ -132,6 +136,7 @@ class GenerationService:
         default_max_tokens: int | None,
         timer: RequestTimer,
     ) -> TextGeneration:
+        body = self._defaults.complete(body)
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
         stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
         bad_words: tuple[tuple[int, ...], ...] = ()

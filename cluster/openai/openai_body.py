@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from cluster.api_error import ApiError
 from cluster.http.json_weight import has_more_values
@@ -64,8 +63,15 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
     try:
         return model_class.model_validate(body, context=limits)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    raise _invalid_value(first)
+        param, reason = what_is_wrong(error)
+    raise ApiError(400, f"{param or 'the body'} {reason}", param=param or None, code="invalid_value")
+
+
+def what_is_wrong(error: ValidationError) -> tuple[str, str]:
+    """The field of the first problem, empty for the whole object, and what goes on after its name."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = first["ctx"]["param"] if first["type"] == TOGETHER else _path(first["loc"])
+    return param, _WORDS.get(first["type"]) or _SUBJECT.sub("must", first["msg"])
 
 
 def _check_content_type(content_type: str | None) -> None:
@@ -78,12 +84,6 @@ def _check_content_type(content_type: str | None) -> None:
         raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
     if values.get("charset", "utf-8").strip('"') not in ("utf-8", "utf8"):
         raise ApiError(415, "the charset must be utf-8", code="unsupported_media_type")
-
-
-def _invalid_value(error: ErrorDetails) -> ApiError:
-    param = error["ctx"]["param"] if error["type"] == TOGETHER else _path(error["loc"])
-    words = _WORDS.get(error["type"]) or _SUBJECT.sub("must", error["msg"])
-    return ApiError(400, f"{param or 'the body'} {words}", param=param or None, code="invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

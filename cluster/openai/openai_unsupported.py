@@ -56,7 +56,8 @@ def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, 
         value = body.get(name)
         if value is None or any(_same(value, candidate) for candidate in neutral):
             continue
-        hint = f": it may only be {orjson.dumps(neutral[0]).decode()}, or left out" if neutral else ""
+        allowed = " or ".join(orjson.dumps(candidate).decode() for candidate in neutral)
+        hint = f": it may only be {allowed}, or left out" if neutral else ""
         raise ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported")
     for name in OFFERS:
         _check_offer(name, body.get(name))

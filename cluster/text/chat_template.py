@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.api_error import ApiError
 from cluster.text.control_tokens import ControlTokens
+from cluster.text.stand_ins import StandIns, map_texts, private_use, two_sets
+
+_Hide = Callable[[str, StandIns], str]
 
 # Their text comes from users and from the outside world; the others' from the application and from the model.
 _UNTRUSTED_ROLES = ("user", "tool")
@@ -27,6 +30,7 @@ _RESERVED_VARIABLES = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
+        "sanitize_control_tokens",
         "self",
         "tokenize",
         "tokenizer_kwargs",
@@ -45,8 +49,21 @@ class TemplateOptions:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """What a template is shown."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+
+
 class ChatTemplate:
     """Renders messages so that their text can't forge the template's control tokens. Thread-safe.
+
+    A template is a program, which may cut, change and join texts at will. So it is run on the messages as they are, for
+    the prompt, and again with stand-ins for what could make a control token, to learn which characters of the prompt
+    are its own. If the prompts differ, it looks for such characters in the text: then fewer have stand-ins, only whole
+    control tokens; and at last the text with those stand-ins counts, if it does not matter which ones they are.
 
     What templates do not say by themselves is decided here:
     - role "developer" is OpenAI's newer word for "system", and becomes that unless the template knows it;
@@ -58,6 +75,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._source = source
         self._control_tokens = control_tokens
+        self._seen = private_use([source or "", control_tokens.characters])
+        self._usual = two_sets(control_tokens.characters, self._seen)
         self._knows_developer = _names(source, "developer")
         self._knows_tool_role = _names(source, "tool")
         self._knows_tool_calls = "tool_calls" in (source or "")
@@ -73,14 +92,7 @@ class ChatTemplate:
             raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
         try:
             prepared = [self._prepare(index, message) for index, message in enumerate(messages)]
-            rendered: str = self._tokenizer.apply_chat_template(
-                prepared,
-                tokenize=False,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                **self._variables(options.variables),
-            )
-            return self._control_tokens.disclose(rendered)
+            return self._guarded(_Conversation(prepared, _accepted(options.variables)), options)
         except ApiError:
             raise
         except Exception as error:
@@ -90,23 +102,68 @@ class ChatTemplate:
             message = f"the model's chat template does not take these messages: {reason}"
             raise ApiError(400, message, param="messages", code="invalid_messages") from error
 
-    def _variables(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The client's own variables, their text as harmless as that of messages."""
-        if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
-            raise _unsupported(f"the variable {reserved[0]!r}", "chat_template_kwargs")
-        hidden: dict[str, Any] = self._control_tokens.hide(variables, special_only=False)
-        return hidden
+    def _guarded(self, conversation: _Conversation, options: TemplateOptions) -> str:
+        plain = self._run(conversation, options)
+        stand_ins, others = self._stand_ins(conversation)
+        tokens = self._control_tokens
+        for hide_untrusted in (tokens.hide_pieces, tokens.hide_whole):
+            hidden = self._hidden(conversation, stand_ins, hide_untrusted)
+            shown = plain if hidden == conversation else self._try(hidden, options)
+            if shown is not None and stand_ins.fit(shown, plain):
+                return tokens.disclose(shown, plain)
+        again = self._try(self._hidden(conversation, others, tokens.hide_whole), options)
+        if shown is None or again is None or stand_ins.reveal(shown) != others.reveal(again):
+            raise ValueError("it takes control tokens in the text of a message apart")
+        return tokens.disclose(shown, stand_ins.reveal(shown))
 
-    def _prepare(self, index: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _stand_ins(self, conversation: _Conversation) -> tuple[StandIns, StandIns]:
+        seen = private_use([conversation.messages, conversation.variables])
+        return two_sets(self._control_tokens.characters, self._seen | seen) if seen else self._usual
+
+    def _hidden(self, conversation: _Conversation, stand_ins: StandIns, hide_untrusted: _Hide) -> _Conversation:
+        """A copy with stand-ins, whose untrusted texts are hidden in this way."""
+        hide_special = self._control_tokens.hide_special
+
+        def hide(value: Any, way: _Hide) -> Any:
+            return map_texts(value, lambda text: way(text, stand_ins))
+
+        messages = []
+        for message in conversation.messages:
+            way = hide_untrusted if message["role"] in _UNTRUSTED_ROLES else hide_special
+            messages.append({key: item if key == "role" else hide(item, way) for key, item in message.items()})
+        return _Conversation(messages, hide(conversation.variables, hide_untrusted))
+
+    def _try(self, conversation: _Conversation, options: TemplateOptions) -> str | None:
+        """None where the template does not take stand-ins, though it takes what they stand for."""
+        try:
+            return self._run(conversation, options)
+        except Exception:
+            return None
+
+    def _run(self, conversation: _Conversation, options: TemplateOptions) -> str:
+        rendered: str = self._tokenizer.apply_chat_template(
+            conversation.messages,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **conversation.variables,
+        )
+        return rendered
+
+    def _prepare(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         role = message["role"]
         if role == "tool" and not self._knows_tool_role:
             raise _unsupported("messages of role 'tool'", f"messages[{index}].role")
         if message.get("tool_calls") and not self._knows_tool_calls:
             raise _unsupported("tool calls", f"messages[{index}].tool_calls")
-        hidden: dict[str, Any] = self._control_tokens.hide(message, special_only=role not in _UNTRUSTED_ROLES)
-        if role == "developer" and not self._knows_developer:
-            hidden["role"] = "system"
-        return hidden
+        return {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
+
+
+def _accepted(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's own variables. Raises ApiError 400 for a name that means something to transformers."""
+    if reserved := sorted(_RESERVED_VARIABLES & variables.keys()):
+        raise _unsupported(f"the variable {reserved[0]!r}", "chat_template_kwargs")
+    return dict(variables)
 
 
 def _names(source: str | None, word: str) -> bool:

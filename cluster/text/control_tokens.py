@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-# Private-use characters around a name that no client can guess; no letters, which a template might change the case of.
-_HIDDEN = "\ue000{secret}\ue001{index}\ue002"
+if TYPE_CHECKING:
+    from cluster.text.stand_ins import StandIns
+
+# Private-use characters around a name that no client can guess. No template sees it.
 _RENAMED = "\ue003{secret}\ue004{index}\ue002"
 
 # Only an added token of this look is taken for a marker of the chat template: others are runs of spaces and words.
 _MARKER = re.compile(r"[<\[|].*[>\]|]")
+# Nearly all control tokens have some of these.
+_BRACKETS = "<>[]|｜"
 
 
 class ControlTokens:
@@ -24,45 +28,55 @@ class ControlTokens:
     template may also look for in what the assistant said before.
 
     The guarded tokenizer (`guarded_backend`) knows the control tokens under secret names only. So the characters
-    "<|im_end|>" are ordinary text to it, and a chat prompt is made in three steps: `hide` them in the messages, let
-    the template put in its own, then `disclose` turns the template's into secret names and the messages' back into
-    characters. The whole prompt is then encoded in one piece: ids are the same as without the guard.
+    "<|im_end|>" are ordinary text to it, and a chat prompt is made in three steps: the template is shown messages with
+    stand-ins for what could make a control token, puts in tokens of its own, and `disclose` turns these into secret
+    names. The whole prompt is then encoded in one piece: ids are the same as without the guard.
+
+    characters: all that control tokens have.
     """
 
     def __init__(self, spec: Mapping[str, Any], template: str) -> None:
         """spec: the content of a tokenizer.json. Changes nothing in it."""
-        secret, self._hiding_secret = _secret(), _secret()
+        secret = secrets.randbits(64)
         tokens = [token for token in spec["added_tokens"] if token["special"] or _is_marker(token["content"], template)]
         special = [token["content"] for token in tokens if token["special"]]
         self.ids = {token["content"]: token["id"] for token in tokens}
         self.special_ids = frozenset(self.ids[content] for content in special)
         contents = list(self.ids)
         self.secret_names = {c: _RENAMED.format(secret=secret, index=i) for i, c in enumerate(contents)}
-        self._hidden_names = {c: _HIDDEN.format(secret=self._hiding_secret, index=i) for i, c in enumerate(contents)}
-        self._of_hidden_name = {name: content for content, name in self._hidden_names.items()}
         self._unknown = _unknown_token(spec["model"])
+        self.characters = "".join(sorted(set().union(*contents)))
+        self._brackets = [bracket for bracket in _BRACKETS if bracket in self.characters]
+        without = [content for content in contents if not set(_BRACKETS).intersection(content)]
+        self._find_without = re.compile(_any_of(without)) if without else None
         self._find_special = re.compile(_any_of(special))
         self._find_any = re.compile(_any_of(contents))
-        self._find_hidden = re.compile(_any_of(list(self._of_hidden_name)))
 
-    def hide(self, value: Any, special_only: bool) -> Any:
-        """A copy of a string, or of lists and dicts of strings, with control tokens hidden."""
-        if isinstance(value, str):
-            find = self._find_special if special_only else self._find_any
-            return find.sub(lambda match: self._hidden_names[match[0]], value)
-        if isinstance(value, Mapping):
-            return {self.hide(key, special_only): self.hide(item, special_only) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.hide(item, special_only) for item in value]
-        return value
+    def hide_pieces(self, text: str, stand_ins: StandIns) -> str:
+        """The text without what a control token can be made of, even from parts of it that a template puts together
+        (tokens without brackets excepted: these are hidden where they stand).
+        """
+        if self._find_without is not None:
+            text = stand_ins.hide_where(text, self._find_without)
+        return stand_ins.hide(text, self._brackets)
 
-    def disclose(self, rendered: str) -> str:
-        """The text to give to the guarded tokenizer. Raises ValueError if the template took a hidden name apart."""
-        text = self._find_any.sub(lambda match: self.secret_names[match[0]], rendered)
-        text = self._find_hidden.sub(lambda match: self._of_hidden_name[match[0]], text)
-        if self._hiding_secret in text:
-            raise ValueError("it cut through a control token in the text of a message")
-        return text
+    def hide_whole(self, text: str, stand_ins: StandIns) -> str:
+        """The text without control tokens that stand in it."""
+        return stand_ins.hide_where(text, self._find_any)
+
+    def hide_special(self, text: str, stand_ins: StandIns) -> str:
+        """The text without those that are special tokens."""
+        return stand_ins.hide_where(text, self._find_special)
+
+    def disclose(self, shown: str, plain: str) -> str:
+        """The text to give to the guarded tokenizer: the plain one, with control tokens under their secret names where
+        the shown one has them. Both are of the same length.
+        """
+        parts, end = [], 0
+        for match in self._find_any.finditer(shown):
+            parts += [plain[end : match.start()], self.secret_names[match[0]]]
+            end = match.end()
+        return "".join([*parts, plain[end:]])
 
     def guarded_backend(self, spec: Mapping[str, Any]) -> Any:
         """A tokenizers.Tokenizer like that of the spec, but with every control token under its secret name.
@@ -95,10 +109,6 @@ class ControlTokens:
             model["unk_token"] = names[model["unk_token"]]
         added = [token | {"content": names.get(token["content"], token["content"])} for token in spec["added_tokens"]]
         return {**spec, "model": model, "added_tokens": added}
-
-
-def _secret() -> str:
-    return str(secrets.randbits(64))
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:

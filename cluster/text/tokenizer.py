@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from cluster.api_error import ApiError
+from cluster.text.answer_ends import MODEL_FILE, answer_ends
 from cluster.text.chat_template import ChatTemplate, TemplateOptions
+from cluster.text.checkpoint_file import checkpoint_file
 from cluster.text.control_tokens import ControlTokens
 from cluster.text.detokenizer import token_bytes
 from cluster.text.text_length import check_length
@@ -30,7 +31,8 @@ class Tokenizer:
     the event loop. `too_long` costs nothing and refuses most of what could take seconds.
 
     vocab_size: ids below it are known to the tokenizer and (as far as config.json says) to the model.
-    eos_token_ids: the ids that end an answer, from the tokenizer and from generation_config.json.
+    eos_token_ids: the ids that end an answer: those at which transformers' generate stops, and the tokenizer's own.
+    That one too because it is the end by the chat template, and fine-tunes often leave the files of their base behind.
     bos_token_id: None if the model has none. special_ids: ids that leave no text.
     visible_bytes: the bytes of each other token. bytes_of_token: the bytes of every token.
     """
@@ -63,12 +65,12 @@ class Tokenizer:
         self.visible_bytes: Mapping[int, bytes] = {
             token_id: text for token_id, text in bytes_of_token.items() if token_id not in self.special_ids
         }
-        model_config = _read_json(folder_or_hub_id, "config.json")
-        generation_config = _read_json(folder_or_hub_id, "generation_config.json")
         num_ids = max(bytes_of_token) + 1
-        self.vocab_size = min(num_ids, _vocab_size(model_config) or num_ids)
-        ends = _ids(loaded.eos_token_id) + _ids(generation_config.get("eos_token_id"))
-        self.eos_token_ids = frozenset(id_ for id_ in ends if id_ < self.vocab_size)
+        num_ids_of_model = _vocab_size(checkpoint_file(folder_or_hub_id, MODEL_FILE) or {}) or num_ids
+        self.vocab_size = min(num_ids, num_ids_of_model)
+        own_end = () if loaded.eos_token_id is None else (loaded.eos_token_id,)
+        ends = (*answer_ends(folder_or_hub_id), *own_end)
+        self.eos_token_ids = frozenset(id_ for id_ in ends if 0 <= id_ < num_ids_of_model)
         self.bos_token_id: int | None = loaded.bos_token_id
         longest = max(map(len, [*bytes_of_token.values(), *map(str.encode, control_tokens.secret_names.values())]))
         self._max_bytes_per_token = longest * _shrink_factor(spec["normalizer"])
@@ -207,21 +209,7 @@ def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
     return 1 if {step["type"] for step in steps} <= _EXACT_NORMALIZERS else _NORMALIZER_SHRINK
 
 
-def _read_json(folder_or_hub_id: str, name: str) -> dict[str, Any]:
-    """A JSON file of the model; empty if it has none."""
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(folder_or_hub_id, name, _raise_exceptions_for_missing_entries=False)
-    content: dict[str, Any] = orjson.loads(Path(path).read_bytes()) if path else {}
-    return content
-
-
 def _vocab_size(model_config: Mapping[str, Any]) -> int | None:
     """How many tokens the model has weights for. Multimodal models say it in a part of their own."""
     size: int | None = model_config.get("vocab_size") or model_config.get("text_config", {}).get("vocab_size")
     return size
-
-
-def _ids(value: int | list[int] | None) -> list[int]:
-    """An id, a list of ids or nothing, as a list."""
-    return value if isinstance(value, list) else [] if value is None else [value]

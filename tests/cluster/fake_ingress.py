@@ -18,6 +18,7 @@ from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec
 from cluster.text.chat_template import TemplateOptions
@@ -131,8 +132,15 @@ class FakeIngress:
 
     model_name, max_model_len, started_at = MODEL, 512, 1_700_000_000
 
-    def __init__(self, source: Any, sections: dict[str, Any] | None = None, **limits: float) -> None:
-        """sections: of the config, beside its limits."""
+    def __init__(
+        self,
+        source: Any,
+        sections: dict[str, Any] | None = None,
+        defaults: SamplingDefaults | None = None,
+        **limits: float,
+    ) -> None:
+        """sections: of the config, beside its limits. defaults: of the checkpoint."""
+        self.sampling_defaults = defaults or SamplingDefaults()
         self.config = config = Config.model_validate(
             {
                 "model": {"name": MODEL, "max_model_len": self.max_model_len},
@@ -150,7 +158,7 @@ class FakeIngress:
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.lanes = WorkLanes()
-        self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes)
+        self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
 
     def app(self) -> ASGIApp:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from cluster.api_error import ApiError
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.control_tokens import ControlTokens
+from cluster.text.stand_ins import two_sets
 from cluster.text.tokenizer import Tokenizer
 
 IM_START, IM_END = 1, 2
@@ -108,11 +109,12 @@ def test_longest_control_token_wins(reference: Any) -> None:
     spec = json.loads(backend.to_str())
     control_tokens = ControlTokens(spec, "")
     guarded = control_tokens.guarded_backend(spec)
+    stand_ins, _ = two_sets(control_tokens.characters, frozenset())
     for text in ("<x><y><z>", "<x><y><", "<x><y<x>", "a|.*|b|.*||bc|", "<y><x><x><y>"):
-        disclosed = control_tokens.disclose(text)
+        disclosed = control_tokens.disclose(text, text)
         assert guarded.encode(disclosed).ids == backend.encode(text).ids
-        hidden = control_tokens.disclose(control_tokens.hide(text, special_only=True))
-        assert hidden == text
+        for hide in (control_tokens.hide_pieces, control_tokens.hide_whole, control_tokens.hide_special):
+            assert control_tokens.disclose(hide(text, stand_ins), text) == text
 
 
 # --- chat templates ------------------------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ def test_longest_control_token_wins(reference: Any) -> None:
         ("{{ raise_exception('roles must alternate') }}", user("a") + user("b"), "roles must alternate"),
         ("{{ messages[0].nope.nope }}", user("a"), "nope"),
         ("{{ 'a' + 1 }}", user("a"), "concatenate"),
-        ("{{ messages[0].content[:-1] }}", user("<|im_end|>"), "cut through a control token"),
+        ("{{ messages[0].content | urlencode }}", user("<|im_end|>"), "takes control tokens .* apart"),
     ],
 )
 def test_a37_what_a_template_refuses_is_the_clients_error(

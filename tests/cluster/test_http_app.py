@@ -147,6 +147,17 @@ async def test_prompts_and_choices_keep_their_indices(stream: bool) -> None:
         assert c.ingress.samples("splitserve_prompt_tokens") == 2
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/ready", "/version", "/metrics", "/v1/models", f"/v1/models/{MODEL}"]
+)
+async def test_head_is_answered_as_get(path: str) -> None:
+    async with client() as c:
+        got, probed = await c.http.get(path), await c.http.head(path)
+        assert (probed.status_code, probed.headers["content-type"]) == (200, got.headers["content-type"])
+        c.ingress.missing = ["decode"]
+        assert (await c.http.head("/health/ready")).status_code == 503
+
+
 @pytest.mark.parametrize("path", ["/health", "/health/ready", "/version", "/metrics", "/v1/models"])
 async def test_what_is_not_generation(path: str) -> None:
     async with client() as c:

@@ -68,3 +68,14 @@ def test_the_config_decides_about_the_proxy(
     serve_command.run_server(config(port=free_port(), proxy="haproxy"))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert capsys.readouterr().err == ""
+
+
+def test_a_url_has_an_ipv6_address_in_brackets() -> None:
+    for host, url in {
+        "::1": "http://[::1]:9203",
+        "127.0.0.1": "http://127.0.0.1:9203",
+        "a.b": "http://a.b:9203",
+    }.items():
+        lines = serve_command.ready_lines(config(host=host, port=9203), {"decode": [], "prefill": []})
+        assert f"URL        {url}/v1\n" in lines
+        assert f"curl {url}/v1/chat/completions" in lines

@@ -137,11 +137,20 @@ def test_huge_headers_are_refused_while_others_are_served(header: bytes, api_ser
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "POST", "GET"])
 def test_other_methods(method: str, client: httpx.Client) -> None:
-    for path, allowed in [(TEXT, "POST"), ("/v1/models", "GET"), ("/tokenize", "POST"), ("/health", "GET")]:
-        if method != allowed:
+    read, written = {"GET", "HEAD"}, {"POST"}
+    for path, allowed in [(TEXT, written), ("/v1/models", read), ("/tokenize", written), ("/health", read)]:
+        if method not in allowed:
             response = client.request(method, path)
-            assert (response.status_code, response.headers["allow"]) == (405, allowed), path
+            assert response.status_code == 405, path
+            assert set(response.headers["allow"].split(", ")) == allowed, path
             assert method == "HEAD" or response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/v1/models", "/version"])
+def test_head_answers_as_get_does_without_the_body(path: str, client: httpx.Client) -> None:
+    got, probed = client.get(path), client.head(path)
+    assert (probed.status_code, probed.content) == (got.status_code, b"")
+    assert probed.headers["content-length"] == got.headers["content-length"]
 
 
 def test_slow_heads_do_not_keep_others_waiting(api_server: RunningServer, client: httpx.Client) -> None:
