@@ -107,17 +107,13 @@ class Router:
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
         self._intake.admit(decodes)
-        self._forget_who_left()
-        self._cold_start.wake()
+        self.prefill_changed()
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
-        self._forget_who_left()
-        self._cold_start.wake()
-
-    def _forget_who_left(self) -> None:
-        # Some of theirs may still be open. Those are forgotten at the next change.
+        # Of those that left something may still be open here: then they are forgotten at the next change.
         self._view.left({name for pool in self.pools for name in pool.replicas()})
+        self._cold_start.wake()
 
     @property
     def is_healthy(self) -> bool:
