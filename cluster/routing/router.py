@@ -119,7 +119,8 @@ class Router:
         """The prefill pool is another now. On the router's event loop."""
         tables = {pool.name: pool.replicas() for pool in self.pools}
         self._unlike.look(tables)
-        self._view.left({name for table in tables.values() for name in table})  # who still has requests: next time
+        # Of those that left something may still be open here: then they are forgotten at the next change.
+        self._view.left({name for table in tables.values() for name in table})
         self._cold_start.wake()
 
     def usable(self, pool_name: str) -> ReplicaTable:
