@@ -68,22 +68,24 @@ def _convert_anew(gguf: Path, folder: Path, before: tuple[int, ...]) -> None:
     """The folder appears under its name when it is whole. before: the file's identity before it was hashed."""
     from replicas.model.gguf.gguf_weights import write_model
 
-    size_bytes = gguf.stat().st_size
     logger.info(
         "converting GGUF, once; takes about half a minute for 100 MB",
-        extra={"event": "gguf_converting", "file": str(gguf), "size_bytes": size_bytes},
+        extra={"event": "gguf_converting", "file": str(gguf), "size_bytes": gguf.stat().st_size},
     )
     started_at = time.monotonic()
     partial = folder.with_name(f"{folder.name}.partial")
     for leftover in (partial, folder):
         shutil.rmtree(leftover, ignore_errors=True)
-    write_model(gguf, partial)
-    # An identity may come back (rsync --times), a digest may be that of what was written over and restored: both count.
-    if _identity(gguf) != before or converted_folder(gguf, folder.parent) != folder:
-        shutil.rmtree(partial)
-        raise UnsupportedModel(f"{gguf} changed while it was converted: start again when it is complete")
-    _seal(partial)
-    partial.rename(folder)
+    try:
+        write_model(gguf, partial)
+        # Times can be set back, and what was written over can be restored: each would escape the other.
+        if _identity(gguf) != before or converted_folder(gguf, folder.parent) != folder:
+            raise UnsupportedModel(f"{gguf} changed while it was converted: start again when it is complete")
+        _seal(partial)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     seconds = round(time.monotonic() - started_at, 1)
     logger.info("converted GGUF", extra={"event": "gguf_converted", "folder": str(folder), "seconds": seconds})
 
