@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFEndian, GGUFWriter
+from gguf import GGUFEndian, GGUFWriter
 
 from replicas.model.gguf import gguf_weights
 from replicas.model.gguf_conversion import convert
@@ -156,11 +156,11 @@ TENSORS: list[tuple[str, str, Callable[[TinyGguf], None], str]] = [
         "one is missing",
         "llama",
         without("blk.1.attn_q.weight"),
-        "the tensor blk.1.attn_q.weight of this model is missing",
+        "the tensor blk.1.attn_q.weight is missing",
     ),
-    ("a norm is missing", "llama", without("output_norm.weight"), "output_norm.weight of this model is missing"),
+    ("a norm is missing", "llama", without("output_norm.weight"), "output_norm.weight is missing"),
     ("no embedding", "llama", without("token_embd.weight"), "token_embd.weight is missing"),
-    ("a bias is missing", "qwen2", without("blk.0.attn_k.bias"), "blk.0.attn_k.bias of this model is missing"),
+    ("a bias is missing", "qwen2", without("blk.0.attn_k.bias"), "blk.0.attn_k.bias is missing"),
     ("a bias too many", "qwen2", having("blk.0.attn_output.bias", np.ones(64, np.float32)), "blk.0.attn_output.bias"),
     ("half of the biases", "llama", having("blk.0.attn_q.bias", np.ones(64, np.float32)), "blk.0.attn_k.bias"),
     ("a norm too many", "llama", having("blk.0.attn_q_norm.weight", np.ones(16, np.float32)), "blk.0.attn_q_norm"),
@@ -248,5 +248,4 @@ def test_bytes_in_the_other_order(tmp_path: Path) -> None:
 def test_a_tensor_type_without_a_decoder(models: dict[str, Any], tmp_path: Path) -> None:
     gguf = gguf_of(models["llama"], "llama")
     gguf.tensors["output_norm.weight"] = np.ones(64, dtype=np.int32)
-    assert GGMLQuantizationType.I32.name == "I32"
     assert "can't read its weights" in refusal(gguf.write(tmp_path / "model.gguf"))

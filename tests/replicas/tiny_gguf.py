@@ -110,7 +110,7 @@ def gguf_of(model: Any, architecture: str, **settings: Any) -> TinyGguf:
     elif config.rope_parameters["rope_theta"] != 10_000:
         known["rope.freq_base"] = config.rope_parameters["rope_theta"]
     if getattr(config, "head_dim", None):
-        known |= {key: config.head_dim for key in ("attention.key_length", "attention.value_length")}
+        known |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     known |= {key.replace("__", "."): value for key, value in settings.items()}
     known = {key: value for key, value in known.items() if value is not None}
     return TinyGguf(architecture, known, _tensors(model, architecture))

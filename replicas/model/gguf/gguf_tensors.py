@@ -21,7 +21,7 @@ def check_tensors(file: GgufFile, config: Any) -> None:
     found = {name: shape for name, shape in file.shapes.items() if name not in applied_tensors(file)}
     missing = [name for name in expected if name not in found]
     if missing:
-        raise UnsupportedModel(f"{file.path}: {_some(missing)} of this model missing")
+        raise UnsupportedModel(f"{file.path}: {_some(missing)} missing")
     unknown = [name for name in found if name not in expected]
     if unknown:
         raise UnsupportedModel(f"{file.path}: {_some(unknown)} not known here, and may change the text")
