@@ -22,14 +22,14 @@ from replicas.model.model_support import UnsupportedModel
 from tests.replicas.tiny_gguf import gguf_of, tiny_model
 
 NORM = "model.norm.weight"
-HEADER_BYTES = 1 << 20
+HEADER_BYTES = 1 << 20  # as with a real vocabulary
 
 
-def write(path: Path, seed: int = 0) -> np.ndarray[Any, Any]:
+def write(path: Path, seed: int = 0, header_bytes: int = 0) -> np.ndarray[Any, Any]:
     """A file with the metadata and the size of every other seed's. Its last norm, to tell them apart."""
     model = tiny_model(seed=seed)
     gguf = gguf_of(model, "llama")
-    gguf.metadata["general.description"] = "x" * HEADER_BYTES  # as a real vocabulary
+    gguf.metadata["general.description"] = "x" * header_bytes
     gguf.write(path)
     norm: np.ndarray[Any, Any] = model.state_dict()[NORM].numpy()
     return norm
@@ -41,7 +41,7 @@ def norm_in(folder: Path) -> np.ndarray[Any, Any]:
 
 
 def test_two_fine_tunes_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
-    norms = {name: write(tmp_path / name / "model.gguf", seed) for seed, name in enumerate(("v1", "v2"))}
+    norms = {name: write(tmp_path / name / "model.gguf", seed, HEADER_BYTES) for seed, name in enumerate(("v1", "v2"))}
     first, second = (tmp_path / name / "model.gguf" for name in norms)
     assert first.stat().st_size == second.stat().st_size
     assert first.read_bytes()[:HEADER_BYTES] == second.read_bytes()[:HEADER_BYTES]
@@ -63,10 +63,10 @@ def test_weights_far_behind_the_header_count(tmp_path: Path) -> None:
 def test_a_file_replaced_in_place_is_converted_anew(tmp_path: Path) -> None:
     """Path, size and times are the old one's, as after rsync --times."""
     path, cache = tmp_path / "model.gguf", tmp_path / "cache"
-    write(path, 0)
+    write(path, 0, HEADER_BYTES)
     before = path.stat()
     first = convert(path, cache)
-    norm = write(path, 1)
+    norm = write(path, 1, HEADER_BYTES)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     second = convert(path, cache)
@@ -95,8 +95,15 @@ def test_another_version_of_what_converts_converts_anew(
     assert len({before, after, converted_folder(path, tmp_path)}) == 3
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "complete"])
-@pytest.mark.parametrize("damage", ["lost", "shortened"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", "lost"),
+        ("model.safetensors", "shortened"),
+        ("config.json", "lost"),
+        ("complete", "shortened"),
+    ],
+)
 def test_a_folder_that_is_not_whole_is_made_anew(name: str, damage: str, tmp_path: Path) -> None:
     path, cache = tmp_path / "model.gguf", tmp_path / "cache"
     norm = write(path)
