@@ -76,9 +76,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama with tied embeddings": ("llama", "LlamaConfig", {"tie_word_embeddings": True}, {}),
     "llama with another base": ("llama", "LlamaConfig", {"rope_parameters": {"rope_theta": 500.0}}, {}),
     "linear": ("llama", "LlamaConfig", {"rope_parameters": LINEAR}, {"type": "linear", "factor": 4.0}),
-    "linear by default": ("llama", "LlamaConfig", {"rope_parameters": LINEAR}, {"factor": 4.0}),
-    "linear, old name": ("llama", "LlamaConfig", {"rope_parameters": LINEAR}, {"rope.scale_linear": 4.0}),
-    "scaling by none": ("llama", "LlamaConfig", {}, {"type": "none", "factor": 4.0}),
     "yarn": (
         "qwen2",
         "Qwen2Config",
@@ -97,7 +94,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": YARN | {"original_max_position_embeddings": 512}},
         {"type": "yarn", "factor": 4.0, "attn_factor": 1.0},
     ),
-    "yarn by one": ("llama", "LlamaConfig", {}, {"type": "yarn", "factor": 1.0, "original_context_length": 64}),
     "qwen2": ("qwen2", "Qwen2Config", {}, {}),
     "qwen3": ("qwen3", "Qwen3Config", {"head_dim": 32}, {}),
     "phi3": ("phi3", "Phi3Config", {}, {}),
@@ -107,7 +103,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}},
         {"rope.dimension_count": 8},
     ),
-    "phi3, a window longer than any text": ("phi3", "Phi3Config", {}, {"attention.sliding_window": 512}),
     "starcoder2": ("starcoder2", "Starcoder2Config", {"rope_parameters": {"rope_theta": 900.0}}, {}),
     "gpt2": ("gpt2", "GPT2Config", {}, {}),
     "qwen2moe": (
@@ -130,20 +125,52 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_text_is_the_models(name: str, tmp_path: Path) -> None:
-    architecture, config_class, changes, settings_ = MODELS[name]
+# Other ways to say what those above say, or nothing.
+SPELLINGS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "linear by default": ("llama", "LlamaConfig", {"rope_parameters": LINEAR}, {"factor": 4.0}),
+    "linear, old name": ("llama", "LlamaConfig", {"rope_parameters": LINEAR}, {"rope.scale_linear": 4.0}),
+    "scaling by none": ("llama", "LlamaConfig", {}, {"type": "none", "factor": 4.0}),
+    "yarn by one": ("llama", "LlamaConfig", {}, {"type": "yarn", "factor": 1.0, "original_context_length": 64}),
+    "phi3, a window longer than any text": ("phi3", "Phi3Config", {}, {"attention.sliding_window": 512}),
+}
+
+
+def gguf_and_texts(row: tuple[str, str, dict[str, Any], dict[str, Any]]) -> tuple[TinyGguf, list[list[int]]]:
+    """What is written of a model, and its texts. They must be able to tell: another config's are others."""
+    architecture, config_class, changes, further = row
     model = tiny_model(config_class, **changes)
     expected = texts(model)
     assert len({token for text in expected for token in text}) >= 8
-    further = {
-        key if "." in key or "expert" in key else f"rope.scaling.{key}": value for key, value in settings_.items()
-    }
-    folder = converted(gguf_of(model, architecture, **further), tmp_path)
     if changes.get("rope_parameters"):
         assert texts(tiny_model(config_class, **changes | {"rope_parameters": None})) != expected
-    assert texts(loaded(folder)) == expected
+    names = {key: key if "." in key or "expert" in key else f"rope.scaling.{key}" for key in further}
+    return gguf_of(model, architecture, **{names[key]: value for key, value in further.items()}), expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_text_is_the_models(name: str, tmp_path: Path) -> None:
+    gguf, expected = gguf_and_texts(MODELS[name])
+    assert texts(loaded(converted(gguf, tmp_path))) == expected
     assert engine_texts(tmp_path / "model.gguf") == expected
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_other_spellings(name: str, tmp_path: Path) -> None:
+    gguf, expected = gguf_and_texts(SPELLINGS[name])
+    assert texts(loaded(converted(gguf, tmp_path))) == expected
+
+
+def test_a_file_without_an_output_matrix_uses_its_embeddings(tmp_path: Path) -> None:
+    """As llama.cpp does; and a file may have both although they are the same."""
+    untied, tied = tiny_model(), tiny_model(tie_word_embeddings=True)
+    tied.load_state_dict({k: v for k, v in untied.state_dict().items() if k != "lm_head.weight"}, strict=False)
+    tied.tie_weights()
+    assert texts(tied) != texts(untied)
+    gguf = gguf_of(untied, "llama")
+    del gguf.tensors["output.weight"]
+    assert texts(loaded(converted(gguf, tmp_path / "without"))) == texts(tied)
+    gguf.tensors["output.weight"] = gguf.tensors["token_embd.weight"]
+    assert texts(loaded(converted(gguf, tmp_path / "with"))) == texts(tied)
 
 
 @pytest.mark.parametrize(

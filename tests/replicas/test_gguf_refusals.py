@@ -159,6 +159,7 @@ TENSORS: list[tuple[str, str, Callable[[TinyGguf], None], str]] = [
         "the tensor blk.1.attn_q.weight is missing",
     ),
     ("a norm is missing", "llama", without("output_norm.weight"), "output_norm.weight is missing"),
+    ("fewer rows than tokens", "llama", having("token_embd.weight", np.ones((200, 64), np.float32)), "262 tokens"),
     ("no embedding", "llama", without("token_embd.weight"), "token_embd.weight is missing"),
     ("a bias is missing", "qwen2", without("blk.0.attn_k.bias"), "blk.0.attn_k.bias is missing"),
     ("a bias too many", "qwen2", having("blk.0.attn_output.bias", np.ones(64, np.float32)), "blk.0.attn_output.bias"),

@@ -15,6 +15,8 @@ from replicas.model.gguf.gguf_settings import check_settings
 from replicas.model.model_support import UnsupportedModel
 
 _EMBEDDING = "token_embd.weight"
+_TOKENIZER = "tokenizer.ggml.model"
+_TOKENIZERS = ("gpt2", "llama")  # BPE of bytes, and SentencePiece
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -45,7 +47,7 @@ def model_config(file: GgufFile) -> Any:
     check_settings(file, architecture, head_dim, applied)
     values |= architecture.constants
     values |= {trait: True for trait, tensor in architecture.traits.items() if tensor in file.shapes}
-    values |= _tokens(file)
+    values |= _vocabulary(file)
     values["tie_word_embeddings"] = "output.weight" not in file.shapes
     if settings.get("vocab_size", values["vocab_size"]) != values["vocab_size"]:
         raise file.refusal("vocab_size", f"{_EMBEDDING} has {values['vocab_size']} rows")
@@ -86,10 +88,15 @@ def _check_rotated(file: GgufFile, architecture: GgufArchitecture, head_dim: int
         raise file.refusal(key, f"it must be even, and at most the dimensions of a head ({head_dim})")
 
 
-def _tokens(file: GgufFile) -> dict[str, Any]:
-    """The vocabulary's size and what begins and ends a text: nothing where the file says nothing."""
+def _vocabulary(file: GgufFile) -> dict[str, Any]:
+    """Its size and what begins and ends a text: nothing where the file says nothing."""
+    kind = file.metadata.get(_TOKENIZER)
+    if kind not in _TOKENIZERS:
+        raise UnsupportedModel(f"{file.path}: {_TOKENIZER} is {kind!r}; supported are {', '.join(_TOKENIZERS)}")
     if _EMBEDDING not in file.shapes:
         raise UnsupportedModel(f"{file.path}: the tensor {_EMBEDDING} is missing")
+    if file.num_tokens > file.shapes[_EMBEDDING][0]:
+        raise file.tensor_refusal(_EMBEDDING, f"the vocabulary has {file.num_tokens} tokens")
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *_END_TOKENS)}
     ends = list(dict.fromkeys(ids[name] for name in _END_TOKENS if ids[name] is not None))
     return {

@@ -11,17 +11,20 @@ from replicas.model.model_support import UnsupportedModel
 
 # Longer arrays are the vocabulary: the tokenizer's business.
 _LONGEST_ARRAY = 4_096
+_VOCABULARY = "tokenizer.ggml.tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
     """architecture: as llama.cpp names it. metadata: by key; arrays that are too long for a setting are left out.
-    shapes: of each tensor by name, rows first as in torch. vectors: the values of the tensors that scale positions.
+    num_tokens: of its vocabulary. shapes: of each tensor by name, rows first as in torch. vectors: the values of the
+    tensors that scale positions.
     """
 
     path: Path
     architecture: str
     metadata: Mapping[str, Any]
+    num_tokens: int
     shapes: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, tuple[float, ...]]
 
@@ -50,6 +53,7 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         reader = GGUFReader(path)
         metadata = {key: _value(field) for key, field in reader.fields.items() if len(field.data) <= _LONGEST_ARRAY}
+        num_tokens = len(reader.fields[_VOCABULARY].data) if _VOCABULARY in reader.fields else 0
         shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
         vectors = {
             tensor.name: tuple(map(float, tensor.data.reshape(-1)))
@@ -66,7 +70,7 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(architecture, str):
         raise UnsupportedModel(f"{path}: general.architecture is missing")
     _check_one_model(path, metadata)
-    return GgufFile(path, architecture, metadata, shapes, vectors)
+    return GgufFile(path, architecture, metadata, num_tokens, shapes, vectors)
 
 
 def _value(field: Any) -> Any:

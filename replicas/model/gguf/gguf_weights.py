@@ -69,7 +69,7 @@ def _named(file: GgufFile, part: str) -> Iterator[None]:
     """Names the file in what transformers says of it."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise UnsupportedModel(
             f"{file.path}: transformers can't read its {part}: {type(error).__name__}: {error}"
         ) from error
