@@ -1,0 +1,91 @@
+"""What a GGUF file says: its metadata and what tensors it holds. Nothing of the weights is read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicas.model.model_support import UnsupportedModel
+
+# Longer arrays are the vocabulary: the tokenizer's business.
+_LONGEST_ARRAY = 4_096
+_VOCABULARY = "tokenizer.ggml.tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """architecture: as llama.cpp names it. metadata: by key; arrays that are too long for a setting are left out.
+    num_tokens: of its vocabulary. shapes: of each tensor by name, rows first as in torch. vectors: the values of the
+    tensors that scale positions.
+    """
+
+    path: Path
+    architecture: str
+    metadata: Mapping[str, Any]
+    num_tokens: int
+    shapes: Mapping[str, tuple[int, ...]]
+    vectors: Mapping[str, tuple[float, ...]]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The metadata of this architecture, without its name in front: what a model's shape and arithmetic are."""
+        prefix = f"{self.architecture}."
+        return {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+
+    def refusal(self, key: str, reason: str) -> UnsupportedModel:
+        """For the caller to raise. key: of the settings."""
+        name = f"{self.architecture}.{key}"
+        return UnsupportedModel(f"{self.path}: {name} is {self.metadata.get(name, 'missing')!r}: {reason}")
+
+    def tensor_refusal(self, name: str, reason: str) -> UnsupportedModel:
+        """For the caller to raise."""
+        return UnsupportedModel(f"{self.path}: the tensor {name} {list(self.shapes[name])}: {reason}")
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the header; seconds for a vocabulary of 100,000. Raises OSError, and UnsupportedModel for what is no whole
+    GGUF file of one model in the byte order of this machine.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        metadata = {key: _value(field) for key, field in reader.fields.items() if len(field.data) <= _LONGEST_ARRAY}
+        num_tokens = len(reader.fields[_VOCABULARY].data) if _VOCABULARY in reader.fields else 0
+        shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
+        vectors = {
+            tensor.name: tuple(map(float, tensor.data.reshape(-1)))
+            for tensor in reader.tensors
+            if tensor.name.startswith("rope_") and tensor.tensor_type.name == "F32"
+        }
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{path} is not a whole GGUF file ({error}): perhaps a download that was cut short"
+        ) from error
+    if reader.byte_order != "I":
+        raise UnsupportedModel(f"{path} has the byte order of another kind of machine")
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise UnsupportedModel(f"{path}: general.architecture is missing")
+    _check_one_model(path, metadata)
+    return GgufFile(path, architecture, metadata, num_tokens, shapes, vectors)
+
+
+def _value(field: Any) -> Any:
+    """Of one metadata field; an array of one is that one, as in transformers."""
+    value = field.contents()
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _check_one_model(path: Path, metadata: Mapping[str, Any]) -> None:
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModel(f"{path}: general.type is {kind!r}; only a whole model can be served")
+    num_parts = metadata.get("split.count", 1)
+    if num_parts > 1:
+        raise UnsupportedModel(
+            f"{path}: split.count is {num_parts}: this is one of {num_parts} parts; make one file of them with "
+            "llama-gguf-split --merge"
+        )
