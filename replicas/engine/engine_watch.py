@@ -4,12 +4,14 @@ A long step and a hung one look alike from outside, as the loop does not come ro
 alive when its loop has come round or it has used CPU time since it was last looked at. A thread that computes for ever
 is not noticed here: `check_health` bounds the length of a step.
 
-A machine without CPU to give looks like a hang too. Seen with 40 computing processes on 2 cores: this watch, which
-waits 0.5 s between looks, was late by 1 s half of the time, at most by 12 s (by 21 s where another thread sorted a list
-meanwhile, which keeps the interpreter), and thread after thread had got no tick of CPU time between two looks. So what
-is counted is not time on the clock. What the system says is ready to run stands still through no fault of its own: it
-does not count. And the later the watch itself is, the less a look counts: at twice its interval half of one. A thread
-that hangs is still found on such a machine, only later.
+A machine without CPU to give looks like a hang too. Seen in a process of the lowest priority on 2 cores that 30 others
+wanted: this watch, which waits 0.5 s between looks, was late by 5 to 8 s half of the time, at most by 29 s; and a thread
+that only waits in a queue, 20 ms at a time, had neither come round nor got a tick of CPU time for three looks in a row:
+3 s by the clock of the looks before, 0.1 s at most as it is counted now.
+
+So what is counted is not time on the clock. What the system says is ready to run stands still through no fault of its
+own: it does not count. And the later the watch itself is, the less a look counts: at twice its interval half of one. A
+thread that hangs is still found on such a machine, only later: in those looks one counted 1 s in 90.
 """
 
 from __future__ import annotations
