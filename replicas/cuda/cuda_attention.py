@@ -50,7 +50,7 @@ def cuda_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
+    scaling: float | None = None,
     paged: CudaStep,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
@@ -66,7 +66,7 @@ def cuda_attention(
         paged.chunks,
         paged.shares,
         paged.layout,
-        scaling,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
     return out.unsqueeze(0), None
 

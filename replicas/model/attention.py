@@ -43,7 +43,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
+    scaling: float | None = None,
     paged: PagedStep,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
@@ -51,7 +51,7 @@ def paged_attention(
 
     query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, head_dim].
     Returns [1, num_tokens, num_heads, head_dim] and no weights. attention_mask is ignored: causality
-    follows from the step's positions. Raises UnsupportedAttention.
+    follows from the step's positions. scaling: None for 1 / sqrt(head_dim). Raises UnsupportedAttention.
     """
     refuse_arguments(module, arguments)
     paged.num_calls += 1
@@ -67,7 +67,7 @@ def paged_attention(
     return output.unsqueeze(0), None
 
 
-def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling: float | None) -> torch.Tensor:
     """query [n, num_heads, head_dim] -> the same, one query for each of n sequences.
 
     The heads that share a KV head become the queries of one attention over it, so nothing is repeated.
@@ -79,7 +79,7 @@ def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling
     return out.reshape(n, num_heads, head_dim)
 
 
-def _attend_chunk(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+def _attend_chunk(query: torch.Tensor, context: PagedContext, layer: int, scaling: float | None) -> torch.Tensor:
     """query [num_heads, length, head_dim] -> [length, num_heads, head_dim], of one sequence."""
     num_heads, length, head_dim = query.shape
     keys, values = context.keys_values(layer)

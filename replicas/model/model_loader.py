@@ -22,8 +22,11 @@ from replicas.kv.kv_pool import KvLayout
 from replicas.model.attention import ATTENTION_NAME, register_attention
 from replicas.model.fused_projections import fuse_projections
 from replicas.model.gguf_conversion import resolve_source
-from replicas.model.model_support import UnsupportedModel, refuse_unsupported
+from replicas.model.model_support import model_name, naming_failures, refuse_unsupported
 from replicas.model.output_head import lay_out_head
+from replicas.model.reference_logits import CheckedPrompt
+from replicas.model.rotary_positions import refuse_step_dependent
+from replicas.model.untouched_model import examine
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -31,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """model is in eval mode on its device. fingerprint names architecture, weights and dtype."""
+    """model is in eval mode on its device. fingerprint names architecture, weights and dtype.
+
+    reference: what transformers alone computed with it, before it was changed to be served.
+    """
 
     model: nn.Module
     num_layers: int
@@ -41,6 +47,7 @@ class LoadedModel:
     max_positions: int
     dtype: torch.dtype
     fingerprint: str
+    reference: tuple[CheckedPrompt, ...]
 
     def kv_layout(self, block_size: int) -> KvLayout:
         return KvLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
@@ -49,33 +56,37 @@ class LoadedModel:
 def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     """Load weights onto the device. Blocks for seconds to minutes; logs progress.
 
-    Raises UnsupportedModel for an architecture that our attention does not compute, OSError when the
-    files are not there.
+    Raises UnsupportedModel for an architecture that our attention does not compute, or that fails in any way while it
+    is built or looked at; OSError when the files are not there.
     """
     register_attention()
     transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
     folder = resolve_source(settings.source, settings.cache_dir)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    with naming_failures(settings.source, "reading its configuration"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     refuse_unsupported(config)
+    refuse_step_dependent(config, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
-    model = _load_weights(settings, folder, config, dtype, device)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{type(model).__name__} does not let its attention be replaced")
-    model = model.to(device).eval().requires_grad_(False)
-    fuse_projections(model)
-    lay_out_head(model)
-    num_heads = config.num_attention_heads
-    return LoadedModel(
-        model=model,
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        dtype=dtype,
-        fingerprint=_fingerprint(settings, folder, config),
-    )
+    with naming_failures(model_name(config), "loading it"):
+        model = _load_weights(settings, folder, config, dtype, device)
+        model = model.to(device).eval().requires_grad_(False)
+    with naming_failures(model_name(config), "a first forward pass"):
+        examined = examine(model, settings.max_model_len)
+    with naming_failures(model_name(config), "laying out its weights"):
+        fuse_projections(model)
+        lay_out_head(model)
+        return LoadedModel(
+            model=model,
+            num_layers=examined.attention.num_layers,
+            num_kv_heads=examined.attention.num_kv_heads,
+            head_dim=examined.attention.head_dim,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            dtype=dtype,
+            fingerprint=_fingerprint(settings, folder, config),
+            reference=examined.reference,
+        )
 
 
 def _load_weights(

@@ -1,0 +1,98 @@
+"""What a model really hands to attention, seen in one short forward pass: its configuration only has names for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from replicas.model.model_support import UnsupportedModel
+
+_TRACED_NAME = "splitserve_traced"
+TRACED_POSITIONS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Equal in all layers. Keys and values are [1, num_kv_heads, num_tokens, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    layer: int
+    num_heads: int
+    key: tuple[int, int]  # heads, head_dim
+    value: tuple[int, int]
+
+
+@torch.inference_mode()
+def trace_attention(model: Any, num_layers: int) -> AttentionShape:
+    """Run a few tokens through the loaded model, whose attention may be any; it is as before afterwards.
+
+    num_layers: that the configuration names. Raises UnsupportedModel when attention is not called once by each layer,
+    or with shapes that our pool does not hold.
+    """
+    calls: list[_Call] = []
+    input_ids = torch.tensor(TRACED_POSITIONS[::-1], device=model.device)
+    positions = torch.tensor(TRACED_POSITIONS, device=model.device)
+    with attention_set_to(model, _TRACED_NAME):
+        model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=calls)
+    name = type(model).__name__
+    if sorted(call.layer for call in calls) != list(range(num_layers)):
+        raise UnsupportedModel(f"{name}: {len(calls)} calls of attention for {num_layers} layers; each must make one")
+    shapes = {call.key for call in calls}
+    if len(shapes) > 1:
+        raise UnsupportedModel(f"{name}: keys of {_listed(shapes)} (heads x dimension) in unlike layers, one is served")
+    call = calls[0]
+    if any(call.key != call.value for call in calls):
+        raise UnsupportedModel(f"{name}: keys of {_listed([call.key])}, values of {_listed([call.value])}")
+    if any(call.num_heads % call.key[0] for call in calls):
+        raise UnsupportedModel(f"{name}: {call.num_heads} query heads do not share {call.key[0]} KV heads evenly")
+    return AttentionShape(num_layers, *call.key)
+
+
+@contextmanager
+def attention_set_to(model: Any, implementation: str) -> Iterator[None]:
+    """Another attention while this lasts. Mutates the model, and puts it back."""
+    AttentionInterface.register(_TRACED_NAME, _record)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _record(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: list[_Call] | None = None,
+    **arguments: object,
+) -> tuple[torch.Tensor, None]:
+    """An attention function that attends to nothing. Returns zeros [1, num_tokens, num_heads, head_dim]."""
+    kind = type(module).__name__
+    if paged is None:
+        raise UnsupportedModel(f"{kind} is not handed what the paged attention needs: arguments are not passed on")
+    if not hasattr(module, "layer_idx"):
+        raise UnsupportedModel(f"{kind} does not say which layer it is (layer_idx)")
+    paged.append(
+        _Call(int(module.layer_idx), query.shape[1], (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))  # type: ignore[arg-type]
+    )
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _listed(shapes: Any) -> str:
+    return ", ".join(f"{heads} x {head_dim}" for heads, head_dim in sorted(shapes))
