@@ -55,7 +55,7 @@ def cuda_attention(
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """As `replicas.model.attention.paged_attention`. Does not wait for the device. Raises UnsupportedAttention."""
-    refuse_arguments(module, arguments)
+    refuse_arguments(module, attention_mask, arguments)
     out = _attend_over_pool(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

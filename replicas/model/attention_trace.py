@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from replicas.model.attention import UnsupportedAttention, refuse_arguments
 from replicas.model.model_support import UnsupportedModel
 
 _TRACED_NAME = "splitserve_traced"
@@ -44,11 +45,15 @@ def trace_attention(model: Any, num_layers: int) -> AttentionShape:
     calls: list[_Call] = []
     input_ids = torch.tensor(TRACED_POSITIONS[::-1], device=model.device)
     positions = torch.tensor(TRACED_POSITIONS, device=model.device)
-    with attention_set_to(model, _TRACED_NAME):
+    with _attention_set_to(model, _TRACED_NAME):
         model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=calls)
     name = type(model).__name__
-    if sorted(call.layer for call in calls) != list(range(num_layers)):
-        raise UnsupportedModel(f"{name}: {len(calls)} calls of attention for {num_layers} layers; each must make one")
+    layers = [call.layer for call in calls]
+    if sorted(layers) != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"{name}: attention is called {len(calls)} times, by {len(set(layers))} layers; each of its {num_layers} "
+            "layers must call it once"
+        )
     shapes = {call.key for call in calls}
     if len(shapes) > 1:
         raise UnsupportedModel(f"{name}: keys of {_listed(shapes)} (heads x dimension) in unlike layers, one is served")
@@ -61,11 +66,11 @@ def trace_attention(model: Any, num_layers: int) -> AttentionShape:
 
 
 @contextmanager
-def attention_set_to(model: Any, implementation: str) -> Iterator[None]:
+def _attention_set_to(model: Any, name: str) -> Iterator[None]:
     """Another attention while this lasts. Mutates the model, and puts it back."""
     AttentionInterface.register(_TRACED_NAME, _record)
     before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:
@@ -79,17 +84,24 @@ def _record(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
+    scaling: float | None = None,
     paged: list[_Call] | None = None,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """An attention function that attends to nothing. Returns zeros [1, num_tokens, num_heads, head_dim]."""
     kind = type(module).__name__
     if paged is None:
-        raise UnsupportedModel(f"{kind} is not handed what the paged attention needs: arguments are not passed on")
+        raise UnsupportedAttention(f"{kind} is not handed what the paged attention needs: arguments are not passed on")
     if not hasattr(module, "layer_idx"):
-        raise UnsupportedModel(f"{kind} does not say which layer it is (layer_idx)")
+        raise UnsupportedAttention(f"{kind} does not say which layer it is (layer_idx)")
+    refuse_arguments(module, attention_mask, arguments)
     paged.append(
-        _Call(int(module.layer_idx), query.shape[1], (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))  # type: ignore[arg-type]
+        _Call(
+            layer=int(module.layer_idx),  # type: ignore[arg-type]
+            num_heads=query.shape[1],
+            key=(key.shape[1], key.shape[3]),
+            value=(value.shape[1], value.shape[3]),
+        )
     )
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

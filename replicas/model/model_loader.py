@@ -74,6 +74,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     with naming_failures(model_name(config), "a first forward pass"):
         examined = examine(model, settings.max_model_len)
     with naming_failures(model_name(config), "laying out its weights"):
+        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         fuse_projections(model)
         lay_out_head(model)
         return LoadedModel(
@@ -97,13 +98,12 @@ def _load_weights(
         torch.manual_seed(0)  # every replica must hold the same random weights
         with device:
             model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=settings.trust_remote_code
+                config, dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
         return model
     loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
         trust_remote_code=settings.trust_remote_code,
         device_map=None if device.type == "cpu" else device,
     )

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from replicas.model.attention_trace import attention_set_to
-
 # (prompt tokens, tokens fed after them, whether the prompt comes in two chunks, the step it joins in): of unlike
 # lengths, over more than one block, decoding over a block's end (of 16) while others are still prompts.
 _PROMPTS = ((30, 3, True, 0), (4, 3, False, 0), (11, 2, True, 1))
@@ -50,12 +48,10 @@ def compute_reference(model: Any, max_model_len: int, original_len: int | None) 
     shapes = list(_PROMPTS)
     if original_len is not None and original_len < max_model_len and _is_affordable(model, original_len):
         shapes.append((original_len + _BEYOND, 2, True, 1))
-    implementation = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
-    with attention_set_to(model, implementation):
-        return tuple(
-            _checked(model, number, *_fitted(num_prompt, num_fed, max_model_len), is_cut, first_step)
-            for number, (num_prompt, num_fed, is_cut, first_step) in enumerate(shapes)
-        )
+    return tuple(
+        _checked(model, number, *_fitted(num_prompt, num_fed, max_model_len), is_cut, first_step)
+        for number, (num_prompt, num_fed, is_cut, first_step) in enumerate(shapes)
+    )
 
 
 def _is_affordable(model: Any, original_len: int) -> bool:
