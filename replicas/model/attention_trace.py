@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +57,12 @@ def trace_attention(model: Any, num_layers: int) -> AttentionShape:
     shapes = {call.key for call in calls}
     if len(shapes) > 1:
         raise UnsupportedModel(f"{name}: keys of {_listed(shapes)} (heads x dimension) in unlike layers, one is served")
-    call = calls[0]
-    if any(call.key != call.value for call in calls):
-        raise UnsupportedModel(f"{name}: keys of {_listed([call.key])}, values of {_listed([call.value])}")
-    if any(call.num_heads % call.key[0] for call in calls):
-        raise UnsupportedModel(f"{name}: {call.num_heads} query heads do not share {call.key[0]} KV heads evenly")
-    return AttentionShape(num_layers, *call.key)
+    for call in calls:
+        if call.key != call.value:
+            raise UnsupportedModel(f"{name}: keys of {_listed([call.key])}, values of {_listed([call.value])}")
+        if call.num_heads % call.key[0]:
+            raise UnsupportedModel(f"{name}: {call.num_heads} query heads do not share {call.key[0]} KV heads evenly")
+    return AttentionShape(num_layers, *calls[0].key)
 
 
 @contextmanager
@@ -106,5 +106,5 @@ def _record(
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
-def _listed(shapes: Any) -> str:
+def _listed(shapes: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{heads} x {head_dim}" for heads, head_dim in sorted(shapes))

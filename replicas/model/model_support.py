@@ -63,7 +63,9 @@ def _not_causal(config: Any) -> str:
 
 def _sliding_window(config: Any) -> str:
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    kinds = getattr(config, "layer_types", None)
+    is_used = any("sliding" in kind for kind in kinds) if kinds else getattr(config, "use_sliding_window", True)
+    if window and is_used:
         return f"sliding_window: {window}"
     return ""
 

@@ -55,8 +55,8 @@ def compute_reference(model: Any, max_model_len: int, original_len: int | None) 
 
 
 def _is_affordable(model: Any, original_len: int) -> bool:
-    operations = 2.0 * sum(p.numel() for p in model.parameters()) * (original_len + _BEYOND)
-    return operations <= _MOST_OPERATIONS.get(model.device.type, 0.0)
+    num_parameters = sum(int(parameter.numel()) for parameter in model.parameters())
+    return 2 * num_parameters * (original_len + _BEYOND) <= _MOST_OPERATIONS.get(str(model.device.type), 0.0)
 
 
 def _fitted(num_prompt: int, num_fed: int, max_model_len: int) -> tuple[int, int]:

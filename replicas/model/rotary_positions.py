@@ -126,16 +126,15 @@ def refuse_neighbours_in_positions(model_name: str, calls: list[PositionCall], m
 
 
 def _differs_beside(call: PositionCall, farthest: int) -> int | None:
-    """The first position whose row changes beside the farthest, or after it; None when none does."""
-    near = sorted({0, 1, farthest // 3, farthest // 2, farthest - 1} - {farthest})
-    module = copy.deepcopy(call.module).cpu()
-    alone = _rows(module, call, near)
-    for other in (_rows(module, call, [*near, farthest]), _rows(module, call, near)):
-        for index, position in enumerate(near):
-            if any(
-                not torch.allclose(a[index], b[index], rtol=0.0, atol=_TOLERANCE)
-                for a, b in zip(alone, other, strict=True)
-            ):
+    """The first of some positions whose row changes beside the farthest, or after it; None when none does."""
+    for position in sorted({0, 1, farthest // 3, farthest // 2, farthest - 1} - {farthest}):
+        module = copy.deepcopy(call.module).cpu()
+        alone, beside, after = (
+            [rows[0] for rows in _rows(module, call, positions)]
+            for positions in ([position], [position, farthest], [position])
+        )
+        for first, *others in zip(alone, beside, after, strict=True):
+            if not all(torch.allclose(first, other, rtol=0.0, atol=_TOLERANCE) for other in others):
                 return position
     return None
 

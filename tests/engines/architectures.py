@@ -41,7 +41,7 @@ SERVED = [
     Case("llama-dynamic", "LlamaConfig", _rope("dynamic", factor=4.0)),
     Case("llama-longrope", "LlamaConfig", _LONGROPE, max_model_len=128),
     Case("mistral", "MistralConfig", {"sliding_window": None}),
-    Case("ministral", "MinistralConfig", {"sliding_window": None, "layer_types": _FULL}),
+    Case("ministral", "MinistralConfig", {"sliding_window": 64, "layer_types": _FULL, "head_dim": 8}),
     Case("ministral3", "Ministral3Config", _LLAMA4_SCALE),
     Case("mixtral", "MixtralConfig", {"num_local_experts": 4}),
     Case("qwen2", "Qwen2Config"),
@@ -68,7 +68,6 @@ SERVED = [
     Case("gpt-bigcode-multi-head", "GPTBigCodeConfig", {"multi_query": False}),
     Case("gptj", "GPTJConfig", {"rotary_dim": 4}),
     Case("codegen", "CodeGenConfig", {"rotary_dim": 4}),
-    Case("gpt-neo", "GPTNeoConfig", {"attention_types": [[["global"], 3]]}),
     Case("opt", "OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     Case("persimmon", "PersimmonConfig"),
     Case("jetmoe", "JetMoeConfig", {"num_local_experts": 4, "kv_channels": 8}),
@@ -101,12 +100,22 @@ SERVED = [
     Case("internlm3", "InternLM3Config", {"head_dim": 8}),
     Case("iquestcoder", "IQuestCoderConfig", {"head_dim": 8}),
     Case("jais2", "Jais2Config", {"head_dim": 8}),
-    Case("sarvam-moe", "SarvamMoeConfig", {"head_dim": 8, "num_experts": 4, **_EXPERTS}),
+    Case("sarvam-moe", "SarvamMoEConfig", {"head_dim": 8, "num_experts": 4, **_EXPERTS}),
     Case("solar-open", "SolarOpenConfig", {"head_dim": 8, "n_routed_experts": 4, **_EXPERTS}),
     Case("lfm2", "Lfm2Config", {"layer_types": _FULL}),
     Case("bert-decoder", "BertConfig", {"is_decoder": True}),
-    Case("roberta-decoder", "RobertaConfig", {"is_decoder": True}),
-    Case("dbrx", "DbrxConfig", {"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}),
+    Case(
+        "dbrx",
+        "DbrxConfig",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 3,
+            "max_seq_len": 256,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
 ]
 
 REFUSED = [
@@ -153,4 +162,6 @@ REFUSED = [
     Case("doge", "DogeConfig", {}, "DogeForCausalLM.*mask of its own"),
     Case("bert", "BertConfig", {}, "BertLMHeadModel.*later tokens"),
     Case("roberta", "RobertaConfig", {}, "RobertaForCausalLM.*later tokens"),
+    # Counts positions in its own way: from behind the padding's id.
+    Case("roberta-decoder", "RobertaConfig", {"is_decoder": True}, "RobertaForCausalLM.*differ from transformers' own"),
 ]

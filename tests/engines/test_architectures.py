@@ -45,7 +45,7 @@ def test_served_with_neighbours_as_transformers_does_alone(case: Case, tmp_path:
     _saved(case, tmp_path)
     prompts = prompts_of(PROMPT_LENGTHS)
     alone = generated_alone(tmp_path, prompts)
-    assert len({token for text in alone for token in text}) > 8, "texts that could not differ show nothing"
+    assert len({token for text in alone for token in text}) > 4, "texts that could not differ show nothing"
     for is_split in (True, False):
         ours = served(tmp_path, prompts, case.max_model_len, is_split=is_split)
         for prompt, text, expected in zip(prompts, ours, alone, strict=True):
