@@ -23,7 +23,25 @@ logger = logging.getLogger(__name__)
 # Of the largest logit of a position.
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_LOW_PRECISION = 0.1
+# In low precision rounding may send a token to another expert, which changes its logits at will: one position in so
+# many may differ then.
+_POSITIONS_PER_OTHER_EXPERT = 8
 _GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Logits of one position: largest difference, largest logit of transformers' own."""
+
+    difference: float
+    scale: float
+    position: int
+    prompt_len: int
+    num_neighbours: int
+
+    def is_within(self, tolerance: float) -> bool:
+        """False for what is no number, too."""
+        return self.difference <= self.scale * tolerance
 
 
 def self_check(runner: ModelRunner, loaded: LoadedModel) -> float:
@@ -33,24 +51,39 @@ def self_check(runner: ModelRunner, loaded: LoadedModel) -> float:
     raises UnsupportedModel when one is beyond rounding. Blocks for less than a second. Mutates pool blocks and slots,
     so it runs before serving.
     """
-    largest = 0.0
-    tolerance = _TOLERANCE_FLOAT32 if loaded.dtype is torch.float32 else _TOLERANCE_LOW_PRECISION
+    is_exact = loaded.dtype is torch.float32
+    tolerance = _TOLERANCE_FLOAT32 if is_exact else _TOLERANCE_LOW_PRECISION
+    compared = list(_compare(runner, loaded))
+    beyond = [one for one in compared if not one.is_within(tolerance)]
+    has_experts = any("expert" in name for name, _ in loaded.model.named_modules())
+    num_excused = 0 if is_exact or not has_experts else len(compared) // _POSITIONS_PER_OTHER_EXPERT
+    if len(beyond) > num_excused:
+        first = beyond[0]
+        raise UnsupportedModel(
+            f"{type(loaded.model).__name__}: logits over the paged pool differ from transformers' own by "
+            f"{first.difference:.3g} (largest logit {first.scale:.3g}) at position {first.position} of a prompt of "
+            f"{first.prompt_len} tokens beside {first.num_neighbours} others; serving it would give wrong text"
+        )
+    largest = max(one.difference for one in compared)
+    log = logger.warning if beyond else logger.info
+    log("self-check passed", extra={"event": "self_check", "max_difference": largest, "other_experts": len(beyond)})
+    return largest
+
+
+def _compare(runner: ModelRunner, loaded: LoadedModel) -> Iterator[_Compared]:
+    """Run all prompts; each position that the reference has."""
     for together in _rounds(loaded.reference, runner):
         for step in _steps(together, runner):
             ours = runner.logits(step.plan()).cpu()
             for logits, (prompt, row) in zip(ours, step.expected, strict=True):
-                difference = float((logits - prompt.logits[row]).abs().max())
-                scale = float(prompt.logits[row].abs().max())
-                largest = max(largest, difference)
-                if not difference <= scale * tolerance:
-                    raise UnsupportedModel(
-                        f"{type(loaded.model).__name__}: logits over the paged pool differ from transformers' own by "
-                        f"{difference:.3g} (largest logit {scale:.3g}) at position {prompt.prompt_len - 1 + row} of a "
-                        f"prompt of {prompt.prompt_len} tokens beside {len(together) - 1} others; serving it would "
-                        "give wrong text"
-                    )
-    logger.info("self-check passed", extra={"event": "self_check", "max_difference": largest})
-    return largest
+                reference = prompt.logits[row]
+                yield _Compared(
+                    difference=float((logits - reference).abs().max()),
+                    scale=float(reference.abs().max()),
+                    position=prompt.prompt_len - 1 + row,
+                    prompt_len=prompt.prompt_len,
+                    num_neighbours=len(together) - 1,
+                )
 
 
 @dataclass(slots=True)

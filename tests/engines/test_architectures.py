@@ -23,7 +23,7 @@ from tests.engines.random_model import (
 )
 
 # Those of the default suite: of each way to differ one.
-_OFTEN = {"llama-multi-query", "llama-llama3", "phi3-longrope", "ministral3", "mixtral", "gpt-bigcode", "gptj"}
+_OFTEN = {"ministral3", "mixtral", "gpt-bigcode", "gptj"}
 _OFTEN_REFUSED = {"phi3-longrope", "falcon", "nemotron", "diffllama", "doge", "bert"}
 
 

@@ -99,6 +99,34 @@ def test_a_long_prompt_that_would_take_too_long_is_left_out(tmp_path: Path, monk
     assert max(len(prompt.token_ids) for prompt in loaded.reference) < 64
 
 
+def test_one_position_that_goes_to_another_expert_by_rounding_is_excused(tmp_path: Path) -> None:
+    """In low precision, with experts; in two positions, without experts or in float32 it is a fault."""
+
+    def check(config_class: str, dtype: str, num_disturbed: int) -> float:
+        save_random_model(tiny_config(config_class, num_local_experts=4), tmp_path)
+        loaded = load_model(ModelSettings(str(tmp_path), "", dtype, 128, "auto", False), CPU)
+        runner = runner_of(loaded)
+        left = [num_disturbed]
+        compute = runner._forward
+
+        def disturbed(plan: Any) -> torch.Tensor:
+            logits = compute(plan)
+            if len(logits) and left[0]:
+                left[0] -= 1
+                logits[0] = -logits[0]
+            return logits
+
+        runner._forward = disturbed  # type: ignore[method-assign]
+        return self_check(runner, loaded)
+
+    assert check("MixtralConfig", "bfloat16", 1) > 0.1
+    for config_class, dtype, num_disturbed in [
+        ("MixtralConfig", "bfloat16", 2), ("MixtralConfig", "float32", 1), ("LlamaConfig", "bfloat16", 1)
+    ]:  # fmt: skip
+        with pytest.raises(UnsupportedModel, match="differ from transformers' own"):
+            check(config_class, dtype, num_disturbed)
+
+
 def test_the_reference_is_transformers_alone(tmp_path: Path) -> None:
     """Neither our attention nor our layers: what a model that only transformers has touched computes."""
     loaded = load(tmp_path)
