@@ -30,6 +30,8 @@ from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.metrics import PoolMetrics
 from replicas.model.model_loader import load_model
+from replicas.model.model_support import naming_failures
+from replicas.model.self_check import self_check
 from replicas.settings import EngineSettings
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
@@ -151,12 +153,16 @@ class _Base:
         self.pool = KvPool(self.layout, num_blocks, device)
         _progress("KV pool allocated", started_s, tokens=num_blocks * settings.block_size)
         self.num_host_blocks = host_blocks(settings, self.layout, num_blocks)
-        self.runner = make_runner(
-            loaded, self.pool, settings.max_sequences, settings.model.max_model_len, self.num_host_blocks
-        )
-        self.runner.self_check()
+        with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
+            self.runner = make_runner(
+                loaded, self.pool, settings.max_sequences, settings.model.max_model_len, self.num_host_blocks
+            )
+        with naming_failures(type(loaded.model).__name__, "its self-check"):
+            self_check(self.runner, loaded)
         _progress("self-check passed", started_s)
-        self.runner.warm_up()
+        with naming_failures(type(loaded.model).__name__, "its warm-up"):
+            if self.runner.warm_up():
+                self_check(self.runner, loaded)
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
         self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))

@@ -23,6 +23,7 @@ from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
+from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.decode_scheduler import DecodeScheduler
@@ -108,7 +109,7 @@ class BareEngine:
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks
         )
-        self.self_check_difference = self.runner.self_check()
+        self.self_check_difference = self_check(self.runner, loaded)
         self.runner.warm_up()
         _wait_for(device)
         self.start_s = time.perf_counter() - started_s

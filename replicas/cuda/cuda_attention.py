@@ -50,12 +50,12 @@ def cuda_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
+    scaling: float | None = None,
     paged: CudaStep,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """As `replicas.model.attention.paged_attention`. Does not wait for the device. Raises UnsupportedAttention."""
-    refuse_arguments(module, arguments)
+    refuse_arguments(module, attention_mask, arguments)
     out = _attend_over_pool(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -66,7 +66,7 @@ def cuda_attention(
         paged.chunks,
         paged.shares,
         paged.layout,
-        scaling,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
     )
     return out.unsqueeze(0), None
 

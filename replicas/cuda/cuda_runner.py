@@ -86,11 +86,11 @@ class CudaRunner(ModelRunner):
 
     def _choose(self, passes: Sequence[PlannedPass], plan: StepPlan) -> TokenChoice:
         """Run the passes, then choose as on a CPU: by rules, or with log-probabilities."""
-        logits = []
-        for planned in passes:
-            launched = planned.launch()
-            logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))  # the next overwrites it
-        return choose_tokens(torch.cat(logits), SamplePlace.all_of(plan), self._slots)
+        return choose_tokens(_logits_of(passes), SamplePlace.all_of(plan), self._slots)
+
+    def _step_logits(self, plan: StepPlan) -> torch.Tensor:
+        passes = self._graphs.passes(plan) if self._graphs else None
+        return _logits_of(passes) if passes else self._forward(plan)
 
     def _on_the_way(
         self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
@@ -98,7 +98,7 @@ class CudaRunner(ModelRunner):
         return TokensOnTheWay.of(choice, prompts)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self) -> bool:
         """Compile the layers, capture the graphs. Blocks for seconds (a minute without a compile cache); logs.
 
         Mutates pool blocks and slot 0.
@@ -126,6 +126,7 @@ class CudaRunner(ModelRunner):
                 "capture_s": round(time.monotonic() - compiled_s, 1),
             },
         )
+        return True
 
     @torch.inference_mode()
     def prepare_thread(self, max_step_tokens: int) -> None:
@@ -156,6 +157,15 @@ class CudaRunner(ModelRunner):
             )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+
+def _logits_of(passes: Sequence[PlannedPass]) -> torch.Tensor:
+    """Run them. Copies: each pass overwrites what the last one gave."""
+    logits = []
+    for planned in passes:
+        launched = planned.launch()
+        logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))
+    return torch.cat(logits)
 
 
 def _compiler_options(device: torch.device) -> dict[str, bool]:

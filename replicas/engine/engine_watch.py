@@ -5,7 +5,7 @@ alive when its loop has come round or it has used CPU time since it was last loo
 is not noticed here: `check_health` bounds the length of a step.
 
 A machine without CPU to give looks like a hang too. Seen in a process of the lowest priority on 2 cores that 30 others
-wanted: this watch, which waits 0.5 s between looks, was late by 5 to 8 s half of the time, at most by 29 s; and a thread
+wanted: this watch, which waits 0.5 s between looks, was late by 5 to 8 s half of the time, at most by 29 s; a thread
 that only waits in a queue, 20 ms at a time, had neither come round nor got a tick of CPU time for three looks in a row:
 3 s by the clock of the looks before, 0.1 s at most as it is counted now.
 

@@ -16,8 +16,12 @@ from replicas.model.paged_context import PagedContext, PagedStep
 
 ATTENTION_NAME = "splitserve_paged"
 
-# Arguments that change what attention computes. A model that passes one is not computed right here.
-_UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "head_mask", "position_bias")
+# Arguments that do not change what attention computes. Any other may (a window, sinks, soft-capping, a bias): a model
+# that passes one is refused.
+_HARMLESS_ARGUMENTS = frozenset(
+    {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+     "position_ids", "return_dict", "use_cache"}
+)  # fmt: skip
 
 
 class UnsupportedAttention(Exception):
@@ -29,11 +33,18 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-def refuse_arguments(module: nn.Module, arguments: dict[str, object]) -> None:
-    """Raise UnsupportedAttention when the model passes one that we do not compute."""
-    for name in _UNSUPPORTED_ARGUMENTS:
-        if arguments.get(name) is not None:
-            raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={arguments[name]}")
+def refuse_arguments(module: nn.Module, attention_mask: torch.Tensor | None, arguments: dict[str, object]) -> None:
+    """Raise UnsupportedAttention when the model passes one that we do not know to be without effect.
+
+    transformers makes no mask for an attention that it does not know, so a mask is one that the model made itself.
+    """
+    if attention_mask is not None:
+        raise UnsupportedAttention(f"layer {module.layer_idx} makes an attention mask of its own")
+    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
+        raise UnsupportedAttention(f"layer {module.layer_idx} attends to later tokens too")
+    for name, value in arguments.items():
+        if value is not None and name not in _HARMLESS_ARGUMENTS:
+            raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={value}")
 
 
 def paged_attention(
@@ -43,17 +54,17 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
+    scaling: float | None = None,
     paged: PagedStep,
     **arguments: object,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer over the pool. Mutates the pool: this step's k and v are written first.
 
     query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens, head_dim].
-    Returns [1, num_tokens, num_heads, head_dim] and no weights. attention_mask is ignored: causality
-    follows from the step's positions. Raises UnsupportedAttention.
+    Returns [1, num_tokens, num_heads, head_dim] and no weights. Causality follows from the step's
+    positions. scaling: None for 1 / sqrt(head_dim). Raises UnsupportedAttention.
     """
-    refuse_arguments(module, arguments)
+    refuse_arguments(module, attention_mask, arguments)
     paged.num_calls += 1
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     by_token = query[0].transpose(0, 1)
@@ -67,7 +78,7 @@ def paged_attention(
     return output.unsqueeze(0), None
 
 
-def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling: float | None) -> torch.Tensor:
     """query [n, num_heads, head_dim] -> the same, one query for each of n sequences.
 
     The heads that share a KV head become the queries of one attention over it, so nothing is repeated.
@@ -79,7 +90,7 @@ def _attend_rows(query: torch.Tensor, context: PagedContext, layer: int, scaling
     return out.reshape(n, num_heads, head_dim)
 
 
-def _attend_chunk(query: torch.Tensor, context: PagedContext, layer: int, scaling: float) -> torch.Tensor:
+def _attend_chunk(query: torch.Tensor, context: PagedContext, layer: int, scaling: float | None) -> torch.Tensor:
     """query [num_heads, length, head_dim] -> [length, num_heads, head_dim], of one sequence."""
     num_heads, length, head_dim = query.shape
     keys, values = context.keys_values(layer)

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from replicas.model.attention import ATTENTION_NAME
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
 
 _SUFFIXES = (".safetensors", ".bin", ".json")
@@ -37,7 +36,6 @@ def read_checkpoint(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
             trust_remote_code=trust_remote_code,
             device_map=None if device.type == "cpu" else device,
             ignore_mismatched_sizes=True,  # it would raise, and name the first one only
@@ -60,9 +58,7 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device, trust_re
     """Random weights of the right shapes, the same in every replica."""
     torch.manual_seed(0)
     with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code
-        )
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     return model
 
 

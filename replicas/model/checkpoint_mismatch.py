@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from replicas.model.model_support import UnsupportedModel
+
 _MOST_NAMES = 6
 
 
-class CheckpointMismatch(Exception):
+class CheckpointMismatch(UnsupportedModel):
     """Serving these files would give wrong text; the message names what is wrong with them."""
 
 

@@ -6,23 +6,46 @@ compute would come out as fluent wrong text with status 200, so the default is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 class UnsupportedModel(Exception):
     """This model can't be served; the message names it and what it needs that is missing here."""
 
 
+@contextmanager
+def naming_failures(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong within raises UnsupportedModel that names the model, what was done to it, and the cause.
+
+    These stay as they are: files that are not there (OSError), no memory left, and UnsupportedModel itself.
+    """
+    try:
+        yield
+    except (UnsupportedModel, OSError, MemoryError):
+        raise
+    except Exception as error:
+        text = str(error).strip()
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
+            raise
+        cause = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        raise UnsupportedModel(f"{name} can't be served: {what} failed with {cause}") from error
+
+
+def model_name(config: Any) -> str:
+    """The class that a configuration names, and its kind."""
+    return f"{(config.architectures or [config.model_type])[0]} ({config.model_type})"
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raise UnsupportedModel unless every trait that `config` (a PretrainedConfig) shows is supported."""
-    names = config.architectures or [config.model_type]
     for trait, shows in _UNSUPPORTED_TRAITS.items():
         found = shows(config)
         if found:
-            raise UnsupportedModel(
-                f"{names[0]} ({config.model_type}) uses {trait} ({found}), which is not supported yet"
-            )
+            raise UnsupportedModel(f"{model_name(config)} uses {trait} ({found}), which is not supported yet")
 
 
 def _encoder_decoder(config: Any) -> str:
@@ -40,7 +63,9 @@ def _not_causal(config: Any) -> str:
 
 def _sliding_window(config: Any) -> str:
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    kinds = getattr(config, "layer_types", None)
+    is_used = any("sliding" in kind for kind in kinds) if kinds else getattr(config, "use_sliding_window", True)
+    if window and is_used:
         return f"sliding_window: {window}"
     return ""
 

@@ -19,6 +19,7 @@ from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_row
 from replicas.engine.step_isolation import run_isolated
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
+from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -109,6 +110,14 @@ def make_ready_runner(folder: Path, device: torch.device, model: str = "LlamaFor
     runner.warm_up()
     runner.prepare_thread(256)
     return runner
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_self_check_holds_by_hand_and_by_graphs(device: torch.device, tmp_path: Path, model: str) -> None:
+    runner = make_runner(tmp_path, device, model)
+    assert self_check(runner, runner._loaded) > 0.0
+    assert runner.warm_up(), "what is served then is other than what was checked"
+    assert self_check(runner, runner._loaded) > 0.0
 
 
 @torch.inference_mode()

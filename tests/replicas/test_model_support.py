@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,17 @@ import pytest
 import torch
 import transformers
 
+from replicas.engine_builder import build_decode_engine
 from replicas.kv.kv_pool import KvPool
-from replicas.model.model_loader import load_model
+from replicas.model.attention_trace import AttentionShape, trace_attention
+from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.model_support import UnsupportedModel, refuse_unsupported
+from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
+from tests.engines.random_model import TINY, save_random_model, small_engine, tiny_config
 
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CPU = torch.device("cpu")
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MistralConfig", {"sliding_window": 4096}, "sliding-window"),
@@ -76,36 +70,133 @@ SERVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def load(folder: Path, dtype: str = "float32", max_model_len: int = 128) -> LoadedModel:
+    return load_model(ModelSettings(str(folder), "", dtype, max_model_len, "auto", False), CPU)
+
+
 @pytest.mark.parametrize(("config_class", "changes"), SERVED, ids=[f"{row[0]}-{i}" for i, row in enumerate(SERVED)])
 def test_served_models_equal_transformers(config_class: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    config = getattr(transformers, config_class)(**{**TINY, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded = load_model(ModelSettings(str(tmp_path), "", "float32", 128, "auto", False), torch.device("cpu"))
-    pool = KvPool(loaded.kv_layout(block_size=8), num_blocks=16, device=torch.device("cpu"))
-    assert ModelRunner(loaded, pool, num_slots=2, max_model_len=64).self_check() < 1e-4
+    save_random_model(tiny_config(config_class, **changes), tmp_path)
+    loaded = load(tmp_path)
+    pool = KvPool(loaded.kv_layout(block_size=8), num_blocks=16, device=CPU)
+    assert self_check(ModelRunner(loaded, pool, num_slots=3, max_model_len=128), loaded) < 1e-4
+
+
+def test_a_window_that_no_layer_uses_is_no_window() -> None:
+    refuse_unsupported(tiny_config("MinistralConfig", sliding_window=64, layer_types=["full_attention"] * 3))
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    with pytest.raises(UnsupportedModel, match="sliding"):
+        refuse_unsupported(tiny_config("MinistralConfig", sliding_window=64, layer_types=kinds))
 
 
 def test_a_model_with_its_own_attention_is_refused_at_load(tmp_path: Path) -> None:
-    config = transformers.StableLmConfig(**TINY)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="StableLmForCausalLM"):
-        load_model(ModelSettings(str(tmp_path), "", "float32", 128, "auto", False), torch.device("cpu"))
+    save_random_model(tiny_config("StableLmConfig"), tmp_path)
+    with pytest.raises(UnsupportedModel, match="StableLmForCausalLM does not let its attention be replaced"):
+        load(tmp_path)
 
 
-def test_the_self_check_catches_what_the_config_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs a little too large, as if a model did something between softmax and projection that we do not."""
-    import replicas.model.attention as attention
+def test_a_mask_of_its_own_is_refused_in_low_precision_too(tmp_path: Path) -> None:
+    """Doge weighs keys by their values: a few percent of a logit, which rounding to bfloat16 could hide."""
+    save_random_model(tiny_config("DogeConfig"), tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"DogeForCausalLM.*attention mask of its own"):
+        load(tmp_path, "bfloat16")
 
-    config = transformers.LlamaConfig(**TINY)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    chunk = attention._attend_chunk
-    monkeypatch.setattr(attention, "_attend_chunk", lambda *arguments: 1.1 * chunk(*arguments))
-    loaded = load_model(ModelSettings(str(tmp_path), "", "float32", 128, "auto", False), torch.device("cpu"))
-    pool = KvPool(loaded.kv_layout(block_size=8), num_blocks=16, device=torch.device("cpu"))
-    with pytest.raises(UnsupportedModel, match="differ from transformers' own"):
-        ModelRunner(loaded, pool, num_slots=2, max_model_len=64).self_check()
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "num_kv_heads"),
+    [
+        ("GPTBigCodeConfig", {"multi_query": True}, 1),
+        ("GPTBigCodeConfig", {"multi_query": False}, 4),
+        ("JetMoeConfig", {"num_local_experts": 4, "kv_channels": 8}, 4),
+        ("GPT2Config", {}, 4),
+        ("LlamaConfig", {"num_key_value_heads": 2}, 2),
+    ],
+)
+def test_kv_heads_are_those_of_real_keys(
+    tmp_path: Path, config_class: str, changes: dict[str, Any], num_kv_heads: int
+) -> None:
+    save_random_model(tiny_config(config_class, **changes), tmp_path)
+    loaded = load(tmp_path)
+    assert (loaded.num_layers, loaded.num_kv_heads, loaded.head_dim) == (3, num_kv_heads, 8)
+
+
+def test_a_trace_leaves_the_model_as_it_was() -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(tiny_config("LlamaConfig"), dtype=torch.float32)
+    before = model.config._attn_implementation
+    assert trace_attention(model, 3) == AttentionShape(3, 2, 8)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("layers", "replaced", "width", "message"),
+    [
+        ((1,), ("k_proj", "v_proj"), 32, "keys of 2 x 8, 4 x 8 .* in unlike layers"),
+        ((1,), ("v_proj",), 32, "keys of 2 x 8, values of 4 x 8"),
+        ((0, 1, 2), ("k_proj", "v_proj"), 24, "4 query heads do not share 3 KV heads"),
+    ],
+)
+def test_layers_that_one_pool_can_not_hold_are_refused(
+    layers: tuple[int, ...], replaced: tuple[str, ...], width: int, message: str
+) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(tiny_config("LlamaConfig"), dtype=torch.float32)
+    for layer, name in itertools.product(layers, replaced):
+        setattr(model.model.layers[layer].self_attn, name, torch.nn.Linear(32, width, bias=False))
+    with pytest.raises(UnsupportedModel, match=f"LlamaForCausalLM: {message}"):
+        trace_attention(model, 3)
+
+
+def test_fewer_calls_of_attention_than_layers_are_refused() -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(tiny_config("LlamaConfig"), dtype=torch.float32)
+    with pytest.raises(UnsupportedModel, match="called 3 times, by 3 layers; each of its 4"):
+        trace_attention(model, 4)
+
+
+@pytest.mark.parametrize("error", [KeyError("splitserve_paged"), TypeError("2 arguments"), RuntimeError("of shape\nx")])
+def test_whatever_fails_while_loading_names_the_model_and_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    save_random_model(tiny_config("LlamaConfig"), tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", _raising(error))
+    cause = rf"{type(error).__name__}: ['\w].*"
+    with pytest.raises(UnsupportedModel, match=rf"^LlamaForCausalLM \(llama\) can't be served.*{cause}$") as raised:
+        load(tmp_path)
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory"), MemoryError()]
+)
+def test_no_memory_and_no_files_stay_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    save_random_model(tiny_config("LlamaConfig"), tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", _raising(error))
+    with pytest.raises(type(error)) as raised:
+        load(tmp_path)
+    assert raised.value is error
+    with pytest.raises(OSError, match="nowhere"):
+        load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("stage", ["warm_up", "logits"])
+def test_what_fails_before_serving_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    save_random_model(tiny_config("LlamaConfig"), tmp_path)
+    monkeypatch.setattr(ModelRunner, stage, _raising(RuntimeError("shapes do not fit")))
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM can't be served.*RuntimeError: shapes do not fit"):
+        build_decode_engine(small_engine("decode", tmp_path, 128), "decode-0")
+
+
+def test_a_kind_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "quillon", "architectures": ["QuillonForCausalLM"]}')
+    with pytest.raises(UnsupportedModel, match="quillon"):
+        load(tmp_path)
+
+
+def _raising(error: Exception) -> Any:
+    def fail(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def test_dummy_weights_are_the_same_in_every_replica(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""Rotary positions that depend on the whole step: found, refused by name, or made static where none will be reached.
+
+Some kinds choose or compute their frequencies by the longest position of a forward pass (transformers'
+`dynamic_rope_update`). In a step of many requests a request's text would then depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from replicas.model.attention_trace import TRACED_POSITIONS
+from replicas.model.model_support import UnsupportedModel, model_name
+
+# Cosines and sines of one position differ by rounding alone, if at all.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class PositionCall:
+    """One call of a module that was given positions. key: where they are, an index of arguments or a name."""
+
+    name: str
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    key: int | str
+
+
+def original_length(config: Any) -> int | None:
+    """Positions that the model was trained on before they were stretched; None when the configuration tells none."""
+    lengths = [parameters.get("original_max_position_embeddings") for parameters in _rope_parameters(config)]
+    lengths.append(getattr(config, "original_max_position_embeddings", None))
+    return min((int(length) for length in lengths if length), default=None)
+
+
+def refuse_step_dependent(config: Any, max_model_len: int) -> None:
+    """Raise UnsupportedModel where a kind that depends on the step would do so within max_model_len."""
+    for parameters in _rope_parameters(config):
+        kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+        if not _depends_on_step(kind):
+            continue
+        # Only longrope looks at the original length; dynamic scaling begins where the stated positions end.
+        safe = original_length(config) if kind == "longrope" else None
+        safe = safe or config.max_position_embeddings
+        if max_model_len > safe:
+            raise UnsupportedModel(
+                f"{model_name(config)} takes its rotary frequencies ({kind}) from the longest position of a whole "
+                f"step, so beyond {safe} positions a text would depend on its neighbours; set model.max_model_len to "
+                f"{safe} or less"
+            )
+
+
+def make_rotation_static(model: nn.Module) -> int:
+    """Take away what updates frequencies in a forward pass, from modules whose kind does; how many there were.
+
+    Only after `refuse_step_dependent`: then no update would change anything, but some read the longest position back
+    from the device, which a captured graph can't. Mutates the model.
+    """
+    count = 0
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        undecorated = inspect.unwrap(type(module).forward)
+        if undecorated is not type(module).forward and any(_depends_on_step(str(kind)) for kind in kinds):
+            module.forward = MethodType(undecorated, module)
+            count += 1
+    return count
+
+
+@contextmanager
+def recorded_position_calls(model: nn.Module) -> Iterator[list[PositionCall]]:
+    """Calls of modules without weights or parts that are given TRACED_POSITIONS while this lasts, one a module."""
+    calls: list[PositionCall] = []
+    hooks = []
+    for name, module in model.named_modules():
+        if any(True for _ in module.children()) or any(True for _ in module.parameters()):
+            continue
+
+        def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], name: str = name) -> None:
+            given: list[tuple[int | str, Any]] = [*enumerate(arguments), *named.items()]
+            for key, value in given:
+                if _are_traced_positions(value):
+                    calls.append(PositionCall(name, module, arguments, dict(named), key))
+                    return
+
+        hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.inference_mode()
+def refuse_neighbours_in_positions(model_name: str, calls: list[PositionCall], max_model_len: int) -> None:
+    """Raise UnsupportedModel where what a module makes of a position depends on the others of the same call.
+
+    The net under `refuse_step_dependent`: each is computed without and with the farthest position that a step may
+    have, and again afterwards, on copies on the CPU. Names the largest length at which nothing changes.
+    """
+    for call in calls:
+        if max_model_len < 2 or _differs_beside(call, max_model_len - 1) is None:
+            continue
+        same, differs = 1, max_model_len - 1  # farthest positions
+        while differs - same > 1:
+            middle = (same + differs) // 2
+            if _differs_beside(call, middle) is None:
+                same = middle
+            else:
+                differs = middle
+        position = _differs_beside(call, differs)
+        raise UnsupportedModel(
+            f"{model_name}: {call.name} ({type(call.module).__name__}) computes position {position} differently when "
+            f"position {differs} is in the same step, so a text would depend on its neighbours; set "
+            f"model.max_model_len to {differs} or less"
+        )
+
+
+def _differs_beside(call: PositionCall, farthest: int) -> int | None:
+    """The first of some positions whose row changes beside the farthest, or after it; None when none does."""
+    for position in sorted({0, 1, farthest // 3, farthest // 2, farthest - 1} - {farthest}):
+        module = copy.deepcopy(call.module).cpu()
+        alone, beside, after = (
+            [rows[0] for rows in _rows(module, call, positions)]
+            for positions in ([position], [position, farthest], [position])
+        )
+        for first, *others in zip(alone, beside, after, strict=True):
+            if not all(torch.allclose(first, other, rtol=0.0, atol=_TOLERANCE) for other in others):
+                return position
+    return None
+
+
+def _rows(module: nn.Module, call: PositionCall, positions: list[int]) -> list[torch.Tensor]:
+    """What the module makes of them, each tensor with one row a position."""
+    traced = call.arguments[call.key] if isinstance(call.key, int) else call.named[call.key]
+    wanted = torch.tensor(positions).expand(*traced.shape[:-1], len(positions))
+    arguments = [wanted if index == call.key else _on_host(value) for index, value in enumerate(call.arguments)]
+    named = {name: wanted if name == call.key else _on_host(value) for name, value in call.named.items()}
+    output = module(*arguments, **named)
+    outputs = output if isinstance(output, tuple | list) else [output]
+    rows = []
+    for tensor in outputs:
+        places = [d for d, size in enumerate(tensor.shape[:-1]) if size == len(positions)]
+        if places:
+            rows.append(tensor.movedim(places[-1], 0))
+    return rows
+
+
+def _on_host(value: Any) -> Any:
+    """Numbers in float32, so that what comes out is exact enough to be compared."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.float().cpu() if value.is_floating_point() else value.cpu()
+
+
+def _are_traced_positions(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
+        return False
+    return value.shape[-1:] == (len(TRACED_POSITIONS),) and value.flatten()[-3:].tolist() == list(TRACED_POSITIONS)
+
+
+def _depends_on_step(kind: str) -> bool:
+    return kind == "longrope" or "dynamic" in kind
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """Of the model, or of each kind of its layers."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in given.values() if isinstance(value, dict)]
+    return nested or [given]

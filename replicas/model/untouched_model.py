@@ -1,0 +1,40 @@
+"""All that is looked at on a loaded model before anything of ours changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from replicas.model.attention_trace import AttentionShape, trace_attention
+from replicas.model.model_support import UnsupportedModel
+from replicas.model.reference_logits import CheckedPrompt, compute_reference
+from replicas.model.rotary_positions import (
+    make_rotation_static,
+    original_length,
+    recorded_position_calls,
+    refuse_neighbours_in_positions,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """attention: what the pool must hold. reference: what `self_check` compares with."""
+
+    attention: AttentionShape
+    reference: tuple[CheckedPrompt, ...]
+
+
+def examine(model: Any, max_model_len: int) -> Examined:
+    """Look at the model, then make its rotary positions static: the one thing that is mutated. Blocks for less than a
+    second. Raises UnsupportedModel.
+    """
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} does not let its attention be replaced")
+    config = model.config
+    reference = compute_reference(model, max_model_len, original_length(config))
+    make_rotation_static(model)
+    with recorded_position_calls(model) as calls:
+        attention = trace_attention(model, config.num_hidden_layers)
+    refuse_neighbours_in_positions(name, calls, max_model_len)
+    return Examined(attention, reference)
