@@ -68,3 +68,13 @@ def test_the_config_decides_about_the_proxy(
     serve_command.run_server(config(port=free_port(), proxy="haproxy"))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     assert capsys.readouterr().err == ""
+
+
+def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+    monkeypatch.delenv(name, raising=False)
+    serve_command.run_server(config(port=free_port()))
+    assert os.environ[name] == "2"
+    monkeypatch.setenv(name, "5")
+    serve_command.run_server(config(port=free_port()))
+    assert os.environ[name] == "5"

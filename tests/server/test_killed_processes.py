@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 
-import httpx
 import pytest
 
 from tests.golden.golden_set import load_goldens
 from tests.server.conftest import OneServer
-from tests.server.processes import CONTROLLER, PROXY, kill, processes, replicas, the_one, wait_until
+from tests.server.processes import CONTROLLER, PROXY, is_ready, kill, processes, replicas, the_one, wait_until
 from tests.server.running_server import RunningServer
 from tests.server.steady_streams import steady_streams
 from tests.server.test_drain import redeploy
@@ -38,13 +37,6 @@ def server(one_server: OneServer) -> RunningServer:
 
 def all_replicas(server: RunningServer) -> dict[str, list[int]]:
     return {pool: replicas(server, pool) for pool in POOLS}
-
-
-def is_ready(server: RunningServer) -> bool:
-    try:
-        return httpx.get(f"{server.url}/health/ready", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def kill_controller(server: RunningServer) -> float:
