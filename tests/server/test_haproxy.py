@@ -129,6 +129,26 @@ def test_nobody_notices_that_serves_controller_is_killed(server: RunningServer) 
     assert replicas(server, "ingress") + replicas(server, "decode") == before
 
 
+@pytest.mark.exhaustive
+def test_an_ingress_killed_before_its_answer_is_503_and_replaced(server: RunningServer) -> None:
+    (old,) = replicas(server, "ingress")
+    server.hold("decode.admit")
+    try:
+        with ThreadPoolExecutor(1) as pool, server.client() as client:
+            asked = pool.submit(client.post, PATH, json={"prompt": "hi", "max_tokens": 2})
+            wait_until(lambda: server.total("splitserve_requests_queued", pool="decode") == 1, 30.0)
+            kill(old)
+            answer = asked.result(30)
+    finally:
+        server.clear_faults()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "ingress_lost"
+    wait_until(lambda: len(set(replicas(server, "ingress")) - {old}) == 1 and is_ready(server), 90.0)
+    with steady_streams(server, GOLDENS[:2], num_clients=1, max_tokens=8) as streams:
+        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+    assert (streams.failed, streams.wrong) == ([], [])
+
+
 def test_haproxy_killed_cuts_what_is_open_and_is_started_again(server: RunningServer) -> None:
     before, old = replicas(server, "ingress"), programs(server, "haproxy")
     with steady_streams(server, GOLDENS[:4], num_clients=2, max_tokens=32) as streams:
