@@ -39,6 +39,12 @@ def programs(server: RunningServer, name: str) -> list[int]:
     return sorted(pid for pid in descendants(server.process.pid) if Path(title(pid).split(" ")[0]).name == name)
 
 
+def ray_address(server: RunningServer) -> str:
+    """Where the server's own Ray is reached."""
+    (raylet,) = programs(server, "raylet")
+    return next(word for word in title(raylet).split() if word.startswith("--gcs-address=")).partition("=")[2]
+
+
 def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():

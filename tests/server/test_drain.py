@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +18,8 @@ import pytest
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import Completed, golden_request, stream
 from tests.server.processes import cpu_ticks, replicas, state_of, wait_until
-from tests.server.running_server import ROOT, RunningServer, run_server
+from tests.server.redeploy import redeploy
+from tests.server.running_server import RunningServer, run_server
 
 NUM_STREAMS = 8
 GOLDENS = load_goldens()[2::9][:NUM_STREAMS]
@@ -199,10 +198,3 @@ def ready(server: RunningServer) -> bool:
 
 def losses(server: RunningServer, reason: str) -> float:
     return server.total("splitserve_replica_losses_total", reason=reason)
-
-
-def redeploy(server: RunningServer, *changes: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    config = server.log_file.parent / "config.yaml"
-    command = [sys.executable, "-m", "tests.server.redeploy", str(config), *changes]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
