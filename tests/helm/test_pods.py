@@ -86,6 +86,12 @@ def test_the_config_says_who_takes_connections() -> None:
     assert render().service["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
+def test_serve_looks_after_its_proxies_every_two_seconds() -> None:
+    """As with `splitserve serve`."""
+    for _, template in render().pods():
+        assert _env(template)["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "2"
+
+
 def test_rdma_brings_devices_and_locked_memory() -> None:
     container = render(MULTI_HOST).groups["decode"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"]["rdma/hca"] == container["resources"]["requests"]["rdma/hca"] == "4"

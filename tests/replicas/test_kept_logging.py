@@ -174,13 +174,13 @@ print(memory.target, logger.disabled)
 
 
 def test_what_raises_inside_is_undone_too(handler: Remembering) -> None:
-    def fail() -> None:
+    def failing_import() -> None:
         with kept_logging():
             logging.config.dictConfig(CONFIG)
             raise ImportError
 
     with pytest.raises(ImportError):
-        fail()
+        failing_import()
     logging.getLogger("tests.kept_logging").warning("goes on")
     assert (handler.texts, handler.num_closed) == (["goes on"], 0)
 

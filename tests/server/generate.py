@@ -44,6 +44,7 @@ def stream(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Comple
     ids: dict[int, list[int]] = {}
     reasons: dict[int, str] = {}
     for event in stream_events(client, path, body):
+        assert "choices" in event, event
         for choice in event["choices"]:
             index = choice["index"]
             texts[index] = texts.get(index, "") + _text_of(choice)
@@ -59,7 +60,7 @@ def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> list
     with client.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200, response.read()
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-    assert lines[-1] == "[DONE]"
+    assert lines[-1] == "[DONE]", lines[-1]
     return [json.loads(line) for line in lines[:-1]]
 
 

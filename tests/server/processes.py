@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
 from tests.server.running_server import RunningServer
 
 # How the titles of Ray's processes begin.
 CONTROLLER = "ray::ServeController"
 PROXY = "ray::ProxyActor"
-HAPROXY_MANAGER = "ray::HAProxyManager"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,6 +37,12 @@ def the_one(server: RunningServer, title_start: str) -> int:
 def programs(server: RunningServer, name: str) -> list[int]:
     """Process ids of the server's processes that run a program of this file name."""
     return sorted(pid for pid in descendants(server.process.pid) if Path(title(pid).split(" ")[0]).name == name)
+
+
+def ray_address(server: RunningServer) -> str:
+    """Where the server's own Ray is reached."""
+    (raylet,) = programs(server, "raylet")
+    return next(word for word in title(raylet).split() if word.startswith("--gcs-address=")).partition("=")[2]
 
 
 def descendants(pid: int) -> list[int]:
@@ -84,6 +91,14 @@ def rss_bytes(pid: int) -> int:
     """Memory that it holds now, what it shares included; 0 when it has ended."""
     fields = stat(pid)
     return int(fields[21]) * _PAGE_BYTES if fields else 0
+
+
+def is_ready(server: RunningServer) -> bool:
+    """Whether the server can be reached, and says that it is ready."""
+    try:
+        return httpx.get(f"{server.url}/health/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

@@ -1,4 +1,5 @@
-"""Change a running server, as `serve deploy` would: python -m tests.server.redeploy CONFIG --scale POOL=N --roll POOL
+"""Change a running server, as `serve deploy` would: python -m tests.server.redeploy ADDRESS CONFIG --scale POOL=N
+--roll POOL. ADDRESS: of its Ray; others may run on this machine.
 
 A process of its own, so that no Ray is left in the test's. Deployments that are not named keep their version: Serve
 leaves them alone.
@@ -7,6 +8,9 @@ leaves them alone.
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,17 +21,20 @@ from ray.serve.api import RunTarget
 
 from cluster.app import build_app
 from cluster.configuration.config_file import load_config
+from tests.server.processes import ray_address
+from tests.server.running_server import ROOT, RunningServer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("address")
     parser.add_argument("config", type=Path)
     parser.add_argument("--scale", action="append", default=[], metavar="POOL=N")
     parser.add_argument("--roll", action="append", default=[], metavar="POOL")
     arguments = parser.parse_args()
     scales = dict(scale.split("=") for scale in arguments.scale)
     config = load_config(arguments.config, {f"pools.{pool}.replicas": int(num) for pool, num in scales.items()})
-    ray.init(address="auto", _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(address=arguments.address, _node_ip_address="127.0.0.1", log_to_driver=False)
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     running = ray.get(controller.list_deployments_internal.remote())
     versions = {key.name: info.version for key, (info, _) in running.items()}
@@ -36,6 +43,14 @@ def main() -> None:
         suffix = "-rolled" if deployment.name in arguments.roll else ""
         deployment._version = versions[deployment.name] + suffix
     serve.run_many([RunTarget(app, name="splitserve", route_prefix="/")], wait_for_applications_running=False)
+
+
+def redeploy(server: RunningServer, *changes: str) -> None:
+    """Blocks until they have been asked for. changes: options of the command."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    config = server.log_file.parent / "config.yaml"
+    command = [sys.executable, "-m", "tests.server.redeploy", ray_address(server), str(config), *changes]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
 
 
 def deployments_of(app: Any) -> Iterator[Any]:

@@ -54,12 +54,6 @@ class RunningServer:
     def was_held(self, point: str) -> bool:
         return (self.fault_dir / f"did.hold.{point}").exists()
 
-    def redeploy(self, *changes: str) -> None:
-        """Deploy its config.yaml as it is, changed by options of tests.server.redeploy. Blocks until Serve knows."""
-        command = [sys.executable, "-m", "tests.server.redeploy", str(self.log_file.parent / "config.yaml"), *changes]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-        subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
-
     def clear_faults(self) -> None:
         for path in self.fault_dir.iterdir():
             path.unlink()

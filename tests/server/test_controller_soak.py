@@ -24,6 +24,7 @@ EVERY_S = 30.0
 NUM_CLIENTS = 2
 NUM_TOKENS = 40
 _SAMPLE_S = 5.0
+_BACK_WITHIN_S = 120.0  # a second where cores are free; half a minute was seen where ten others wanted each
 _WARM_UP_S = 120.0  # allocators have what they need by then
 _NOISE_BYTES = 24 << 20  # of one process
 _NOISE_SHARE = 0.05
@@ -68,11 +69,11 @@ def test_the_controller_killed_20_times_under_streams(server: RunningServer) -> 
         next_kill_s = began_s + EVERY_S
         while len(killed_s) < NUM_KILLS or time.monotonic() < next_kill_s:
             if len(killed_s) < NUM_KILLS and time.monotonic() >= next_kill_s:
-                next_kill_s += EVERY_S
                 killed_s.append(time.monotonic())
                 kill(controllers[-1])
-                wait_until(lambda: new_controller(server, controllers) is not None, 25.0)
+                wait_until(lambda: new_controller(server, controllers) is not None, _BACK_WITHIN_S)
                 back_after_s.append(time.monotonic() - killed_s[-1])
+                next_kill_s = max(next_kill_s, time.monotonic() - EVERY_S / 2) + EVERY_S
             if time.monotonic() >= next_sample_s:
                 next_sample_s += _SAMPLE_S
                 for name, pid in pids.items():

@@ -18,6 +18,7 @@ import pytest
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import Completed, golden_request, stream
 from tests.server.processes import cpu_ticks, replicas, state_of, wait_until
+from tests.server.redeploy import redeploy
 from tests.server.running_server import RunningServer, run_server
 
 NUM_STREAMS = 8
@@ -115,7 +116,7 @@ def test_a_killed_replica_is_noticed_at_once_and_replaced(server: RunningServer,
 
 def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> None:
     old, others = set(replicas(server, "prefill")), replicas(server, "decode")
-    server.redeploy("--roll", "prefill")
+    redeploy(server, "--roll", "prefill")
     deadline_s = time.monotonic() + 240.0
     while old & set(replicas(server, "prefill")):
         assert time.monotonic() < deadline_s, "not in time"
@@ -127,7 +128,7 @@ def test_a_rolling_update_of_one_pool_cuts_nothing(server: RunningServer) -> Non
 def test_scale_down_cuts_nothing(server: RunningServer) -> None:
     old = set(replicas(server, "decode"))
     with streams(server) as running:
-        scaling = ThreadPoolExecutor(1).submit(server.redeploy, "--scale", "decode=1")
+        scaling = ThreadPoolExecutor(1).submit(redeploy, server, "--scale", "decode=1")
         check(running)
         while not scaling.done() or len(replicas(server, "decode")) > 1:
             check_streams(server)

@@ -17,7 +17,9 @@ import pytest
 from tests.golden.golden_set import load_goldens
 from tests.server.conftest import OneServer
 from tests.server.generate import golden_request, post, stream
+from tests.server.processes import CONTROLLER, is_ready, kill, processes, programs, replicas, the_one, wait_until
 from tests.server.running_server import RunningServer, run_server
+from tests.server.steady_streams import steady_streams
 from tests.server.test_client_gone import PHASES, Client, wait_for
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,60 @@ def test_long_headers_are_refused(client: httpx.Client, num_bytes: int, status: 
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * num_bytes + b"\r\n\r\n")
         assert int(link.recv(12).split()[1]) == status
+
+
+def test_nobody_notices_that_serves_controller_is_killed(server: RunningServer) -> None:
+    before, old = replicas(server, "ingress") + replicas(server, "decode"), the_one(server, CONTROLLER)
+    with steady_streams(server, GOLDENS[:4], num_clients=2, max_tokens=32) as streams:
+        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        killed_s = time.monotonic()
+        kill(old)
+        wait_until(lambda: len(set(processes(server, CONTROLLER)) - {old}) == 1, 90.0)
+        back_s = time.monotonic()
+        wait_until(lambda: len(streams.after(back_s + 3.0)) >= 2, 90.0)
+    assert streams.during(killed_s)
+    assert (streams.failed, streams.wrong) == ([], [])
+    assert replicas(server, "ingress") + replicas(server, "decode") == before
+
+
+@pytest.mark.exhaustive
+def test_an_ingress_killed_before_its_answer_is_503_and_replaced(server: RunningServer) -> None:
+    (old,) = replicas(server, "ingress")
+    server.hold("decode.admit")
+    try:
+        with ThreadPoolExecutor(1) as pool, server.client() as client:
+            asked = pool.submit(client.post, PATH, json={"prompt": "hi", "max_tokens": 2})
+            wait_until(lambda: server.total("splitserve_requests_queued", pool="decode") == 1, 30.0)
+            kill(old)
+            answer = asked.result(30)
+    finally:
+        server.clear_faults()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "ingress_lost"
+    wait_until(lambda: len(set(replicas(server, "ingress")) - {old}) == 1 and is_ready(server), 90.0)
+    with steady_streams(server, GOLDENS[:2], num_clients=1, max_tokens=8) as streams:
+        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+    assert (streams.failed, streams.wrong) == ([], [])
+
+
+def test_haproxy_killed_cuts_what_is_open_and_is_started_again(server: RunningServer) -> None:
+    before, old = replicas(server, "ingress"), programs(server, "haproxy")
+    with steady_streams(server, GOLDENS[:4], num_clients=2, max_tokens=32) as streams:
+        wait_until(lambda: len(streams.ended) >= 2, 90.0)
+        killed_s = time.monotonic()
+        for pid in old:  # those before a reload serve their connections to the end
+            kill(pid)
+        wait_until(lambda: bool(set(programs(server, "haproxy")) - set(old)) and is_ready(server), 90.0)
+        back_s = time.monotonic()
+        print(f"HAProxy is back after {back_s - killed_s:.1f} s")
+        wait_until(lambda: len(streams.after(back_s)) >= 2, 90.0)
+    cut = [ended for ended in streams.during(killed_s) if ended.ended_s < killed_s + 5.0]
+    assert cut
+    assert all(ended.error is not None for ended in cut)
+    assert [ended for ended in streams.failed if ended.began_s > back_s] == []
+    assert streams.wrong == []
+    assert replicas(server, "ingress") == before
+    server.wait_for_baseline(30.0)
 
 
 def test_the_end_lets_streams_end(tmp_path_factory: pytest.TempPathFactory, one_server: OneServer) -> None:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from tests.model_folder import model_folder
 from tests.server.generate import stream
 from tests.server.processes import kill, replicas, wait_until
+from tests.server.redeploy import redeploy
 from tests.server.running_server import RunningServer, run_server
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -117,7 +118,7 @@ def test_a_rolling_update_from_one_model_to_the_other(outcomes: Outcomes, tmp_pa
         before = {pool: set(replicas(server, pool)) for pool in ("prefill", "decode", "ingress")}
         config = tmp_path / "config.yaml"
         config.write_text(config.read_text().replace(str(tmp_path / "served"), str(tmp_path / "b")))
-        server.redeploy("--roll", "prefill", "--roll", "decode", "--roll", "ingress")
+        redeploy(server, "--roll", "prefill", "--roll", "decode", "--roll", "ingress")
         for pool, pids in before.items():
             wait_until(lambda pool=pool, pids=pids: _all_are_new(replicas(server, pool), pids), 300.0)
         only_b_from_now_on(server, outcomes)
