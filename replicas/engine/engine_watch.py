@@ -5,13 +5,14 @@ alive when its loop has come round or it has used CPU time since it was last loo
 is not noticed here: `check_health` bounds the length of a step.
 
 A machine without CPU to give looks like a hang too. Seen in a process of the lowest priority on 2 cores that 30 others
-wanted: this watch, which waits 0.5 s between looks, was late by 5 to 8 s half of the time, at most by 29 s; a thread
+wanted: this watch, which waits 0.5 s between looks, was late by 5 to 8 s half of the time, by 29 s once; and a thread
 that only waits in a queue, 20 ms at a time, had neither come round nor got a tick of CPU time for three looks in a row:
-3 s by the clock of the looks before, 0.1 s at most as it is counted now.
+3 s by a clock that counts each look for a second, 0.1 s at most as it is counted now.
 
 So what is counted is not time on the clock. What the system says is ready to run stands still through no fault of its
 own: it does not count. And the later the watch itself is, the less a look counts: at twice its interval half of one. A
-thread that hangs is still found on such a machine, only later: in those looks one counted 1 s in 90.
+thread that hangs is still found on such a machine, only later: in those looks one counted 1 s in 90, so that there it
+is the silence which `check_health` allows that ends first.
 """
 
 from __future__ import annotations
