@@ -15,7 +15,7 @@ import torch
 
 from replicas.device_runner import make_runner
 from replicas.engine.decode_engine import DecodeEngine
-from replicas.engine.engine import EngineParts
+from replicas.engine.engine_parts import EngineParts
 from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
