@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 
-from tests.server.running_server import RunningServer
+from tests.server.running_server import ROOT, RunningServer
 
 # How the titles of Ray's processes begin.
 CONTROLLER = "ray::ServeController"
@@ -43,6 +45,14 @@ def ray_address(server: RunningServer) -> str:
     """Where the server's own Ray is reached."""
     (raylet,) = programs(server, "raylet")
     return next(word for word in title(raylet).split() if word.startswith("--gcs-address=")).partition("=")[2]
+
+
+def redeploy(server: RunningServer, *changes: str) -> None:
+    """Blocks until it has been asked for. changes: options of tests/server/redeploy.py."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    config = server.log_file.parent / "config.yaml"
+    command = [sys.executable, "-m", "tests.server.redeploy", ray_address(server), str(config), *changes]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
 
 
 def descendants(pid: int) -> list[int]:

@@ -8,9 +8,6 @@ leaves them alone.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ from ray.serve.api import RunTarget
 
 from cluster.app import build_app
 from cluster.configuration.config_file import load_config
-from tests.server.processes import ray_address
-from tests.server.running_server import ROOT, RunningServer
+from cluster.serve_config import serve_logging
 
 
 def main() -> None:
@@ -42,15 +38,9 @@ def main() -> None:
     for deployment in deployments_of(app):
         suffix = "-rolled" if deployment.name in arguments.roll else ""
         deployment._version = versions[deployment.name] + suffix
-    serve.run_many([RunTarget(app, name="splitserve", route_prefix="/")], wait_for_applications_running=False)
-
-
-def redeploy(server: RunningServer, *changes: str) -> None:
-    """Blocks until they have been asked for. changes: options of the command."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    config = server.log_file.parent / "config.yaml"
-    command = [sys.executable, "-m", "tests.server.redeploy", ray_address(server), str(config), *changes]
-    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    # With the logging of before: another one has Serve take each replica off the tables for a moment.
+    target = RunTarget(app, name="splitserve", route_prefix="/", logging_config=serve_logging(config))
+    serve.run_many([target], wait_for_applications_running=False)
 
 
 def deployments_of(app: Any) -> Iterator[Any]:

@@ -17,8 +17,7 @@ import pytest
 
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import Completed, golden_request, stream
-from tests.server.processes import cpu_ticks, replicas, state_of, wait_until
-from tests.server.redeploy import redeploy
+from tests.server.processes import cpu_ticks, redeploy, replicas, state_of, wait_until
 from tests.server.running_server import RunningServer, run_server
 
 NUM_STREAMS = 8

@@ -13,8 +13,7 @@ import pytest
 
 from tests.golden.golden_set import load_goldens
 from tests.server.conftest import OneServer
-from tests.server.processes import CONTROLLER, PROXY, is_ready, kill, processes, replicas, the_one, wait_until
-from tests.server.redeploy import redeploy
+from tests.server.processes import CONTROLLER, PROXY, is_ready, kill, processes, redeploy, replicas, the_one, wait_until
 from tests.server.running_server import RunningServer
 from tests.server.steady_streams import steady_streams
 
