@@ -65,6 +65,7 @@ def _measure(folder: Path, device: torch.device) -> None:
         loaded = model_loader.load_model(settings, device)
     pool = KvPool(loaded.kv_layout(16), 2 * _MAX_MODEL_LEN // 16, device)
     runner = make_runner(loaded, pool, 64, _MAX_MODEL_LEN)
+    spent["self-check, kernels made"] = _time(lambda: self_check(runner, loaded), device)
     spent["self-check"] = _time(lambda: self_check(runner, loaded), device)
     spent["warm-up (not of this)"] = _time(runner.warm_up, device)
     spent["self-check, compiled"] = _time(lambda: self_check(runner, loaded), device)
