@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.model_folder import model_folder
 from tests.server.generate import stream
-from tests.server.processes import kill, replicas, wait_until
-from tests.server.redeploy import redeploy
+from tests.server.processes import kill, redeploy, replicas, wait_until
 from tests.server.running_server import RunningServer, run_server
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
