@@ -99,7 +99,9 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
     if len(file.tokens) > file.shapes[_EMBEDDING][0]:
         raise file.tensor_refusal(_EMBEDDING, f"the vocabulary has {len(file.tokens)} tokens")
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *_END_TOKENS)}
-    ends = list(dict.fromkeys(ids[name] for name in _END_TOKENS if ids[name] is not None))
+    further = file.metadata.get("tokenizer.ggml.eos_token_ids", [])  # in files that Ollama wrote
+    named = [ids[name] for name in _END_TOKENS if ids[name] is not None]
+    ends = list(dict.fromkeys([*named, *(further if isinstance(further, list) else [further])]))
     return {
         "vocab_size": file.shapes[_EMBEDDING][0],
         "bos_token_id": ids["bos_token_id"],

@@ -80,7 +80,6 @@ _QWEN2 = Splitting((_ONE_DIGIT,), normal_form="NFC")
 SPLITTINGS: Mapping[str, Splitting] = {
     "gpt-2": _GPT2,
     "gigachat": _GPT2,
-    "a.x-4.0": _GPT2,
     "mellum": _GPT2,
     "trillion": _GPT2,
     "granite-docling": _GPT2,

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, written as transformers reads it: the ids of a text must be those that the model learnt.
+"""The tokenizer of a GGUF file as transformers' files: a text must have the ids that the model learnt for it.
 
 transformers' own reader splits text like GPT-2 where it does not know `tokenizer.ggml.pre`, leaves out that whole
 pieces go before merges, and takes control tokens with other characters than bytes have (DeepSeek's) for text. So a
@@ -24,8 +24,10 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 _APPLIED = {
     *("model", "pre", "tokens", "token_type", "scores", "merges"),
-    *("add_bos_token", "add_eos_token", "add_space_prefix"),
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "eos_token_ids"),
 }
+# Nothing is ever padded here, and no text has an unknown byte.
+_NO_MATTER = {"add_padding_token", "add_unknown_token"}
 _MUST_BE_UNSET = {
     "add_sep_token": "a token between texts is not supported",
     "remove_extra_whitespaces": "text is not rid of spaces here",
@@ -40,26 +42,37 @@ _ROLES = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-_ENDS_OF_TURN = ("eot_token_id", "eom_token_id")
+_FORMAL_ROLES = ("unk_token", "pad_token")
+_ENDS = ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id")
+# transformers reads every tokenizer of this architecture as Qwen2's, whatever the folder's files say.
+_ONLY_QWEN2 = "qwen2"
+_SENTENCEPIECE_ARCHITECTURES = ("llama", "phi3")
+# Of Phi-3: control tokens that spaces and newlines after them do not belong to.
+_KEEPING_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 
 
 def check_tokenizer(file: GgufFile) -> None:
     """Raises UnsupportedModel for the first `tokenizer.ggml.*` that is neither applied nor without effect on ids."""
     keys = {key.removeprefix(_PREFIX) for key in {*file.metadata, *file.left_out} if key.startswith(_PREFIX)}
-    for key in sorted(keys - _APPLIED):
+    for key in (*_ROLES.values(), *_ENDS):
+        _token_of(file, key)
+    for key in sorted(keys - _APPLIED - _NO_MATTER):
         if key.endswith("_token_id"):
-            _token_of(file, key)
-        elif key not in _MUST_BE_UNSET:
+            continue
+        if key not in _MUST_BE_UNSET:
             raise _refusal(file, key, "it is not known here, and may change the ids of a text")
-        elif _PREFIX + key in file.left_out or file.metadata[_PREFIX + key] not in (0, False, None, []):
+        if _PREFIX + key in file.left_out or file.metadata[_PREFIX + key] not in (0, False, None, []):
             raise _refusal(file, key, _MUST_BE_UNSET[key])
     for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         if not isinstance(_said(file, key, False), bool):
             raise _refusal(file, key, "true or false is needed")
     if file.metadata.get(f"{_PREFIX}model") == BYTE_LEVEL:
-        _splitting(file)
+        if _splitting(file) != SPLITTINGS["qwen2"] and file.architecture == _ONLY_QWEN2:
+            raise _refusal(file, "pre", f"for {_ONLY_QWEN2} only qwen2 and deepseek-r1-qwen are supported")
         if _said(file, "add_space_prefix", False):
             raise _refusal(file, "add_space_prefix", "a space before a text is only supported in SentencePiece")
+    elif file.architecture not in _SENTENCEPIECE_ARCHITECTURES:
+        raise _refusal(file, "model", f"for {file.architecture} only {BYTE_LEVEL!r} is supported")
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -72,7 +85,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 
     check_tokenizer(file)
     if file.metadata.get(f"{_PREFIX}model") == BYTE_LEVEL:
-        roles = {role: _token_of(file, key) for role, key in _ROLES.items()}
+        roles = {role: _token_of(file, key) for role, key in _ROLES.items() if _is_role(file, role)}
         tokenizer: Any = PreTrainedTokenizerFast(
             tokenizer_object=_byte_level(file, _splitting(file)),
             chat_template=file.metadata.get("tokenizer.chat_template"),
@@ -80,13 +93,15 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         )
     else:
         tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-        _set_space_prefix(tokenizer.backend_tokenizer, _said(file, "add_space_prefix", True))
+        _set_spaces(tokenizer.backend_tokenizer, _said(file, "add_space_prefix", True))
+        if file.architecture == "phi3":
+            _strip_after_control(file, tokenizer)
     tokenizer.save_pretrained(folder)
 
 
 def _splitting(file: GgufFile) -> Splitting:
     pre = file.metadata.get(f"{_PREFIX}pre")
-    if pre in SPLITTINGS:
+    if isinstance(pre, str) and pre in SPLITTINGS:
         return SPLITTINGS[pre]
     if pre in (None, "default"):
         reason = (
@@ -128,7 +143,7 @@ def _added_tokens(file: GgufFile) -> dict[int, bool]:
         for token_id, kind in enumerate(file.token_types)
         if kind in (_CONTROL, _USER_DEFINED) and file.tokens[token_id]
     }
-    for key in (*_ROLES.values(), *_ENDS_OF_TURN):
+    for key in _ENDS:
         if (token_id := file.metadata.get(_PREFIX + key)) is not None:
             added[token_id] = True
     return added
@@ -160,32 +175,35 @@ def _around(file: GgufFile, splitting: Splitting) -> Any:
     """What puts tokens before and after each text; None if nothing does."""
     from tokenizers.processors import TemplateProcessing
 
-    names = {}
-    for key, role, is_default in (
-        ("add_bos_token", "bos_token_id", splitting.adds_bos),
-        ("add_eos_token", "eos_token_id", False),
-    ):
-        if _said(file, key, is_default):
-            if (name := _token_of(file, role)) is None:
-                raise _refusal(file, role, f"a text must have it by {_PREFIX}{key}, or by {_PREFIX}pre")
-            names[role] = name
-    if not names:
+    first = _token_around(file, "bos_token_id", "add_bos_token", splitting.adds_bos)
+    last = _token_around(file, "eos_token_id", "add_eos_token", False)
+    if not first and not last:
         return None
-    texts = {
-        sequence: [*_named(names, "bos_token_id"), sequence, *_named(names, "eos_token_id")]
-        for sequence in ("$A", "$B")
-    }
-    pair = [*texts["$A"], *(f"{part}:1" for part in texts["$B"])]
-    ids = [(name, file.metadata[_PREFIX + role]) for role, name in names.items()]
-    return TemplateProcessing(single=texts["$A"], pair=pair, special_tokens=list(dict.fromkeys(ids)))
+    ids = {file.tokens[token_id]: token_id for token_id in (*first, *last)}
+    before, after = ([file.tokens[token_id] for token_id in side] for side in (first, last))
+    single, other = [*before, "$A", *after], [*before, "$B", *after]
+    return TemplateProcessing(
+        single=single, pair=[*single, *(f"{part}:1" for part in other)], special_tokens=list(ids.items())
+    )
 
 
-def _named(names: Mapping[str, str], role: str) -> list[str]:
-    return [names[role]] if role in names else []
+def _token_around(file: GgufFile, role: str, key: str, is_default: bool) -> list[int]:
+    """The token that each text begins or ends with; empty if none does."""
+    if not _said(file, key, is_default):
+        return []
+    if _token_of(file, role) is None:
+        raise _refusal(file, role, f"each text must have it by {_PREFIX}{key} or {_PREFIX}pre")
+    return [file.metadata[_PREFIX + role]]
 
 
-def _set_space_prefix(backend: Any, is_added: bool) -> None:
-    """Whether a text gets a space in front, which transformers' reader always takes for true. In SentencePiece."""
+def _is_role(file: GgufFile, role: str) -> bool:
+    """Files may name any token as padding, also an ordinary one: that must not be looked for in texts."""
+    token_id = file.metadata.get(_PREFIX + _ROLES[role])
+    return role not in _FORMAL_ROLES or (token_id is not None and file.token_types[token_id:][:1] == (_CONTROL,))
+
+
+def _set_spaces(backend: Any, is_added: bool) -> None:
+    """Of SentencePiece. is_added: whether a text gets a space in front, which transformers' reader takes for true."""
     from tokenizers import decoders, normalizers, pre_tokenizers
 
     if backend.normalizer is None:
@@ -198,6 +216,17 @@ def _set_space_prefix(backend: Any, is_added: bool) -> None:
             backend.normalizer = normalizers.Replace(" ", "▁")
     if not is_added:
         backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def _strip_after_control(file: GgufFile, tokenizer: Any) -> None:
+    """Phi-3's own files say it of each token; a GGUF has no place for it, and llama.cpp does it by the model's name."""
+    from tokenizers import AddedToken
+
+    names = [token for token, kind in zip(file.tokens, file.token_types, strict=False) if kind == _CONTROL]
+    for name in names:
+        if name not in _KEEPING_SPACES:
+            stripping = AddedToken(name, rstrip=True, normalized=False, special=True)
+            tokenizer.add_tokens([stripping], special_tokens=True)
 
 
 def _said(file: GgufFile, key: str, default: bool) -> Any:
