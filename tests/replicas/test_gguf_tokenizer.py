@@ -21,6 +21,7 @@ from replicas.model.gguf.gguf_tokenizer import write_tokenizer
 from replicas.model.gguf_conversion import convert
 from replicas.model.model_support import UnsupportedModel
 from tests.golden.golden_prompts import PASSAGE, TEXTS
+from tests.golden.golden_set import load_goldens
 from tests.replicas.tiny_gguf import END, END_OF_TURN, TOKENIZER, VOCAB_SIZE, gguf_of, tiny_model
 
 SPELLING = bytes_to_unicode()
@@ -278,6 +279,14 @@ def test_ids_of_the_bundled_model_are_those_of_llama_cpp(smollm: Tokenizer, bund
     for text in texts:
         expected = [token_id for piece in pieces_by_rules(RULES["smollm"], text) for token_id in merging.ids(piece)]
         assert ids(smollm, text) == expected, text
+
+
+def test_prompts_of_the_goldens_have_these_ids(smollm: Tokenizer) -> None:
+    for golden in load_goldens():
+        if golden.kind == "text":
+            assert ids(smollm, golden.source) == golden.prompt_ids, golden.name
+        elif golden.kind == "chat":
+            assert smollm.apply_chat_template(golden.source) == golden.prompt_ids, golden.name
 
 
 def test_control_tokens_of_the_bundled_model(smollm: Tokenizer, bundled: GgufFile) -> None:

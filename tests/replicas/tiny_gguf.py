@@ -77,7 +77,8 @@ class TinyGguf:
         for key, value in self.settings.items():
             if value is not None:
                 _add(writer, f"{self.architecture}.{key}", value)
-        for key, value in (TOKENIZER | self.metadata).items():
+        own = {"tokenizer.ggml.pre": "qwen2"} if self.architecture == "qwen2" else {}
+        for key, value in (TOKENIZER | own | self.metadata).items():
             if value is not None:
                 _add(writer, key, value)
         for name, values in self.tensors.items():

@@ -7,7 +7,6 @@ byte-level tokenizer is built here; SentencePiece ones are transformers', with t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 from replicas.model.gguf.gguf_file import GgufFile
 from replicas.model.gguf.gguf_splitting import SPLITTINGS, Splitting
 from replicas.model.model_support import UnsupportedModel
-
-logger = logging.getLogger(__name__)
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 _PREFIX = "tokenizer.ggml."
