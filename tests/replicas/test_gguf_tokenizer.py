@@ -482,6 +482,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": 999}, "eos_token_id is 999: the vocabulary has 262 tokens"),
     ({"add_bos_token": True}, "bos_token_id is 'missing': each text must have it"),
     ({"pre": "llama-bpe"}, "bos_token_id is 'missing': each text must have it"),
+    ({"token_type": [3] * 263}, "token_type is [3, 3, 3"),
     ({"token_type": [1, 1]}, "token_type is [1, 1]: it has 2 values for 262 tokens"),
     ({"tokens": [*TOKENS[:-1], "a"]}, "tokens has 'a' twice"),
     ({"merges": ["t h", "q z"]}, "merges has 'q' and 'z'"),

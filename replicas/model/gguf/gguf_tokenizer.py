@@ -51,6 +51,8 @@ _KEEPING_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 def check_tokenizer(file: GgufFile) -> None:
     """Raises UnsupportedModel for the first `tokenizer.ggml.*` that is neither applied nor without effect on ids."""
     keys = {key.removeprefix(_PREFIX) for key in {*file.metadata, *file.left_out} if key.startswith(_PREFIX)}
+    if len(file.token_types) not in (0, len(file.tokens)):
+        raise _refusal(file, "token_type", f"it has {len(file.token_types)} values for {len(file.tokens)} tokens")
     for key in (*_ROLES.values(), *_ENDS):
         _token_of(file, key)
     for key in sorted(keys - _APPLIED - _NO_MATTER):
@@ -150,8 +152,6 @@ def _vocabulary(file: GgufFile, added: Mapping[int, bool]) -> dict[str, int]:
     """Ids by token. An added one is its own text; any other is spelled in the characters that stand for bytes."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    if len(file.token_types) not in (0, len(file.tokens)):
-        raise _refusal(file, "token_type", f"it has {len(file.token_types)} values for {len(file.tokens)} tokens")
     spelling = bytes_to_unicode()
     alphabet = set(spelling.values())
     vocabulary: dict[str, int] = {}
