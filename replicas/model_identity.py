@@ -56,6 +56,17 @@ class ModelIdentity:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
 
 
+class UnlikeModels(Exception):
+    """KV never goes from one to the other; the message names what differs."""
+
+
+def refuse_unlike(fingerprint: str, other: str) -> None:
+    """Raises UnlikeModels unless they are equal."""
+    if fingerprint != other:
+        parts = ModelIdentity.parse(fingerprint).differences(ModelIdentity.parse(other))
+        raise UnlikeModels(f"it has another model or layout: unlike {', '.join(parts)}")
+
+
 def model_of(fingerprint: str) -> str:
     """The text of all but the layout: who shares it gives the same answers."""
     return fingerprint.partition(" kv=")[0]

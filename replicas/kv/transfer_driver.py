@@ -37,6 +37,7 @@ from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, R
 from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.messages import Handoff, TransferPeer
+from replicas.model_identity import UnlikeModels, refuse_unlike
 
 logger = logging.getLogger(__name__)
 
@@ -94,14 +95,15 @@ class TransferDriver:
     # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
     def check_reader(self, transfer_id: str, reader: TransferPeer) -> None:
-        """Tell by a ReaderChecked whether this reader can be reached, before there is anything to offer."""
+        """Tell by a ReaderChecked whether this reader may be and can be reached, before there is anything to offer."""
+        problem = ""
         try:
+            refuse_unlike(self.local_peer.fingerprint, reader.fingerprint)
             self.peers.check(reader)
         except Exception as error:
-            self._report("unreachable", f"reader of {transfer_id}: {error}")
-            self._emit(ReaderChecked(transfer_id, str(error) or repr(error)))
-        else:
-            self._emit(ReaderChecked(transfer_id))
+            problem = str(error) or repr(error)
+            self._report("refused" if isinstance(error, UnlikeModels) else "unreachable", f"{transfer_id}: {problem}")
+        self._emit(ReaderChecked(transfer_id, problem))
 
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
         """Digest the blocks if verification is on (blocks for that long), then offer them."""
