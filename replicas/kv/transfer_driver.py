@@ -1,8 +1,7 @@
 """Carries out what the two halves of the handoff protocol order, over one transport. No thread, no sleeping.
 
-The transfer thread turns the crank; a test may turn it by hand with a fake transport and clock. Whatever the
-transport, the engine's callback, a peer's bytes or a test hook do wrong is counted, logged and confined to the
-transfer it belongs to.
+The transfer thread turns the crank; a test may turn it by hand with a fake transport and clock. Whatever the transport,
+the engine's callback, a peer's bytes or a test hook do wrong is counted, logged and costs the transfer it belongs to.
 """
 
 from __future__ import annotations
