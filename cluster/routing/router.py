@@ -269,7 +269,7 @@ class Router:
             )
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
-        """Where it goes. What its request has begun waits for who replaces the replicas that died; nothing else waits."""
+        """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
         while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
