@@ -152,9 +152,9 @@ class Router:
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
-            # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
-            # come together each sees those before it.
-            route = self._routes.route(leg)
+            # Decided and counted before anything more waits: a refusal costs nobody anything, and of requests that come
+            # together each sees those before it.
+            route = await self._route(leg, AttemptHistory(), deadline_s)
             self._check_room(route)
             first = self._open_attempt(leg, route, deadline_s)
             run = start_detached(self._run_leg(leg, deadline_s, AttemptHistory(), first))
@@ -175,7 +175,7 @@ class Router:
         while True:
             if attempt is None:
                 await self._cold_start.wait(self._routes.need(leg), self._limits.max_queued, deadline_s)
-                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
+                attempt = self._open_attempt(leg, await self._route(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -264,8 +264,8 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
-    async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
-        """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
+    async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
+        """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
         while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
