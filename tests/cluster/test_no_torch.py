@@ -15,7 +15,7 @@ _PROGRAM = """
 import json, sys
 from cluster.ingress import _load_tokenizer
 from cluster.text.chat_template import TemplateOptions
-tokenizer = _load_tokenizer(sys.argv[1], False)
+tokenizer, _ = _load_tokenizer(sys.argv[1], False)
 text, messages = json.loads(sys.argv[2])
 ids = tokenizer.encode(text, add_special_tokens=True)
 chat_ids = tokenizer.apply_chat_template(messages, options=TemplateOptions())
