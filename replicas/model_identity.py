@@ -72,10 +72,15 @@ def model_of(fingerprint: str) -> str:
     return fingerprint.partition(" kv=")[0]
 
 
-def config_digest(config: Any) -> str:
+def config_text(config: Any) -> str:
     """Of a PretrainedConfig: all that it says but names, versions and what an engine sets itself."""
     described = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_NOISE and not k.startswith("_attn")}
-    return _digest(json.dumps(described, sort_keys=True, default=str).encode())
+    return json.dumps(described, sort_keys=True, default=str)
+
+
+def config_digest(text: str, code: bytes) -> str:
+    """Of what `config_text` says, and of the model's own code if it brings some."""
+    return _digest(text.encode() + code)
 
 
 def tokenizer_digest(folder_or_hub_id: str) -> str:

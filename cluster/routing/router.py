@@ -174,7 +174,7 @@ class Router:
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
             if attempt is None:
-                await self._cold_start.wait(self._routes.need(leg), self._limits.max_queued, deadline_s)
+                await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
                 attempt = self._open_attempt(leg, await self._route(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)

@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 from replicas.model.checkpoint_files import number_types, weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
 
-_SUFFIXES = (".safetensors", ".bin", ".json")
+_SUFFIXES = (".safetensors", ".bin", ".json", ".py")
 _NUMBER_TYPES = ("F64", "F32", "F16", "BF16")
 # What models once kept in their files and make anew now, beside what transformers knows of that kind.
 _MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.masked_bias$")
