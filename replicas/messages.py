@@ -1,12 +1,11 @@
 """The only types that cross processes. No torch.
 
-Four carriers:
-- ZeroMQ calls (router <-> replicas): `GenerateCall`, `PrefillCall` and their replies, msgpack (`channels.call_wire`).
+Three carriers:
+- ZeroMQ calls (router <-> replicas): every `Call` and its reply, msgpack (`channels.call_wire`).
 - ZeroMQ frames (decode -> router): `Frame`, msgpack (`channels.wire`).
 - NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack (likewise).
-- Serve calls (router <-> replicas): the other dataclasses themselves, inside the trusted Ray cluster.
 
-Nothing of the first three is unpickled.
+Nothing of them is unpickled.
 """
 
 from __future__ import annotations
@@ -15,12 +14,20 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
+
+ReplyT = TypeVar("ReplyT")
+
+
+class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
+    """Router -> replica, by name: what comes back is a ReplyT."""
 
 
 class FinishReason(StrEnum):
@@ -158,10 +165,34 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A replica's answer to the question how it is. stalled_s: since when its engine stands still; 0.0: it does not."""
+    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not."""
 
     load: EngineLoad
     stalled_s: float
+
+
+class PulseCall(Call[Pulse], frozen=True):
+    """How is the replica? Answered while it computes."""
+
+
+class ForgetPeerCall(Call[None], frozen=True):
+    """A replica of the other pool has died: transfers from it are lost, leases held for it end."""
+
+    agent_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReply:
+    """Encoded frames, from the first that was asked for on, some MB at most; none when that one is not kept."""
+
+    frames: tuple[bytes, ...]
+
+
+class ReplayCall(Call[ReplayReply], frozen=True):
+    """Router -> decode: these frames have not come."""
+
+    router_id: str
+    from_seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +237,8 @@ class CallStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """Router -> decode. source None: decode prefills this prompt itself."""
-
-    request: GenerationRequest
-    channel: ChannelAddress
-    source: TransferPeer | None
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """Decode -> router, when the attempt is over. Tokens never travel here, only how many were sent in frames."""
+    """When the attempt is over. Tokens never travel here, only how many were sent in frames."""
 
     status: CallStatus
     detail: str
@@ -227,12 +249,12 @@ class GenerateReply:
     prefill_s: float = 0.0  # of a prompt that decode computed itself
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCall:
-    """Router -> prefill, after decode admitted the request."""
+class GenerateCall(Call[GenerateReply], frozen=True):
+    """Router -> decode. source None: decode prefills this prompt itself."""
 
     request: GenerationRequest
-    reader: TransferPeer
+    channel: ChannelAddress
+    source: TransferPeer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +268,10 @@ class PrefillReply:
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
     # (`channels.call_wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
+
+
+class PrefillCall(Call[PrefillReply], frozen=True):
+    """Router -> prefill, after decode admitted the request."""
+
+    request: GenerationRequest
+    reader: TransferPeer
