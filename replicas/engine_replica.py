@@ -17,8 +17,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
 from replicas.channels.listening import node_address
+from replicas.channels.wire import Decoder
 from replicas.engine.engine_watch import EngineWatch, Watched
 from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
 from replicas.settings import EngineSettings

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
 from replicas.channels.listening import node_address
 from replicas.channels.token_sender import TokenSender
+from replicas.channels.wire import Decoder
 from replicas.messages import (
     Call,
     CallStatus,

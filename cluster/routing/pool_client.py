@@ -18,9 +18,10 @@ from cluster.routing import replica_registry
 from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.channels.call_wire import CallAddress, Decoder, encode
+from replicas.channels.wire import Decoder, encode
 from replicas.messages import (
     Call,
+    CallAddress,
     ForgetPeerCall,
     GenerateCall,
     GenerateReply,

@@ -24,8 +24,9 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, encode
 from replicas.channels.listening import bind_free_port
+from replicas.channels.wire import MAX_MESSAGE_BYTES, Decoder, MalformedMessage, encode
+from replicas.messages import CallAddress
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +187,9 @@ class CallServer(Generic[CallT, ReplyT]):
             if not isinstance(reply, Future):
                 self._send(router, request_id, encode(reply))
                 return
-        except MalformedCall as error:
+        except MalformedMessage as error:
             logger.warning("dropped a malformed call: %s", error, extra={"event": "malformed_call"})
-            self._send(router, request_id, b"", b"MalformedCall")
+            self._send(router, request_id, b"", b"MalformedMessage")
             return
         except Exception as error:
             logger.exception("a call failed at once", extra={"event": "call_failed"})

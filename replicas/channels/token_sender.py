@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from replicas.channels.frame_ring import FrameRing
-from replicas.channels.wire import encode_frame
+from replicas.channels.wire import encode
 from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class TokenSender:
         channel = self._channels[router_id]
         seq = channel.ring.next_seq
         frame = Frame(self._replica_id, self._epoch, seq, load, tuple(admitted), tuple(tokens), tuple(prompts))
-        payload = encode_frame(frame)
+        payload = encode(frame)
         with self._lock:
             channel.ring.keep(payload, is_owed=bool(admitted or tokens or prompts))
         self._flush(channel)

@@ -7,10 +7,11 @@ import asyncio
 from benchmarks.control_path.stub_engine import StubDecodeEngine, stub_load
 from benchmarks.control_path.stub_replicas import _answer, _metadata
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import CallAddress, Decoder
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
+from replicas.channels.wire import Decoder
 from replicas.messages import (
+    CallAddress,
     CallStatus,
     FinishReason,
     Frame,

@@ -17,7 +17,7 @@ from msgspec.structs import astuple
 
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.channels.wire import encode_frame
+from replicas.channels.wire import encode
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -67,7 +67,7 @@ class _Wire:
     """A ZeroMQ frame, as far as the receiver looks."""
 
     def __init__(self, frame: Frame, key: str) -> None:
-        self.bytes = encode_frame(frame)
+        self.bytes = encode(frame)
         self._key = key
 
     def get(self, _: str) -> str:
@@ -252,7 +252,7 @@ class FakeDecode(FakePool):
         if self.cluster.replay == "wrong":
             from_seq += 1
         to_seq = from_seq + 2 if self.cluster.replay == "short" else None
-        return ReplayReply(tuple(map(encode_frame, replica.rings[router_id][from_seq:to_seq])))
+        return ReplayReply(tuple(map(encode, replica.rings[router_id][from_seq:to_seq])))
 
 
 class FakeCluster:

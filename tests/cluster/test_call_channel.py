@@ -19,16 +19,16 @@ from msgspec import structs
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import (
+from replicas.channels.wire import (
     MAX_MESSAGE_BYTES,
-    CallAddress,
     Decoder,
-    MalformedCall,
+    MalformedMessage,
     NotSendable,
     encode,
     encode_scores,
 )
 from replicas.messages import (
+    CallAddress,
     CallStatus,
     ChannelAddress,
     EngineLoad,
@@ -106,7 +106,7 @@ def test_what_is_sent_arrives_as_it_was(message: object) -> None:
     ],
 )
 def test_other_bytes_are_refused(payload: bytes, what: str) -> None:
-    with pytest.raises(MalformedCall) as refused:
+    with pytest.raises(MalformedMessage) as refused:
         Decoder(GenerateCall)(payload)
     assert what in str(refused.value)
 
@@ -210,7 +210,7 @@ async def test_failures_at_the_replica_are_named_but_not_told(rig: Rig) -> None:
         rig.engine.calls["later"].set_exception(ValueError("the prompt was a secret"))
         with pytest.raises(CallFailed, match=r"^ValueError$"):
             await later
-        with pytest.raises(CallFailed, match=r"^MalformedCall$"):
+        with pytest.raises(CallFailed, match=r"^MalformedMessage$"):
             await channel.call("malformed", b"\x80\x04N.")
         assert not broken
         assert rig.server.num_open == 0
@@ -291,7 +291,7 @@ _REPLICA = """
 import sys, time
 from concurrent.futures import Future
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
+from replicas.channels.wire import Decoder
 from replicas.messages import GenerateCall
 server = CallServer("127.0.0.1", Decoder(GenerateCall), lambda call: print("taken", flush=True) or Future(), print)
 server.start()

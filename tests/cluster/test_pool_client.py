@@ -15,7 +15,7 @@ from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallFailed
 from cluster.routing.pool_client import ReplicaLost, ServePool
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
+from replicas.channels.wire import Decoder
 from replicas.messages import (
     Call,
     CallStatus,

@@ -18,7 +18,7 @@ from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
-from replicas.channels.call_wire import Decoder, encode
+from replicas.channels.wire import Decoder, encode
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
