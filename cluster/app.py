@@ -17,7 +17,7 @@ from replicas.settings import EngineSettings
 
 # Our own bounds decide who waits and who is turned away; Serve's must never be met first.
 _MAX_ONGOING = 100_000
-_TARGET_ROUTER = "cluster.routing.target_router:TargetRouter"
+_REQUEST_ROUTER = "cluster.routing.registry_feed:RegistryFeed"
 _POOLS: dict[str, type] = {"decode": DecodeReplica, "prefill": PrefillReplica}
 
 
@@ -54,7 +54,7 @@ def _bind_pool(
     deployment = serve.deployment(
         name=name,
         max_ongoing_requests=_MAX_ONGOING,
-        request_router_config=RequestRouterConfig(request_router_class=_TARGET_ROUTER),  # type: ignore[arg-type]
+        request_router_config=RequestRouterConfig(request_router_class=_REQUEST_ROUTER),  # type: ignore[arg-type]
         max_constructor_retry_count=1,
         **_leaving(config),
         **options,

@@ -82,9 +82,7 @@ class Ingress:
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
-        self._pools = {
-            name: ServePool(self._handles[name], name) for name in ("decode", "prefill") if name in self._handles
-        }
+        self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = RoutingRules(
             has_prefill_pool=prefill is not None,
             local_prefill_max_tokens=config.routing.local_prefill_max_tokens,

@@ -93,8 +93,6 @@ def _set_environment(config: Config, variables: Mapping[str, str]) -> None:
         "RAY_COLOR_PREFIX": "0",
         "NIXL_LOG_LEVEL": "WARN",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http.proxy_headers:middlewares",
-        # Frames that a router missed, with scores of a long prompt (prompt_logprobs), take more than Serve's 4 MiB.
-        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
         # A first start converts or compiles for a minute and says so; Serve would warn of a slow one after half of it.
         "RAY_SERVE_SLOW_STARTUP_WARNING_S": "300",
         # A proxy that has died is replaced after three checks: with Serve's 10 s nobody listens for half a minute.

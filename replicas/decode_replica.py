@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from replicas.channels.token_sender import FrameGone
 from replicas.engine_replica import EngineReplica
-from replicas.messages import CallStatus, Frame, GenerateCall, GenerateReply
+from replicas.messages import Call, CallStatus, GenerateCall, GenerateReply, ReplayCall, ReplayReply
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
     from replicas.engine.decode_engine import DecodeEngine
     from replicas.engine_builder import BuiltEngine
 
+logger = logging.getLogger(__name__)
+
 
 class DecodeReplica(EngineReplica["DecodeEngine", GenerateCall, GenerateReply]):
     """Also the whole system's only replica when colocated. Tokens travel by the token channel, not in replies."""
 
-    call_type = GenerateCall
+    calls = GenerateCall | ReplayCall
 
     def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[DecodeEngine]:
         from replicas.engine_builder import build_decode_engine
@@ -34,6 +37,12 @@ class DecodeReplica(EngineReplica["DecodeEngine", GenerateCall, GenerateReply]):
     def record_replica_metadata(self) -> dict[str, Any]:
         return {**super().record_replica_metadata(), "channel_public_key": self._engine.sender.public_key}
 
-    async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        """Frames that a router missed."""
-        return await asyncio.to_thread(self._engine.replay, router_id, from_seq)
+    def _take(self, call: Call[Any]) -> Any:
+        return self._replay(call) if isinstance(call, ReplayCall) else super()._take(call)
+
+    def _replay(self, call: ReplayCall) -> ReplayReply:
+        try:
+            return ReplayReply(tuple(self._engine.sender.replay(call.router_id, call.from_seq)))
+        except FrameGone as error:
+            logger.warning("%s", error, extra={"event": "frames_gone", "router": call.router_id})
+            return ReplayReply(())

@@ -14,13 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
 from replicas.channels.listening import node_address
+from replicas.channels.wire import Decoder
 from replicas.engine.engine_watch import EngineWatch, Watched
-from replicas.messages import Pulse
+from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ ReplyT = TypeVar("ReplyT")
 class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
     """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
 
-    call_type: ClassVar[type]  # CallT
+    calls: ClassVar[Any]  # the types of those that only this kind takes, CallT among them
     _has_left = True  # until it has started
 
     def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
@@ -55,7 +55,8 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
 
         settings = settings() if callable(settings) else settings
         configure_logging(settings.log_level, settings.log_format)
-        self._node_id = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        self._node_id, self._actor_name = context.get_node_id(), context.get_actor_name()
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
         # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
@@ -65,12 +66,12 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._built.start()
         self._termination = Termination(settings.drain_timeout_s)
         self._termination.watch()
-        decode: Decoder[CallT] = Decoder(self.call_type)
+        decode: Decoder[Call[Any]] = Decoder(self.calls | PulseCall | ForgetPeerCall)
         self._calls = CallServer(node_address(), decode, self._take, self._engine.cancel)
         self._has_left = False
-        self._calls.start()
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
         self._watch = EngineWatch(watched, settings.restart_after_s)
+        self._calls.start()
         self._watch.start()
 
     @abstractmethod
@@ -85,29 +86,24 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
     def _refusal(self) -> ReplyT:
         """The reply of one that leaves."""
 
-    def _take(self, call: CallT) -> Future[ReplyT]:
-        if not self.is_leaving:
-            return self._begin(call)
-        refused: Future[ReplyT] = Future()
-        refused.set_result(self._refusal())
-        return refused
+    def _take(self, call: Call[Any]) -> Any:
+        """The reply to any call, or its future. On the thread that takes calls; does not block. One that leaves refuses
+        nothing but requests."""
+        if isinstance(call, PulseCall):
+            return Pulse(self._engine.status.load, self._watch.stalled_s)
+        if isinstance(call, ForgetPeerCall):
+            return self._built.transfers.forget_peer(call.agent_name)
+        return self._refusal() if self.is_leaving else self._begin(cast(CallT, call))
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
-        return {**self._built.metadata(), "node_id": self._node_id, "calls": self._calls.address.to_metadata()}
+        where = {"node_id": self._node_id, "actor": self._actor_name, "calls": self._calls.address.to_metadata()}
+        return {**self._built.metadata(), **where}
 
     @property
     def is_leaving(self) -> bool:
         """Whether new work is refused: routers learn of it before Serve tells them."""
         return self._has_left or self._termination.is_requested
-
-    async def pulse(self) -> Pulse:
-        """Load, not older than a step and 50 ms, and whether the engine stands still. Answered while it computes."""
-        return Pulse(self._engine.status.load, self._watch.stalled_s)
-
-    async def forget_peer(self, agent_name: str) -> None:
-        """The router saw this replica of the other pool die: transfers from it are lost, leases held for it end."""
-        self._built.transfers.forget_peer(agent_name)
 
     async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
         """This replica's id and its metrics, for the ingress that was asked for /metrics."""

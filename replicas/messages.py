@@ -1,26 +1,40 @@
 """The only types that cross processes. No torch.
 
-Four carriers:
-- ZeroMQ calls (router <-> replicas): `GenerateCall`, `PrefillCall` and their replies, msgpack (`channels.call_wire`).
-- ZeroMQ frames (decode -> router): `Frame`, msgpack (`channels.wire`).
-- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, msgpack (likewise).
-- Serve calls (router <-> replicas): the other dataclasses themselves, inside the trusted Ray cluster.
-
-Nothing of the first three is unpickled.
+Three carriers, one codec (`channels.wire`: msgpack, checked against these types and ranges; nothing is unpickled):
+- ZeroMQ calls (router <-> replicas): every `Call` and its reply, fields by name.
+- ZeroMQ frames (decode -> router): `Frame`, an array of its fields, none of them optional.
+- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, likewise.
 """
 
 from __future__ import annotations
 
+import sys
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Generic, TypeVar
 
+from msgspec import Meta, Struct
+
+from scheduler.admission import LATER_STEPS
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
+
+WIRE_VERSION = 3  # of what streams: another version's is malformed
+
+ReplyT = TypeVar("ReplyT")
+
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Amount = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]  # which is neither infinite nor NaN
+Score = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Name = Annotated[str, Meta(max_length=4096)]
+
+
+class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
+    """Router -> replica, by name: what comes back is a ReplyT."""
 
 
 class FinishReason(StrEnum):
@@ -86,27 +100,27 @@ class FirstToken:
     logprobs: in replies, when they were asked for; decode has no use for them, so handoffs carry none.
     """
 
-    choice: int
-    token_id: int
+    choice: Count
+    token_id: Count
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
     """Source -> reader: this prompt's KV lies ready in these blocks, under a lease."""
 
-    transfer_id: str
-    source_epoch: str
-    reader_epoch: str
-    fingerprint: str
-    block_ids: tuple[int, ...]  # source block ids, in prompt order
-    prompt_len: int
-    digest: bytes | None  # of those blocks' bytes in that order; None when verification is off
+    transfer_id: Name
+    source_epoch: Name
+    reader_epoch: Name
+    fingerprint: Name
+    block_ids: tuple[Count, ...]  # source block ids, in prompt order
+    prompt_len: Count
+    # Of those blocks' bytes in that order; None when verification is off.
+    digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
     first_tokens: tuple[FirstToken, ...]
-    lease_s: float  # relative: clocks of two hosts are never compared
+    lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
-    candidates: tuple[tuple[int, float], ...] = ()
+    candidates: tuple[tuple[Count, Score], ...]
 
 
 class NoteKind(StrEnum):
@@ -117,25 +131,24 @@ class NoteKind(StrEnum):
     RENEW = "renew"  # reader -> source: keep the lease
 
 
-@dataclass(frozen=True, slots=True)
-class TransferNote:
+class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
     kind: NoteKind
-    transfer_id: str
-    source_epoch: str
-    reader_epoch: str
-    reason: str = ""
+    transfer_id: Name
+    source_epoch: Name
+    reader_epoch: Name
+    reason: Name
 
 
-class TokenItem(NamedTuple):
+class TokenItem(Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
     """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token).
 
-    A tuple, made twice for each token there is: it is packed as it lies here, and made in a third of the time.
+    Made twice for each token there is: in a quarter of the time that a tuple takes, and unseen by the collector.
     """
 
-    request_id: str
-    choice: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
-    token_id: int
+    request_id: Name
+    choice: Count
+    index: Count
+    token_id: Count
     finish_reason: FinishReason | None
     logprobs: TokenLogprobs | None = None
 
@@ -144,39 +157,62 @@ class TokenItem(NamedTuple):
 class EngineLoad:
     """State of an engine as the router's policies see it."""
 
-    num_running: int
-    num_queued: int
-    queued_prompt_tokens: int
-    free_blocks: int  # what a newcomer may use at every step to come, by the projection of all who were admitted
-    total_blocks: int
-    step_s: float  # moving average of the step time; 0.0 before the first
-    prefill_tokens_per_s: float = 0.0  # moving average over steps that compute prompts; 0.0 before the first
+    num_running: Count
+    num_queued: Count
+    queued_prompt_tokens: Count
+    free_blocks: Count  # what a newcomer may use at every step to come, by the projection of all who were admitted
+    total_blocks: Count
+    step_s: Amount  # moving average of the step time; 0.0 before the first
+    prefill_tokens_per_s: Amount = 0.0  # moving average over steps that compute prompts; 0.0 before the first
     # As free_blocks, but from the step on that is so many (scheduler.admission.LATER_STEPS) away; empty: not projected.
-    later_free_blocks: tuple[int, ...] = ()
-    expected_tokens: int = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
+    later_free_blocks: Annotated[tuple[Count, ...], Meta(max_length=len(LATER_STEPS))] = ()
+    expected_tokens: Count = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A replica's answer to the question how it is. stalled_s: since when its engine stands still; 0.0: it does not."""
+    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not."""
 
     load: EngineLoad
     stalled_s: float
 
 
+class PulseCall(Call[Pulse], frozen=True):
+    """How is the replica? Answered while it computes."""
+
+
+class ForgetPeerCall(Call[None], frozen=True):
+    """A replica of the other pool has died: transfers from it are lost, leases held for it end."""
+
+    agent_name: str
+
+
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ReplayReply:
+    """Encoded frames, from the first that was asked for on, some MB at most; none when that one is not kept."""
+
+    frames: tuple[bytes, ...]
+
+
+class ReplayCall(Call[ReplayReply], frozen=True):
+    """Router -> decode: these frames have not come."""
+
+    router_id: str
+    from_seq: int
+
+
+class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
     """Decode -> one router: everything one step produced for it; with no items, a sign of life."""
 
-    replica_id: str
-    epoch: str
-    seq: int  # per (decode engine, router), from 0 without gaps
+    replica_id: Name
+    epoch: Name
+    seq: Count  # per (decode engine, router), from 0 without gaps
     load: EngineLoad
     # Request ids whose memory was reserved; that of a beam search once more when its KV has come: its tokens come late.
-    admitted: tuple[str, ...]
+    admitted: tuple[Name, ...]
     tokens: tuple[TokenItem, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
-    prompts: tuple[PromptLogprobs, ...] = ()
+    prompts: tuple[PromptLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +222,21 @@ class ChannelAddress:
     router_id: str
     endpoint: str
     public_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallAddress:
+    """Where a replica takes calls, and its CURVE public key (Z85 text).
+
+    Nobody can connect without the key, and it never travels over that connection: it is a secret of the cluster, told
+    in the replica's metadata, not logged and not shown.
+    """
+
+    endpoint: str
+    public_key: str
+
+    def to_metadata(self) -> dict[str, str]:
+        return asdict(self)
 
 
 class CallStatus(StrEnum):
@@ -206,17 +257,8 @@ class CallStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateCall:
-    """Router -> decode. source None: decode prefills this prompt itself."""
-
-    request: GenerationRequest
-    channel: ChannelAddress
-    source: TransferPeer | None
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateReply:
-    """Decode -> router, when the attempt is over. Tokens never travel here, only how many were sent in frames."""
+    """When the attempt is over. Tokens never travel here, only how many were sent in frames."""
 
     status: CallStatus
     detail: str
@@ -227,12 +269,12 @@ class GenerateReply:
     prefill_s: float = 0.0  # of a prompt that decode computed itself
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCall:
-    """Router -> prefill, after decode admitted the request."""
+class GenerateCall(Call[GenerateReply], frozen=True):
+    """Router -> decode. source None: decode prefills this prompt itself."""
 
     request: GenerationRequest
-    reader: TransferPeer
+    channel: ChannelAddress
+    source: TransferPeer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,5 +286,12 @@ class PrefillReply:
     prefill_s: float
     load: EngineLoad
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
-    # (`channels.call_wire.encode_scores`): a router decodes them one at a time.
+    # (`channels.wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
+
+
+class PrefillCall(Call[PrefillReply], frozen=True):
+    """Router -> prefill, after decode admitted the request."""
+
+    request: GenerationRequest
+    reader: TransferPeer

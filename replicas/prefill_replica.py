@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class PrefillReplica(EngineReplica["PrefillEngine", PrefillCall, PrefillReply]):
     """Prompts in, first tokens out; the KV stays under a lease for a decode replica to read."""
 
-    call_type = PrefillCall
+    calls = PrefillCall
 
     def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:
         from replicas.engine_builder import build_prefill_engine

@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 
 
 class FloorIngress:
-    """Paths: /nop; /call, which makes as many targeted Serve calls in a row as its body says; /v1/completions."""
+    """Paths: /nop; /calls, which makes two Serve calls in a row; /v1/completions."""
 
     def __init__(self, prefill: Any, step_s: float) -> None:
         self._prefill = prefill
@@ -43,16 +43,9 @@ class FloorIngress:
         return app
 
     async def _two_calls(self, payload: bytes) -> None:
-        """As many as a request makes one after the other, each to a named replica."""
-        from cluster.routing import replica_registry
-        from cluster.routing.pool_client import ServePool
-
-        if not replica_registry.REGISTRY.replicas("prefill"):
-            await self._prefill.options(method_name="nothing").remote(payload)
-        (target,) = replica_registry.REGISTRY.replicas("prefill")
-        pool = ServePool(self._prefill, "prefill")
+        """As many as a request makes one after the other."""
         for _ in range(2):
-            await pool.call(target, "nothing", payload)
+            await self._prefill.options(method_name="nothing").remote(payload)
 
     async def _events(self, num_tokens: int) -> AsyncIterator[bytes]:
         for _ in range(num_tokens):

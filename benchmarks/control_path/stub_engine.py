@@ -19,7 +19,6 @@ from replicas.messages import (
     CallStatus,
     EngineLoad,
     FinishReason,
-    Frame,
     GenerateCall,
     GenerateReply,
     TokenItem,
@@ -62,9 +61,6 @@ class StubDecodeEngine:
     def cancel(self, request_id: str) -> None:
         """Any thread; unknown ids are ignored."""
         self._inbox.put(lambda: self._end(request_id, CallStatus.CANCELLED))
-
-    def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        return self.sender.replay(router_id, from_seq)
 
     def _run(self) -> None:
         next_step_s = time.monotonic()

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import Future
 from typing import Any
 
 from benchmarks.control_path.stub_engine import NUM_BLOCKS, StubDecodeEngine, stub_load
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
 from replicas.channels.listening import node_address
 from replicas.channels.token_sender import TokenSender
+from replicas.channels.wire import Decoder
 from replicas.messages import (
+    Call,
     CallStatus,
     FirstToken,
-    Frame,
+    ForgetPeerCall,
     GenerateCall,
     PrefillCall,
     PrefillReply,
     Pulse,
+    PulseCall,
+    ReplayCall,
+    ReplayReply,
     TransferPeer,
 )
 
@@ -33,21 +36,20 @@ class StubDecodeReplica:
         self._epoch = epoch
         self._engine = StubDecodeEngine(TokenSender(self._replica_id, epoch), step_s)
         self._engine.start()
-        self._calls = CallServer(node_address(), Decoder(GenerateCall), self._engine.generate, self._engine.cancel)
+        decode: Decoder[Call[Any]] = Decoder(GenerateCall | PulseCall | ForgetPeerCall | ReplayCall)
+        self._calls = CallServer(node_address(), decode, self._take, self._engine.cancel)
         self._calls.start()
 
+    def _take(self, call: Call[Any]) -> Any:
+        if isinstance(call, GenerateCall):
+            return self._engine.generate(call)
+        if isinstance(call, ReplayCall):
+            return ReplayReply(tuple(self._engine.sender.replay(call.router_id, call.from_seq)))
+        return _answer(call)
+
     def record_replica_metadata(self) -> dict[str, Any]:
-        metadata = _metadata(self._replica_id, self._epoch, self._calls)
+        metadata = _metadata(self._replica_id, self._epoch, self._calls, _own_actor())
         return metadata | {"channel_public_key": self._engine.sender.public_key}
-
-    async def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        return self._engine.replay(router_id, from_seq)
-
-    async def pulse(self) -> Pulse:
-        return Pulse(stub_load(), 0.0)
-
-    async def forget_peer(self, agent_name: str) -> None:
-        pass
 
     async def metrics_snapshot(self) -> tuple[str, list[Any]]:
         return self._replica_id, []
@@ -58,17 +60,12 @@ class StubPrefillReplica:
 
     def __init__(self) -> None:
         self._replica_id, self._epoch = _own_id(), uuid.uuid4().hex[:12]
-        self._calls = CallServer(node_address(), Decoder(PrefillCall), _prefill, lambda request_id: None)
+        decode: Decoder[Call[Any]] = Decoder(PrefillCall | PulseCall | ForgetPeerCall)
+        self._calls = CallServer(node_address(), decode, _answer, lambda request_id: None)
         self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        return _metadata(self._replica_id, self._epoch, self._calls)
-
-    async def pulse(self) -> Pulse:
-        return Pulse(stub_load(), 0.0)
-
-    async def forget_peer(self, agent_name: str) -> None:
-        pass
+        return _metadata(self._replica_id, self._epoch, self._calls, _own_actor())
 
     async def metrics_snapshot(self) -> tuple[str, list[Any]]:
         return self._replica_id, []
@@ -77,12 +74,14 @@ class StubPrefillReplica:
         """What one Serve call of this size costs."""
 
 
-def _prefill(call: PrefillCall) -> Future[PrefillReply]:
-    token_id = call.request.prompt_ids[0]
-    first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
-    future: Future[PrefillReply] = Future()
-    future.set_result(PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load()))
-    return future
+def _answer(call: Call[Any]) -> Pulse | PrefillReply | None:
+    if isinstance(call, PulseCall):
+        return Pulse(stub_load(), 0.0)
+    if isinstance(call, PrefillCall):
+        token_id = call.request.prompt_ids[0]
+        first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
+        return PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load())
+    return None
 
 
 def _own_id() -> str:
@@ -92,7 +91,14 @@ def _own_id() -> str:
     return replica_id
 
 
-def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any]) -> dict[str, Any]:
+def _own_actor() -> str | None:
+    import ray
+
+    name: str | None = ray.get_runtime_context().get_actor_name()
+    return name
+
+
+def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any], actor_name: str | None) -> dict[str, Any]:
     """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's on one host: it travels in every call."""
     peer = TransferPeer(
         replica_id=replica_id,
@@ -112,4 +118,5 @@ def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any]) -> dict[
         "block_size": BLOCK_SIZE,
         "kv_bytes_per_token": 1,
         "calls": calls.address.to_metadata(),
+        "actor": actor_name,
     }

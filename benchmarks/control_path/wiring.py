@@ -12,7 +12,7 @@ from cluster.configuration.config_file import load_config
 from cluster.ingress import Ingress
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
-_TARGET_ROUTER = "cluster.routing.target_router:TargetRouter"
+_REQUEST_ROUTER = "cluster.routing.registry_feed:RegistryFeed"
 _MAX_ONGOING = 100_000
 _CPUS = 0.1  # logical: there are more processes than cores
 
@@ -36,7 +36,7 @@ def build_floor_app(step_s: float) -> Any:
 def _bind(name: str, replica_class: type, num_replicas: int, *arguments: Any) -> Any:
     from ray.serve.config import RequestRouterConfig
 
-    router = RequestRouterConfig(request_router_class=_TARGET_ROUTER)  # type: ignore[arg-type]
+    router = RequestRouterConfig(request_router_class=_REQUEST_ROUTER)  # type: ignore[arg-type]
     options = {"num_replicas": num_replicas, "request_router_config": router}
     return _deployment(name, replica_class, **options).bind(*arguments)
 

@@ -205,7 +205,7 @@ class LimitsConfig(Section):
     max_reported_logprobs: int = Field(
         default=200_000,
         ge=1,
-        le=1_000_000,  # more would not fit into one reply (replicas.channels.call_wire.MAX_MESSAGE_BYTES)
+        le=1_000_000,  # more would not fit into one reply (replicas.channels.wire.MAX_MESSAGE_BYTES)
         description="Most log-probabilities of prompt tokens that one answer reports, of all prompts and choices",
     )
     min_priority: int = Field(

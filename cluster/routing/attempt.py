@@ -26,7 +26,7 @@ from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.routing_policy import Route
-from replicas.channels.call_wire import MalformedCall, NotSendable, decode_scores
+from replicas.channels.wire import MalformedMessage, NotSendable, decode_scores
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -167,7 +167,7 @@ class Attempt:
         for part in parts:
             try:
                 positions = decode_scores(part)
-            except MalformedCall as error:
+            except MalformedMessage as error:
                 raise self._failed(CallStatus.ERROR, str(error)) from error
             self._leg.take_prompt(PromptLogprobs(self._request.request_id, start, positions))
             start += len(positions)

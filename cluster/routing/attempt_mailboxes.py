@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.routing.call_mailbox import Admitted, ChannelLost, Mailbox
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.channels.token_receiver import TokenReceiver
-from replicas.messages import ChannelAddress, Frame
+from replicas.channels.token_receiver import BYTES_PER_TURN, TokenReceiver
+from replicas.channels.wire import decode_frame
+from replicas.messages import ChannelAddress, Frame, ReplayCall
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class FrameIntake:
         logger.warning("frames missing", extra={"event": "frame_gap", "replica": replica_id, "from_seq": from_seq})
         try:
             async with asyncio.timeout(self._replay_timeout_s):
-                frames: list[Frame] = await self._decode.call(replica_id, "replay", self._router_id, from_seq)
+                reply = await self._decode.submit(replica_id, ReplayCall(self._router_id, from_seq))
+            frames = await _decoded(reply.frames)
             if not any(frame.epoch == epoch and frame.seq == from_seq for frame in frames):
                 raise LookupError("the replay does not begin there")
             self.receiver.deliver_replayed(frames)
@@ -122,3 +124,16 @@ class FrameIntake:
             logger.warning("frames lost", extra=extra)
             self._mailboxes.lose(replica_id, "tokens were lost on their way from decode")
             self.receiver.skip_gap(replica_id, epoch)
+
+
+async def _decoded(payloads: Sequence[bytes]) -> list[Frame]:
+    """As many at a time as when they are received: others are served in between. Raises MalformedMessage."""
+    frames: list[Frame] = []
+    num_bytes = 0
+    for payload in payloads:
+        frames.append(decode_frame(payload))
+        num_bytes += len(payload)
+        if num_bytes >= BYTES_PER_TURN:
+            num_bytes = 0
+            await asyncio.sleep(0)
+    return frames

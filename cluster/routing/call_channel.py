@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import zmq
 
-from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress
+from replicas.channels.wire import MAX_MESSAGE_BYTES
+from replicas.messages import CallAddress
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
+from replicas.messages import ForgetPeerCall
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class DeadReplicas:
     async def _tell(self, pool: PoolClient, replica_id: str, agent_name: str) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await pool.call(replica_id, "forget_peer", agent_name)
+                await pool.submit(replica_id, ForgetPeerCall(agent_name))
         except Exception as error:  # its leases and waits expire by themselves, only later
             extra = {"event": "forget_failed", "replica": replica_id, "reason": repr(error)}
             logger.warning("forget_peer failed", extra=extra)

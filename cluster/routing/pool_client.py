@@ -5,26 +5,43 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from itertools import count
+from types import NoneType
+from typing import Any
 
 import zmq
 
+from cluster.routing import replica_registry
+from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
-from replicas.channels.call_wire import CallAddress, Decoder, encode
-from replicas.messages import GenerateCall, GenerateReply, PrefillCall, PrefillReply
+from replicas.channels.wire import Decoder, encode
+from replicas.messages import (
+    Call,
+    CallAddress,
+    ForgetPeerCall,
+    GenerateCall,
+    GenerateReply,
+    PrefillCall,
+    PrefillReply,
+    Pulse,
+    PulseCall,
+    ReplayCall,
+    ReplayReply,
+    ReplyT,
+)
 
-# All that is sent are importable classes: plain pickle, not Serve's default, which also takes code along.
-_BY_VALUE: dict[str, Any] = {
-    "_by_reference": False,
-    "request_serialization": "pickle",
-    "response_serialization": "pickle",
-}
-_ASK_RAY_S = 1.0
 _MAX_SOCKETS = 65_536  # three a channel
-_REPLIES: dict[type, Decoder[Any]] = {GenerateCall: Decoder(GenerateReply), PrefillCall: Decoder(PrefillReply)}
+_REPLIES: dict[type, Decoder[Any]] = {
+    GenerateCall: Decoder(GenerateReply),
+    PrefillCall: Decoder(PrefillReply),
+    PulseCall: Decoder(Pulse),
+    ReplayCall: Decoder(ReplayReply),
+    ForgetPeerCall: Decoder(NoneType),
+}
 
 
 class ReplicaLost(Exception):
@@ -52,124 +69,79 @@ class PoolClient(ABC):
     def replicas(self) -> ReplicaTable:
         """Replica id -> published metadata, of the replicas that take work now."""
 
-    @overload
-    async def submit(self, replica_id: str, call: GenerateCall) -> GenerateReply: ...
-
-    @overload
-    async def submit(self, replica_id: str, call: PrefillCall) -> PrefillReply: ...
-
     @abstractmethod
-    async def submit(self, replica_id: str, call: GenerateCall | PrefillCall) -> GenerateReply | PrefillReply:
-        """A request's part at this replica, for as long as it takes. Cancelling this ends it there.
+    async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:
+        """A call to this replica, for as long as it takes. Cancelling this ends it there.
 
         Raises ReplicaLost; CallFailed when something broke at the replica; NotSendable.
-        """
-
-    @abstractmethod
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        """Anything else. The method's result. Cancelling this cancels the method at the replica.
-
-        Raises ReplicaLost, also when somebody else cancelled it there; and whatever the method raised.
         """
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """No calls any more. On the event loop that made them; those that are open fail."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """To one replica. It stays while the replica leaves, when Serve tells of it no more."""
+
+    channel: CallChannel
+    actor_name: str
+
+
 class ServePool(PoolClient):
-    """A pool behind a Serve handle whose deployment routes by `TargetRouter`.
+    """A pool that Ray Serve tells of (`registry_feed`): a channel of our own to each replica."""
 
-    Requests go by a channel of our own to each replica, which Serve tells of. All else are Serve calls, by its own gRPC
-    in every mode, not as Ray actor calls: the same path everywhere, at half the cost. What they send and answer is
-    bounded by RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH.
-    """
-
-    def __init__(self, handle: Any, deployment: str) -> None:
-        self._handle = handle
-        self._deployment = deployment
+    def __init__(self, deployment: str, has_died: Callable[[str], Coroutine[Any, Any, bool]] = has_died) -> None:
+        """has_died: whether the actor of this name has, as far as is known."""
+        self._deployment, self._has_died = deployment, has_died
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self._channels: dict[str, CallChannel] = {}
+        self._links: dict[str, _Link] = {}
         self._asked: dict[str, asyncio.Task[bool]] = {}
+        self._ids = count()
 
     def replicas(self) -> ReplicaTable:
-        from cluster.routing import replica_registry
-
         return replica_registry.REGISTRY.replicas(self._deployment)
 
-    async def submit(self, replica_id: str, call: Any) -> Any:
+    async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:
         payload = encode(call)
+        call_id = call.request.request_id if isinstance(call, GenerateCall | PrefillCall) else str(next(self._ids))
+        link = self._links.get(replica_id)
+        actor_name = link.actor_name if link is not None else self._metadata(replica_id)["actor"]
         try:
-            channel = self._channels.get(replica_id) or self._open(replica_id)
-            reply = await channel.call(call.request.request_id, payload)
+            channel = link.channel if link is not None else self._open(replica_id)
+            reply: ReplyT = _REPLIES[type(call)](await channel.call(call_id, payload))
         except ChannelBroken as error:
-            is_dead = await self._found_dead(replica_id, error)
+            is_dead = await self._found_dead(actor_name)
             raise ReplicaLost(replica_id, str(error), is_dead, is_unreachable=True) from error
-        return _REPLIES[type(call)](reply)
+        return reply
 
-    def _open(self, replica_id: str) -> CallChannel:
+    def close(self) -> None:
+        for link in self._links.values():
+            link.channel.close()
+        self._links.clear()
+        self._context.term()
+
+    def _metadata(self, replica_id: str) -> Mapping[str, Any]:
         metadata = self.replicas().get(replica_id)
         if metadata is None:
             raise ReplicaLost(replica_id, "is not in its pool", is_dead=False, has_left=True)
+        return metadata
+
+    def _open(self, replica_id: str) -> CallChannel:
+        metadata = self._metadata(replica_id)
         channel = CallChannel(self._context, CallAddress(**metadata["calls"]), partial(self._forget, replica_id))
-        self._channels[replica_id] = channel
+        self._links[replica_id] = _Link(channel, metadata["actor"])
         return channel
 
     def _forget(self, replica_id: str) -> None:
         """Its channel is broken: the next call opens another."""
-        del self._channels[replica_id]
+        del self._links[replica_id]
 
-    def close(self) -> None:
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
-        self._context.term()
-
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        from ray.exceptions import RayActorError
-
-        try:
-            return await self._call(replica_id, method, *arguments, **_BY_VALUE)
-        except ReplicaGone as error:
-            raise ReplicaLost(replica_id, str(error), is_dead=False, has_left=True) from error
-        except (RayActorError, ReplicaDied, ReplicaUnreachable) as error:
-            is_dead = await self._found_dead(replica_id, error)
-            raise ReplicaLost(replica_id, type(error).__name__, is_dead, is_unreachable=True) from error
-
-    async def _call(self, replica_id: str, method: str, *arguments: Any, **options: Any) -> Any:
-        response = self._handle.options(session_id=replica_id, method_name=method, **options).remote(*arguments)
-        try:
-            return await response
-        except asyncio.CancelledError:
-            response.cancel()
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Serve's word for a method that was cancelled at the replica. Passed on, it would end our own task.
-            raise ReplicaLost(replica_id, "the call was cancelled there", is_dead=False) from None
-
-    async def _found_dead(self, replica_id: str, error: Exception) -> bool:
-        """As `_is_dead`, asked once for all calls that were lost together."""
-        if (task := self._asked.get(replica_id)) is None:
-            task = asyncio.create_task(self._is_dead(replica_id, error), context=contextvars.Context())
-            self._asked[replica_id] = task
-            task.add_done_callback(lambda _: self._asked.pop(replica_id))
+    async def _found_dead(self, actor_name: str) -> bool:
+        """As `has_died`, asked once for all calls that were lost together."""
+        if (task := self._asked.get(actor_name)) is None:
+            task = asyncio.create_task(self._has_died(actor_name), context=contextvars.Context())
+            self._asked[actor_name] = task
+            task.add_done_callback(lambda _: self._asked.pop(actor_name))
         return await asyncio.shield(task)
-
-    async def _is_dead(self, replica_id: str, error: Exception) -> bool:
-        """Whether the process of a replica that a call did not reach, or lost, has ended. A broken connection does not
-        tell; Ray does, asked by an actor call. Waits for a moment at most; in doubt it has not: one that leaves is not
-        in its pool, and still ends what it has begun, perhaps for others.
-        """
-        from ray.exceptions import ActorDiedError
-
-        if isinstance(error, ActorDiedError | ReplicaDied):
-            return True
-        try:
-            async with asyncio.timeout(_ASK_RAY_S):
-                await self._call(replica_id, "pulse", _by_reference=True)
-        except (ActorDiedError, ReplicaDied):
-            return True
-        except Exception:  # nobody knows, or not in time
-            return False
-        return False

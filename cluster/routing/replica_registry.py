@@ -1,6 +1,6 @@
 """Which replicas each pool has now, with the metadata they published. Fed by Ray Serve, read by the router.
 
-The one module global of the project: Ray builds `TargetRouter` itself, by value and in every process that
+The one module global of the project: Ray builds `RegistryFeed` itself, by value and in every process that
 holds a handle, so what it learns must land where both it and our router can reach it by import.
 """
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pulse_table import PulseRules, PulseTable
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.messages import CallStatus, EngineLoad, Pulse
+from replicas.messages import Call, CallStatus, EngineLoad, GenerateReply, PrefillReply, PulseCall, ReplyT
 
 logger = logging.getLogger(__name__)
 
@@ -92,19 +92,15 @@ class WatchedPool(PoolClient):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def submit(self, replica_id: str, call: Any) -> Any:
+    async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:
         """As of the pool; raises ReplicaLost too when the replica freezes meanwhile, or says that it is leaving."""
         reply = await self._while_it_answers(replica_id, self._pool.submit(replica_id, call))
-        if reply.status is CallStatus.LEAVING:
+        if isinstance(reply, GenerateReply | PrefillReply) and reply.status is CallStatus.LEAVING:
             # Its own word, and for good. One that is off the table may be back: Serve reconfigures it for a moment.
             if replica_id in self._pool.replicas():
                 self._lose(replica_id, Loss.LEAVING)
             raise ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
         return reply
-
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        """As of the pool; raises ReplicaLost too when the replica freezes meanwhile."""
-        return await self._while_it_answers(replica_id, self._pool.call(replica_id, method, *arguments))
 
     async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
         try:
@@ -181,7 +177,7 @@ class WatchedPool(PoolClient):
     async def _ask(self, replica_id: str) -> None:
         try:
             async with asyncio.timeout(self._rules.frozen_after_s):
-                pulse: Pulse = await self._pool.call(replica_id, "pulse")
+                pulse = await self._pool.submit(replica_id, PulseCall())
         except Exception as error:  # its silence goes on, and tells
             extra = {"event": "pulse_failed", "replica": replica_id, "reason": repr(error)}
             logger.info("no pulse", extra=extra)

@@ -24,8 +24,9 @@ from typing import Generic, TypeVar
 
 import zmq
 
-from replicas.channels.call_wire import MAX_MESSAGE_BYTES, CallAddress, Decoder, MalformedCall, encode
 from replicas.channels.listening import bind_free_port
+from replicas.channels.wire import MAX_MESSAGE_BYTES, Decoder, MalformedMessage, encode
+from replicas.messages import CallAddress
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +45,14 @@ _MAX_FAILURES = 3  # turns in a row: then going on would be to go round for ever
 
 
 class CallServer(Generic[CallT, ReplyT]):
-    """start, cancel: of the engine; called on this server's thread, so they must not block. The future that `start`
-    returns may be done on any thread. When a router has gone, its calls are cancelled."""
+    """start, cancel: called on this server's thread, so they must not block. What `start` returns is the reply, or its
+    future, which may be done on any thread. When a router has gone, its calls are cancelled."""
 
     def __init__(
         self,
         host: str,
         decode: Decoder[CallT],
-        start: Callable[[CallT], Future[ReplyT]],
+        start: Callable[[CallT], ReplyT | Future[ReplyT]],
         cancel: Callable[[str], None],
     ) -> None:
         """host: this host's address as routers know it; the port is a free one. Raises zmq.ZMQError when it can't be
@@ -86,7 +87,7 @@ class CallServer(Generic[CallT, ReplyT]):
 
     @property
     def num_open(self) -> int:
-        """Calls without a reply. Any thread; one that has just come may not count yet."""
+        """Calls whose reply is still to come. Any thread; one that has just come may not count yet."""
         return sum(len(ids) for ids in list(self._open.values()))
 
     def start(self) -> None:
@@ -182,17 +183,20 @@ class CallServer(Generic[CallT, ReplyT]):
             self._cancel(request_id.decode("ascii", "replace"))
             return
         try:
-            future = self._start(self._decode(payload))
-        except MalformedCall as error:
+            reply = self._start(self._decode(payload))
+            if not isinstance(reply, Future):
+                self._send(router, request_id, encode(reply))
+                return
+        except MalformedMessage as error:
             logger.warning("dropped a malformed call: %s", error, extra={"event": "malformed_call"})
-            self._send(router, request_id, b"", b"MalformedCall")
+            self._send(router, request_id, b"", b"MalformedMessage")
             return
         except Exception as error:
             logger.exception("a call failed at once", extra={"event": "call_failed"})
             self._send(router, request_id, b"", type(error).__name__.encode())
             return
         self._open[router].add(request_id)
-        future.add_done_callback(partial(self._on_done, router, request_id))
+        reply.add_done_callback(partial(self._on_done, router, request_id))
 
     def _on_done(self, router: bytes, request_id: bytes, future: Future[ReplyT]) -> None:
         """Any thread."""
@@ -214,8 +218,6 @@ class CallServer(Generic[CallT, ReplyT]):
         while not self._done.empty():
             router, request_id, future = self._done.get_nowait()
             self._close(router, request_id)
-            if future.cancelled():
-                continue
             try:
                 parts = [encode(future.result())]
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -62,9 +63,16 @@ class FrameRing:
         self.num_unsent_bytes -= len(frame.payload)
         self._drop()
 
-    def payloads(self, from_seq: int) -> list[bytes]:
-        """All from from_seq on, which is from oldest_seq to next_seq."""
-        return [frame.payload for frame in list(self._kept)[from_seq - self.oldest_seq :]]
+    def payloads(self, from_seq: int, max_bytes: int) -> list[bytes]:
+        """Those from from_seq on, which is from oldest_seq to next_seq, until they are more than max_bytes."""
+        payloads: list[bytes] = []
+        num_bytes = 0
+        for frame in islice(self._kept, from_seq - self.oldest_seq, None):
+            payloads.append(frame.payload)
+            num_bytes += len(frame.payload)
+            if num_bytes > max_bytes:
+                break
+        return payloads
 
     def _drop(self) -> None:
         """Never the newest one, however large: there would be nothing to replay."""

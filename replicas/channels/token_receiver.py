@@ -14,13 +14,12 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from replicas.channels.listening import bind_free_port
-from replicas.channels.wire import MalformedMessage, decode_frame
+from replicas.channels.wire import MAX_STREAMED_BYTES, MalformedMessage, decode_frame
 from replicas.messages import ChannelAddress, Frame
 
 logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = b"splitserve-tokens"
-MAX_MESSAGE_BYTES = 8 << 20
 # Frames of one replica kept behind a gap. More are dropped: that is one more gap, to be replayed.
 MAX_HELD_FRAMES = 4096
 # Streams that were forgotten and must stay so, as late frames of theirs may still arrive.
@@ -197,7 +196,7 @@ class TokenReceiver:
             socket.zap_domain = ZAP_DOMAIN
             # If the ZAP handler were ever missing, nobody is admitted instead of everybody.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_STREAMED_BYTES)
             self._endpoint = bind_free_port(socket, self._host)
         except BaseException:
             socket.close(linger=0)  # the error may be kept, and the socket with it: it would block the context's end

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from replicas.channels.frame_ring import FrameRing
-from replicas.channels.wire import decode_frame, encode_frame
+from replicas.channels.wire import encode
 from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ SEND_HIGH_WATER_MARK = 64
 MAX_FRAMES_PER_FLUSH = 64
 # How many closed channels' numbering is remembered.
 MAX_CLOSED = 1024
+# Of one replay. The router asks for the next when it finds that something is missing still.
+REPLAY_BYTES = 4 << 20
 HEARTBEAT_MS = 1000
 # A peer whose host vanished without closing the connection is noticed after the stall deadline and this. Not before
 # the deadline: a router that stopped reading does not answer heartbeats either, and on each new connection ZeroMQ
@@ -40,7 +42,7 @@ class FrameGone(Exception):
     """replay() was asked for frames that are no longer, or were never, kept. oldest_seq is what there still is."""
 
     def __init__(self, router_id: str, from_seq: int, oldest_seq: int) -> None:
-        super().__init__(router_id, from_seq, oldest_seq)  # all arguments: it crosses a Serve call
+        super().__init__(router_id, from_seq, oldest_seq)
         self.router_id = router_id
         self.from_seq = from_seq
         self.oldest_seq = oldest_seq
@@ -143,7 +145,7 @@ class TokenSender:
         channel = self._channels[router_id]
         seq = channel.ring.next_seq
         frame = Frame(self._replica_id, self._epoch, seq, load, tuple(admitted), tuple(tokens), tuple(prompts))
-        payload = encode_frame(frame)
+        payload = encode(frame)
         with self._lock:
             channel.ring.keep(payload, is_owed=bool(admitted or tokens or prompts))
         self._flush(channel)
@@ -154,16 +156,16 @@ class TokenSender:
         for channel in self._channels.values():
             self._flush(channel)
 
-    def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        """Every frame for this router from from_seq on. Any thread; may take a tenth of a second. Raises FrameGone."""
+    def replay(self, router_id: str, from_seq: int) -> list[bytes]:
+        """The encoded frames for this router from from_seq on, until they are more than REPLAY_BYTES. Any thread; does
+        not block. Raises FrameGone."""
         with self._lock:
             channel = self._channels.get(router_id)
             if channel is None:
                 raise FrameGone(router_id, from_seq, 0)
             if not channel.ring.oldest_seq <= from_seq <= channel.ring.next_seq:
                 raise FrameGone(router_id, from_seq, channel.ring.oldest_seq)
-            payloads = channel.ring.payloads(from_seq)
-        return [decode_frame(payload) for payload in payloads]
+            return channel.ring.payloads(from_seq, REPLAY_BYTES)
 
     def stalled_routers(self, now_s: float) -> list[str]:
         """Routers whose channel has taken nothing for longer than the deadline while frames waited for it, or for which

@@ -24,7 +24,6 @@ from replicas.messages import (
     CallStatus,
     EngineLoad,
     FinishReason,
-    Frame,
     GenerateCall,
     GenerateReply,
     Handoff,
@@ -78,10 +77,6 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         opened = DecodeOpenCall(call, request)
         self._inbox.put(partial(self._submit, opened))
         return opened.future
-
-    def replay(self, router_id: str, from_seq: int) -> list[Frame]:
-        """Frames a router missed. Any thread. Raises FrameGone when they are no longer kept."""
-        return self.sender.replay(router_id, from_seq)
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from replicas.channels.call_wire import encode_scores
+from replicas.channels.wire import encode_scores
 from replicas.engine.call_table import OpenCall, scheduler_request
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts

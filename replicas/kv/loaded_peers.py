@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from replicas.channels.wire import encode_notification
+from replicas.channels.wire import encode
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable
 from replicas.messages import NoteKind, TransferNote, TransferPeer
 
@@ -65,4 +65,4 @@ class LoadedPeers:
 
 def _greeting(local: TransferPeer, peer: TransferPeer) -> bytes:
     """A note about no transfer, of a kind that is never answered: both halves of the protocol ignore it."""
-    return encode_notification(TransferNote(NoteKind.CONFIRM, "", local.epoch, peer.epoch))
+    return encode(TransferNote(NoteKind.CONFIRM, "", local.epoch, peer.epoch, ""))

@@ -10,10 +10,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from replicas.channels.wire import MalformedMessage, decode_notification, encode_notification
+from msgspec import structs
+
+from replicas.channels.wire import MalformedMessage, decode_notification, encode
 from replicas.kv.error_counts import ErrorCounts
 from replicas.kv.handoff_actions import (
     Action,
@@ -110,7 +112,7 @@ class TransferDriver:
         try:
             self.peers.load(reader)
             if self._digest_blocks is not None:
-                handoff = replace(handoff, digest=self._digest_blocks(handoff.block_ids))
+                handoff = structs.replace(handoff, digest=self._digest_blocks(handoff.block_ids))
             actions = self.source.offer(handoff, reader.agent_name, deadline_s, self._now_s())
         except PeerUnreachable as error:
             self._report("unreachable", f"offer of {transfer_id}: {error}")
@@ -252,14 +254,14 @@ class TransferDriver:
 
     def _send(self, order: SendNote) -> None:
         try:
-            self._transport.notify(order.agent_name, encode_notification(order.message))
+            self._transport.notify(order.agent_name, encode(order.message))
         except PeerUnreachable as error:
             self._report("unreachable", str(error))
 
     def _start_read(self, order: StartRead) -> list[Action]:
         transfer_id, now_s = order.transfer_id, self._now_s()
         try:
-            done = encode_notification(order.done)
+            done = encode(order.done)
             local, remote = order.local_block_ids, order.remote_block_ids
             handle = self._transport.start_read(order.peer, local, remote, done)
         except Exception as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from benchmarks.control_path.stub_engine import StubDecodeEngine, stub_load
-from benchmarks.control_path.stub_replicas import _metadata, _prefill
+from benchmarks.control_path.stub_replicas import _answer, _metadata
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import CallAddress, Decoder
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
+from replicas.channels.wire import Decoder
 from replicas.messages import (
+    CallAddress,
     CallStatus,
     FinishReason,
     Frame,
@@ -47,9 +48,10 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
 
 
 def test_metadata_is_what_the_router_reads() -> None:
-    server = CallServer("127.0.0.1", Decoder(PrefillCall), _prefill, lambda request_id: None)
-    metadata = _metadata("decode-1", "epoch", server)
+    server = CallServer("127.0.0.1", Decoder(PrefillCall), _answer, lambda request_id: None)
+    metadata = _metadata("decode-1", "epoch", server, "actor-1")
     server.stop()
     assert CallAddress(**metadata["calls"]) == server.address
     assert TransferPeer.from_metadata(metadata["peer"]).replica_id == "decode-1"
+    assert metadata["actor"] == "actor-1"
     assert metadata["num_blocks"] > 0

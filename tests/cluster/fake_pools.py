@@ -13,14 +13,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import astuple
+
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.channels.token_sender import FrameGone
-from replicas.channels.wire import encode_frame
+from replicas.channels.wire import encode
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
     FirstToken,
+    ForgetPeerCall,
     Frame,
     GenerateCall,
     GenerateReply,
@@ -28,6 +30,9 @@ from replicas.messages import (
     PrefillCall,
     PrefillReply,
     Pulse,
+    PulseCall,
+    ReplayCall,
+    ReplayReply,
     TokenItem,
 )
 from scheduler.memory_budget import blocks_for_generation
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from replicas.channels.token_receiver import TokenReceiver
 
 BLOCK_SIZE = 4
+_METHODS: dict[type, str] = {PulseCall: "pulse", ReplayCall: "replay", ForgetPeerCall: "forget_peer"}
 
 
 @dataclass(slots=True)
@@ -61,7 +67,7 @@ class _Wire:
     """A ZeroMQ frame, as far as the receiver looks."""
 
     def __init__(self, frame: Frame, key: str) -> None:
-        self.bytes = encode_frame(frame)
+        self.bytes = encode(frame)
         self._key = key
 
     def get(self, _: str) -> str:
@@ -96,9 +102,12 @@ class FakePool(PoolClient):
         return self.members[replica_id]
 
     async def submit(self, replica_id: str, call: Any) -> Any:
-        return await self.call(replica_id, "generate" if isinstance(call, GenerateCall) else "prefill", call)
+        """As the method of a call's own name, with its fields; a request's as one."""
+        if isinstance(call, GenerateCall | PrefillCall):
+            return await self._call(replica_id, "generate" if isinstance(call, GenerateCall) else "prefill", call)
+        return await self._call(replica_id, _METHODS[type(call)], *astuple(call))
 
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
+    async def _call(self, replica_id: str, method: str, *arguments: Any) -> Any:
         self.cluster.seen()
         call = Call(replica_id, method, arguments)
         if method != "pulse":  # asked by the clock, not by what a test does
@@ -234,21 +243,23 @@ class FakeDecode(FakePool):
             del self.cluster.handoffs[request.request_id]
             await replica.send(call.channel)
 
-    async def _replay(self, replica: FakeReplica, router_id: str, from_seq: int) -> list[Frame]:
+    async def _replay(self, replica: FakeReplica, router_id: str, from_seq: int) -> ReplayReply:
         await asyncio.sleep(0)
         if self.cluster.replay == "hang":
             await asyncio.Event().wait()
         if self.cluster.replay == "gone":
-            raise FrameGone(router_id, from_seq, from_seq + 1)
+            return ReplayReply(())
         if self.cluster.replay == "wrong":
             from_seq += 1
-        return replica.rings[router_id][from_seq:]
+        to_seq = from_seq + 2 if self.cluster.replay == "short" else None
+        return ReplayReply(tuple(map(encode, replica.rings[router_id][from_seq:to_seq])))
 
 
 class FakeCluster:
     """Both pools. script: how an attempt goes, asked once for each. on_wire: the frames that arrive when one is sent.
 
-    replay: "ok", or how the call for missing frames fails: "gone", "hang", "wrong".
+    replay: "ok"; "short", two frames of them at a time; or how the call for missing frames fails: "gone", "hang",
+    "wrong".
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class FakeReplica:
                 self.sender.flush()
             return
         ring = self.rings[channel.router_id]
-        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens)
+        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, ())
         ring.append(frame)
         self._on_wire(self, frame)
 

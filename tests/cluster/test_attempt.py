@@ -149,6 +149,19 @@ async def test_lost_frames_are_replayed(lost: set[int]) -> None:
         assert len(rig.cluster.of("replay")) == rig.count("splitserve_retries", stage="frames") >= 1
 
 
+async def test_a_replay_that_is_too_long_comes_in_parts() -> None:
+    spec = spec_of(n=3)
+    async with running_router(FakeCluster()) as rig:
+        rig.cluster.play(Script(token_s=0.002))
+        rig.cluster.replay = "short"
+        rig.cluster.on_wire = lambda frame: () if frame.seq in (1, 2, 3, 4) else (frame,)
+        alive = asyncio.create_task(rig.signs_of_life())
+        assert await rig.tokens(spec) == undisturbed(spec)
+        alive.cancel()
+        assert len(rig.cluster.requests) == 1
+        assert [call.arguments[1] for call in rig.cluster.of("replay")] == [1, 3]
+
+
 @pytest.mark.parametrize("block", [2, 3, 5])
 async def test_frames_arrive_backwards_and_twice(block: int) -> None:
     held: list[Frame] = []

@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 import zmq
+from msgspec import structs
 
 from cluster.routing.call_channel import CallChannel, CallFailed, ChannelBroken
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import (
+from replicas.channels.wire import (
     MAX_MESSAGE_BYTES,
-    CallAddress,
     Decoder,
-    MalformedCall,
+    MalformedMessage,
     NotSendable,
     encode,
     encode_scores,
 )
 from replicas.messages import (
+    CallAddress,
     CallStatus,
     ChannelAddress,
     EngineLoad,
@@ -73,7 +74,7 @@ SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
     "message",
     [
         CALL,
-        replace(CALL, source=None, request=replace(REQUEST, beam=None, stop_token_ids=frozenset())),
+        structs.replace(CALL, source=None, request=replace(REQUEST, beam=None, stop_token_ids=frozenset())),
         PrefillCall(REQUEST, PEER),
         REPLY,
         replace(REPLY, status=CallStatus.KV_LOST, detail="why: ü", num_tokens_sent=()),
@@ -99,13 +100,13 @@ def test_what_is_sent_arrives_as_it_was(message: object) -> None:
         (encode(CALL).replace(b"a1", b"\xc3\x28"), "utf-8"),
         (encode(CALL)[:-1], "truncated"),
         (encode(CALL) + b"\0", "trailing"),
-        (encode(replace(CALL, source="peer")), "source"),  # type: ignore[arg-type]
-        (encode(replace(CALL, request=replace(REQUEST, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
+        (encode(structs.replace(CALL, source="peer")), "source"),  # type: ignore[arg-type]
+        (encode(structs.replace(CALL, request=replace(REQUEST, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
         (encode(CALL).replace(b"\xa5width\x02", b"\xa5width\x00"), "width must be at least 1"),
     ],
 )
 def test_other_bytes_are_refused(payload: bytes, what: str) -> None:
-    with pytest.raises(MalformedCall) as refused:
+    with pytest.raises(MalformedMessage) as refused:
         Decoder(GenerateCall)(payload)
     assert what in str(refused.value)
 
@@ -161,7 +162,7 @@ async def opened(address: CallAddress) -> AsyncIterator[tuple[CallChannel, list[
 
 
 def call_of(request_id: str) -> bytes:
-    return encode(replace(CALL, request=replace(REQUEST, request_id=request_id)))
+    return encode(structs.replace(CALL, request=replace(REQUEST, request_id=request_id)))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -209,20 +210,20 @@ async def test_failures_at_the_replica_are_named_but_not_told(rig: Rig) -> None:
         rig.engine.calls["later"].set_exception(ValueError("the prompt was a secret"))
         with pytest.raises(CallFailed, match=r"^ValueError$"):
             await later
-        with pytest.raises(CallFailed, match=r"^MalformedCall$"):
+        with pytest.raises(CallFailed, match=r"^MalformedMessage$"):
             await channel.call("malformed", b"\x80\x04N.")
         assert not broken
         assert rig.server.num_open == 0
 
 
 async def test_what_cannot_be_sent_costs_no_other_call(rig: Rig) -> None:
-    large = replace(CALL, request=replace(REQUEST, prompt_ids=(1 << 30,) * (MAX_MESSAGE_BYTES // 5)))
+    large = structs.replace(CALL, request=replace(REQUEST, prompt_ids=(1 << 30,) * (MAX_MESSAGE_BYTES // 5)))
     with pytest.raises(NotSendable, match="GenerateCall of 3"):
         encode(large)
     with pytest.raises(NotSendable):
-        encode(replace(CALL, request=replace(REQUEST, client="\ud800")))
+        encode(structs.replace(CALL, request=replace(REQUEST, client="\ud800")))
     with pytest.raises(NotSendable):
-        encode(replace(CALL, request=replace(REQUEST, priority=1 << 64)))
+        encode(structs.replace(CALL, request=replace(REQUEST, priority=1 << 64)))
     async with opened(rig.server.address) as (channel, broken):
         calls = {name: asyncio.ensure_future(channel.call(name, call_of(name))) for name in ("large", "odd", "good")}
         await until(lambda: len(rig.engine.calls) == 3)
@@ -290,7 +291,7 @@ _REPLICA = """
 import sys, time
 from concurrent.futures import Future
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
+from replicas.channels.wire import Decoder
 from replicas.messages import GenerateCall
 server = CallServer("127.0.0.1", Decoder(GenerateCall), lambda call: print("taken", flush=True) or Future(), print)
 server.start()

@@ -11,10 +11,10 @@ import zmq
 
 from cluster.routing.call_channel import CallChannel, ChannelBroken
 from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import CallAddress, Decoder
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
-from replicas.messages import ChannelAddress, GenerateCall
+from replicas.channels.wire import Decoder
+from replicas.messages import CallAddress, ChannelAddress, GenerateCall
 
 KEY = zmq.curve_keypair()[0].decode("ascii")
 HERE = "tcp://127.0.0.1:1"

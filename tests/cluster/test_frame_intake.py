@@ -48,7 +48,7 @@ async def test_a_replica_that_left_is_shut_out_when_it_has_nothing_of_ours() -> 
     mailboxes.close("request")
     intake.admit(_table("c"))
     assert _keys(intake.receiver) == {"key of c"}
-    frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+    frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), (), ())
     intake.receiver.deliver_replayed([frame])
     assert intake.receiver.counts.forgotten == 1
 
@@ -69,7 +69,7 @@ async def test_a_replica_that_comes_back_is_heard_again() -> None:
         deadline_s = asyncio.get_running_loop().time() + 10
         while len(heard) < 2:
             assert asyncio.get_running_loop().time() < deadline_s, "no frame has come"
-            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), (), ())
             sender.flush()
             await asyncio.sleep(0.05)
         intake.admit({})
@@ -77,7 +77,7 @@ async def test_a_replica_that_comes_back_is_heard_again() -> None:
         num_before = len(heard)
         while len(heard) == num_before:
             assert asyncio.get_running_loop().time() < deadline_s, "no frame has come since it is back"
-            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), ())
+            sender.send("r", EngineLoad(0, 0, 0, 1, 1, 0.0), (), (), ())
             sender.flush()
             await asyncio.sleep(0.05)
     finally:

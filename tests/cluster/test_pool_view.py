@@ -1,32 +1,20 @@
-"""What the router knows of the replicas, and the pool behind a Serve handle."""
+"""What the router knows of the replicas."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cluster.routing.call_channel import CallChannel
-from cluster.routing.pool_client import ReplicaLost, ServePool
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
 from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
-from replicas.channels.call_server import CallServer
-from replicas.channels.call_wire import Decoder
 from replicas.messages import (
-    ChannelAddress,
     EngineLoad,
     Frame,
-    GenerateCall,
-    GenerateReply,
-    GenerationRequest,
     TransferPeer,
 )
-from scheduler.sampling_params import SamplingParams
-from tests.cluster.router_rig import until
 
 
 def metadata(replica_id: str) -> dict[str, Any]:
@@ -39,7 +27,7 @@ def load(free: int = 100, queued: int = 0, tokens: int = 0, **more: Any) -> Engi
 
 
 def frame(replica_id: str, of: EngineLoad) -> Frame:
-    return Frame(replica_id, "e", 0, of, (), ())
+    return Frame(replica_id, "e", 0, of, (), (), ())
 
 
 class Pools:
@@ -193,103 +181,3 @@ def test_the_registry_tells_of_replicas_that_have_published_something() -> None:
     only_a = {"a": {"num_blocks": 1}}
     assert heard == [("decode", only_a), ("decode", only_a), ("prefill", {})]
     assert (registry.replicas("decode"), registry.replicas("unheard of")) == (only_a, {})
-
-
-# -- Serve's calls ---------------------------------------------------------------------------------
-
-
-class FakeResponse:
-    """A Serve response that ends with an exception, or never."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error, self.is_cancelled = error, False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if self.error is not None:
-            raise self.error
-        return (yield from asyncio.Event().wait().__await__())
-
-
-class FakeHandle:
-    """A Serve handle: every call gets the one response, an actor call the other if there is one."""
-
-    def __init__(self, response: FakeResponse, by_reference: FakeResponse | None = None) -> None:
-        self.response, self.by_reference = response, by_reference or response
-
-    def options(self, *, _by_reference: bool, **_: str) -> FakeHandle:
-        return FakeHandle(self.by_reference) if _by_reference else self
-
-    def remote(self, *_: object) -> FakeResponse:
-        return self.response
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at import
-async def test_serve_cancels_by_itself_or_for_us() -> None:
-    """A CancelledError that nobody here asked for must not end the task it comes up in."""
-    with pytest.raises(ReplicaLost, match="cancelled there"):
-        await ServePool(FakeHandle(FakeResponse(asyncio.CancelledError())), "decode").call("r", "generate")
-    response = FakeResponse(None)
-    call = asyncio.create_task(ServePool(FakeHandle(response), "decode").call("r", "generate"))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert response.is_cancelled
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_serve_says_who_is_lost() -> None:
-    from ray.exceptions import ActorDiedError, ActorUnavailableError
-
-    from cluster.routing.target_lost import ReplicaDied, ReplicaGone, ReplicaUnreachable
-
-    broken = ActorUnavailableError("m", b"x" * 16)
-    # What the call ended with, and the actor call that asks Ray about it; whether it is dead, has left, is unreachable.
-    cases: list[tuple[BaseException, BaseException | None, tuple[bool, bool, bool]]] = [
-        (ReplicaGone("r"), None, (False, True, False)),
-        (broken, None, (False, False, True)),
-        (broken, ReplicaGone("r"), (False, False, True)),  # it leaves: Serve has taken it off the list
-        (broken, ReplicaDied("r"), (True, False, True)),
-        (broken, ActorDiedError(), (True, False, True)),
-        (broken, asyncio.CancelledError(), (False, False, True)),
-        (ReplicaUnreachable("r"), ReplicaUnreachable("r"), (False, False, True)),
-        (ReplicaUnreachable("r"), ReplicaGone("r"), (False, False, True)),
-        (ReplicaUnreachable("r"), ReplicaDied("r"), (True, False, True)),
-        (ReplicaDied("r"), None, (True, False, True)),
-        (ActorDiedError(), None, (True, False, True)),
-    ]
-    for error, asked, expected in cases:
-        handle = FakeHandle(FakeResponse(error), FakeResponse(asked or error))
-        with pytest.raises(ReplicaLost) as caught:
-            await ServePool(handle, "decode").call("r", "generate")
-        lost = caught.value
-        assert (lost.replica_id, lost.is_dead, lost.has_left, lost.is_unreachable) == ("r", *expected)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("has_died", [False, True])
-async def test_a_connection_to_one_that_leaves_may_break(has_died: bool) -> None:
-    """A replica that drains is off the list, like a dead one. Its leases are others' streams: they must go on."""
-    from cluster.routing.target_lost import ReplicaDied, ReplicaGone
-
-    asked = ReplicaDied("r") if has_died else ReplicaGone("r")
-    pool = ServePool(FakeHandle(FakeResponse(asked)), "decode")
-    engine: dict[str, Future[GenerateReply]] = {}
-
-    def start(call: GenerateCall) -> Future[GenerateReply]:
-        return engine.setdefault(call.request.request_id, Future())
-
-    server = CallServer("127.0.0.1", Decoder(GenerateCall), start, lambda request_id: None)
-    server.start()
-    pool._channels["r"] = CallChannel(pool._context, server.address, lambda: pool._forget("r"))
-    request = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
-    call = asyncio.create_task(pool.submit("r", GenerateCall(request, ChannelAddress("x", "y", "z"), None)))
-    await until(lambda: bool(engine))
-    await asyncio.to_thread(server.stop)
-    with pytest.raises(ReplicaLost) as caught:
-        await call
-    assert (caught.value.is_dead, caught.value.has_left, caught.value.is_unreachable) == (has_died, False, True)
-    pool.close()

@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.api_error import ApiError
 from cluster.routing.generation import ProtocolError
@@ -186,7 +186,9 @@ async def test_a_token_out_of_turn_is_our_bug_and_says_so(n: int) -> None:
 
     def on_wire(frame: Frame) -> Iterable[Frame]:
         is_bad = len(rig.cluster.requests) > 1 and frame.tokens
-        return (replace(frame, tokens=(frame.tokens[0]._replace(index=6), *frame.tokens[1:])) if is_bad else frame,)
+        if not is_bad:
+            return (frame,)
+        return (structs.replace(frame, tokens=(structs.replace(frame.tokens[0], index=6), *frame.tokens[1:])),)
 
     async with running_router(FakeCluster(num_decode=2)) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"))

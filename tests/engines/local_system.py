@@ -18,9 +18,9 @@ from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
-from replicas.channels.call_wire import Decoder, encode
+from replicas.channels.wire import Decoder, encode
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
-from replicas.messages import GenerateCall, Pulse
+from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
 from replicas.settings import EngineSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
@@ -67,6 +67,12 @@ class LocalPool(PoolClient):
     async def submit(self, replica_id: str, call: Any) -> Any:
         """What is sent and answered passes through its bytes."""
         assert replica_id == self._replica_id
+        if isinstance(call, PulseCall):
+            return Pulse(self.built.engine.status.load, 0.0)
+        if isinstance(call, ReplayCall):
+            return ReplayReply(tuple(self.built.engine.sender.replay(call.router_id, call.from_seq)))
+        if isinstance(call, ForgetPeerCall):
+            return self.built.transfers.forget_peer(call.agent_name)
         method = "generate" if isinstance(call, GenerateCall) else "prefill"
         sent = Decoder(type(call))(encode(call))
         try:
@@ -75,15 +81,6 @@ class LocalPool(PoolClient):
             self.built.engine.cancel(call.request.request_id)
             raise
         return Decoder(type(reply))(encode(reply))
-
-    async def call(self, replica_id: str, method: str, *arguments: Any) -> Any:
-        assert replica_id == self._replica_id
-        if method == "pulse":
-            return Pulse(self.built.engine.status.load, 0.0)
-        if method == "replay":
-            return self.built.engine.replay(*arguments)
-        assert method == "forget_peer", method
-        return self.built.transfers.forget_peer(*arguments)
 
 
 @dataclass

@@ -6,6 +6,8 @@ import random
 
 from replicas.channels.frame_ring import FrameRing
 
+ALL = 1 << 30
+
 
 def test_the_ring_is_bounded_by_what_was_sent() -> None:
     ring = FrameRing(first_seq=5, max_frames=3, max_bytes=100)
@@ -18,11 +20,13 @@ def test_the_ring_is_bounded_by_what_was_sent() -> None:
         ring.sent()
     assert not ring.owes_items
     assert (ring.oldest_seq, ring.num_unsent_bytes) == (12, 2)  # the last three: one that was sent, two to come
-    assert ring.payloads(13) == [b"8", b"9"]
+    assert ring.payloads(13, ALL) == [b"8", b"9"]
+    # Until they are more than so many bytes, and never none.
+    assert (ring.payloads(12, 1), ring.payloads(12, 0), ring.payloads(15, 0)) == ([b"7", b"8"], [b"7"], [])
     ring.keep(b"x" * 1000, is_owed=True)  # larger than the bound
     for _ in range(3):
         ring.sent()
-    assert (ring.first_unsent, ring.has_unsent, ring.payloads(ring.oldest_seq)) == (None, False, [b"x" * 1000])
+    assert (ring.first_unsent, ring.has_unsent, ring.payloads(ring.oldest_seq, ALL)) == (None, False, [b"x" * 1000])
 
 
 def test_any_order_of_keeping_and_sending_loses_nothing_that_is_unsent() -> None:
@@ -38,6 +42,6 @@ def test_any_order_of_keeping_and_sending_loses_nothing_that_is_unsent() -> None
             ring.keep(unsent[-1], is_owed=bool(number % 2))
         assert ring.has_unsent == bool(unsent)
         assert ring.num_unsent_bytes == sum(map(len, unsent))
-        assert ring.payloads(ring.next_seq - len(unsent)) == unsent
-        sent = ring.payloads(ring.oldest_seq)[: -len(unsent) or None]
+        assert ring.payloads(ring.next_seq - len(unsent), ALL) == unsent
+        sent = ring.payloads(ring.oldest_seq, ALL)[: -len(unsent) or None]
         assert len(sent) + len(unsent) <= max(4, len(unsent), 1)

@@ -162,7 +162,7 @@ class World:
         match action:
             case "offer":
                 ids = self.ids(self.source_ids, transfer_id)
-                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s)
+                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s, ())
                 self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
             case "cancel":
                 self.reader.cancel(transfer_id)

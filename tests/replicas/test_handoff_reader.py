@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from replicas.kv.handoff_actions import (
     Action,
@@ -24,13 +23,13 @@ from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)
 SOURCE = "prefill-s1"
 PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", 0, 0, "DRAM", num_blocks=10, block_bytes=64)
-HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), lease_s=9.0)
-RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1"))
-DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1"))
+HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), 9.0, ())
+RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1", ""))
+DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1", ""))
 
 
 def note(kind: NoteKind, source_epoch: str = "s1", reader_epoch: str = "r1") -> TransferNote:
-    return TransferNote(kind, "t", source_epoch, reader_epoch)
+    return TransferNote(kind, "t", source_epoch, reader_epoch, "")
 
 
 def waiting(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
@@ -180,12 +179,12 @@ def test_blocks_that_come_too_late_are_released_at_once() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        replace(HANDOFF, fingerprint="other"),
-        replace(HANDOFF, prompt_len=31),
-        replace(HANDOFF, block_ids=(4,)),
-        replace(HANDOFF, block_ids=(4, 10)),
-        replace(HANDOFF, block_ids=(-1, 4)),
-        replace(HANDOFF, digest=None),
+        structs.replace(HANDOFF, fingerprint="other"),
+        structs.replace(HANDOFF, prompt_len=31),
+        structs.replace(HANDOFF, block_ids=(4,)),
+        structs.replace(HANDOFF, block_ids=(4, 10)),
+        structs.replace(HANDOFF, block_ids=(-1, 4)),
+        structs.replace(HANDOFF, digest=None),
     ],
 )
 def test_a_handoff_of_something_else_is_lost_and_dropped(wrong: Handoff) -> None:
@@ -197,9 +196,9 @@ def test_a_handoff_of_something_else_is_lost_and_dropped(wrong: Handoff) -> None
 @pytest.mark.parametrize(
     ("wrong", "agent"),
     [
-        (replace(HANDOFF, transfer_id="other"), SOURCE),
-        (replace(HANDOFF, source_epoch="s0"), "prefill-s0"),
-        (replace(HANDOFF, reader_epoch="r0"), SOURCE),
+        (structs.replace(HANDOFF, transfer_id="other"), SOURCE),
+        (structs.replace(HANDOFF, source_epoch="s0"), "prefill-s0"),
+        (structs.replace(HANDOFF, reader_epoch="r0"), SOURCE),
         (HANDOFF, "stranger"),
     ],
 )

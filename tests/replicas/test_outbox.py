@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from replicas.channels.call_wire import MalformedCall, decode_scores, encode_scores
 from replicas.channels.outbox import NUM_ENTRIES, Outbox, prompt_parts
+from replicas.channels.wire import MalformedMessage, decode_scores, encode_scores
 from replicas.messages import PromptLogprobs, TokenItem, TokenLogprobs
 
 
@@ -58,5 +58,5 @@ def test_scores_in_a_reply_are_parts_that_can_be_decoded_one_by_one() -> None:
     parts = encode_scores(prompt)
     assert len(parts) == 6
     assert tuple(scored for part in parts for scored in decode_scores(part)) == prompt.positions
-    with pytest.raises(MalformedCall):
+    with pytest.raises(MalformedMessage):
         decode_scores(parts[0][:-1])

@@ -16,7 +16,7 @@ import zmq
 from replicas.channels import token_receiver, token_sender
 from replicas.channels.outbox import prompt_parts
 from replicas.channels.token_sender import FrameGone, TokenSender
-from replicas.channels.wire import encode_frame
+from replicas.channels.wire import decode_frame, encode
 from replicas.messages import ChannelAddress, Frame, PromptLogprobs, TokenLogprobs
 from tests.replicas.token_channel_rig import LOAD, items, running_router, running_sender, until
 
@@ -30,7 +30,7 @@ async def test_frames_arrive_in_order_and_whole() -> None:
                 assert sender.send("router", LOAD, (f"admitted-{seq}",), items(seq % 5, seq)) == seq
             await until(lambda: len(router.frames) == 200, sender)
             assert router.frames == [
-                Frame("decode", "e1", seq, LOAD, (f"admitted-{seq}",), items(seq % 5, seq)) for seq in range(200)
+                Frame("decode", "e1", seq, LOAD, (f"admitted-{seq}",), items(seq % 5, seq), ()) for seq in range(200)
             ]
             assert not sender.has_unsent
             assert router.gaps == []
@@ -118,7 +118,7 @@ async def test_a_router_that_never_reads_stalls_only_itself() -> None:
             await until(lambda: sender._channels["deaf"].ring.oldest_seq > 0, sender)
             with pytest.raises(FrameGone):
                 sender.replay("deaf", 0)
-            assert sender.replay("deaf", 1499)[0].seq == 1499
+            assert decode_frame(sender.replay("deaf", 1499)[0]).seq == 1499
             sender.close("deaf")
             assert sender.stalled_routers(time.monotonic()) == []
             with pytest.raises(KeyError):
@@ -135,7 +135,7 @@ async def test_an_absent_router_stalls_and_frames_wait_in_order() -> None:
     assert sender.has_unsent
     assert sender.stalled_routers(104.0) == []
     assert sender.stalled_routers(105.1) == ["absent"]
-    assert [frame.seq for frame in sender.replay("absent", 1)] == [1, 2]
+    assert [decode_frame(frame).seq for frame in sender.replay("absent", 1)] == [1, 2]
     assert not sender.owes_tokens  # its load is all that the router has missed
     sender.send("absent", LOAD, admitted=["request"])
     sender.send("absent", LOAD)
@@ -197,15 +197,15 @@ async def test_a_lost_connection_shows_as_a_gap_and_replay_fills_it() -> None:
             channel = sender._channels["router"]
             token_sender._close(channel, linger_ms=0)
             channel.socket, channel.monitor = sender._connect(channel.address)
-            lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq)) for seq in (1, 2)]
+            lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq), ()) for seq in (1, 2)]
             for frame in lost:
-                channel.ring.keep(encode_frame(frame), is_owed=True)
+                channel.ring.keep(encode(frame), is_owed=True)
                 channel.ring.sent()
             sender.send("router", LOAD)  # a sign of life is enough
             await until(lambda: bool(router.gaps), sender)
             assert router.gaps == [("decode", "e1", 1)]
             replayed = await asyncio.to_thread(sender.replay, "router", 1)
-            router.receiver.deliver_replayed(replayed)
+            router.receiver.deliver_replayed([decode_frame(payload) for payload in replayed])
             assert router.seqs == [0, 1, 2, 3]
             assert router.frames[1:3] == lost
 
@@ -250,7 +250,20 @@ def test_a_router_for_which_too_much_waits_is_stalled() -> None:
         for _ in range(20):
             sender.send("absent", LOAD, (), items(40))
         assert sender.stalled_routers(now_s) == ["absent"]
-        assert sender.replay("absent", 0)[0].tokens == items(10)
+        assert decode_frame(sender.replay("absent", 0)[0]).tokens == items(10)
+
+
+def test_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply to a call takes no more than a part of what may be kept."""
+    monkeypatch.setattr(token_sender, "REPLAY_BYTES", 1000)
+    with running_sender() as sender:
+        sender.open(ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode()))
+        for seq in range(40):
+            sender.send("absent", LOAD, (), items(2, seq))
+        payloads = sender.replay("absent", 3)
+        assert [decode_frame(payload).seq for payload in payloads] == list(range(3, 3 + len(payloads)))
+        assert sum(map(len, payloads[:-1])) <= 1000 < sum(map(len, payloads))
+        assert len(sender.replay("absent", 39)) == 1
 
 
 async def test_an_address_that_cannot_be_used_leaves_the_channel_that_there_is() -> None:
@@ -318,7 +331,7 @@ async def test_large_frames_leave_the_event_loop_its_turn() -> None:
     """Frames that cost as much as one may: a turn takes two of them, not as many as there are."""
     top = tuple((token_id, -1.0) for token_id in range(20))
     (part,) = prompt_parts(PromptLogprobs("r", 0, tuple(TokenLogprobs(-0.5, top) for _ in range(195))))
-    size = len(encode_frame(Frame("decode", "e1", 0, LOAD, (), (), (part,))))
+    size = len(encode(Frame("decode", "e1", 0, LOAD, (), (), (part,))))
     assert token_receiver.BYTES_PER_TURN / 4 < size < token_receiver.BYTES_PER_TURN
     turns_of: list[int] = []  # the turn of the loop in which each frame came
     turn = 0

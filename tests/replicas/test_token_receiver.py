@@ -12,7 +12,7 @@ import zmq
 
 from replicas.channels import token_receiver
 from replicas.channels.token_receiver import TokenReceiver
-from replicas.channels.wire import encode_frame
+from replicas.channels.wire import encode
 from replicas.messages import ChannelAddress, Frame
 from tests.replicas.token_channel_rig import Router, frame_of, raw_push, raw_sender, running_router, until
 
@@ -21,15 +21,15 @@ async def test_gap_is_reported_once_and_filled_by_replay() -> None:
     async with running_router() as router:
         with raw_sender(router) as send:
             for seq in (0, 1, 4, 5, 4, 6):
-                send(encode_frame(frame_of(seq)))
+                send(encode(frame_of(seq)))
             await until(lambda: router.receiver.counts.held == 3)
             assert router.seqs == [0, 1]
             assert router.gaps == [("decode", "e1", 2)]
             router.receiver.deliver_replayed(frame_of(seq) for seq in (2, 3, 4, 5, 6))
             assert router.seqs == list(range(7))
-            send(encode_frame(frame_of(7)))
-            send(encode_frame(frame_of(3)))
-            send(encode_frame(frame_of(8)))
+            send(encode(frame_of(7)))
+            send(encode(frame_of(3)))
+            send(encode(frame_of(8)))
             await until(lambda: len(router.frames) == 9)
             assert router.seqs == list(range(9))
             assert router.gaps == [("decode", "e1", 2)]
@@ -41,7 +41,7 @@ async def test_gap_is_reported_once_and_filled_by_replay() -> None:
 async def test_a_first_frame_that_is_not_number_0_is_a_gap() -> None:
     async with running_router() as router:
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(3)))
+            send(encode(frame_of(3)))
             await until(lambda: bool(router.gaps))
             assert router.gaps == [("decode", "e1", 0)]
             router.receiver.deliver_replayed([frame_of(0), frame_of(1), frame_of(2)])
@@ -52,7 +52,7 @@ async def test_a_second_gap_is_reported_when_the_first_is_filled_and_can_be_skip
     async with running_router() as router:
         with raw_sender(router) as send:
             for seq in (0, 2, 4, 5):
-                send(encode_frame(frame_of(seq)))
+                send(encode(frame_of(seq)))
             await until(lambda: router.receiver.counts.held == 3)
             assert router.gaps == [("decode", "e1", 1)]
             router.receiver.deliver_replayed([frame_of(1)])
@@ -60,7 +60,7 @@ async def test_a_second_gap_is_reported_when_the_first_is_filled_and_can_be_skip
             assert router.gaps == [("decode", "e1", 1), ("decode", "e1", 3)]
             router.receiver.skip_gap("decode", "e1")
             assert router.seqs == [0, 1, 2, 4, 5]
-            send(encode_frame(frame_of(6)))
+            send(encode(frame_of(6)))
             await until(lambda: router.seqs[-1] == 6)
             router.receiver.skip_gap("decode", "e1")  # nothing to skip
             assert len(router.gaps) == 2
@@ -71,11 +71,11 @@ async def test_frames_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     async with running_router() as router:
         with raw_sender(router) as send:
             for seq in range(1, 7):
-                send(encode_frame(frame_of(seq)))
+                send(encode(frame_of(seq)))
             await until(lambda: router.receiver.counts.overflowed == 3)
             router.receiver.deliver_replayed([frame_of(0)])
             assert router.seqs == [0, 1, 2, 3]
-            send(encode_frame(frame_of(7)))
+            send(encode(frame_of(7)))
             await until(lambda: len(router.gaps) == 2)
             router.receiver.deliver_replayed(frame_of(seq) for seq in range(4, 8))
             assert router.seqs == list(range(8))
@@ -84,13 +84,13 @@ async def test_frames_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 async def test_epochs_are_separate_and_a_forgotten_one_stays_so() -> None:
     async with running_router() as router:
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0, epoch="e1")))
-            send(encode_frame(frame_of(0, epoch="e2")))
-            send(encode_frame(frame_of(2, epoch="e1")))
+            send(encode(frame_of(0, epoch="e1")))
+            send(encode(frame_of(0, epoch="e2")))
+            send(encode(frame_of(2, epoch="e1")))
             await until(lambda: len(router.gaps) == 1)
             router.receiver.forget("decode", "e1")
-            send(encode_frame(frame_of(1, epoch="e1")))
-            send(encode_frame(frame_of(1, epoch="e2")))
+            send(encode(frame_of(1, epoch="e1")))
+            send(encode(frame_of(1, epoch="e2")))
             await until(lambda: len(router.frames) == 3)
             assert [(frame.epoch, frame.seq) for frame in router.frames] == [("e1", 0), ("e2", 0), ("e2", 1)]
             router.receiver.deliver_replayed([frame_of(1, epoch="e1")])
@@ -101,16 +101,16 @@ async def test_epochs_are_separate_and_a_forgotten_one_stays_so() -> None:
 async def test_one_that_comes_back_is_heard_from_where_it_is() -> None:
     async with running_router() as router:
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0, epoch="e1")))
+            send(encode(frame_of(0, epoch="e1")))
             await until(lambda: len(router.frames) == 1)
             router.receiver.forget("decode", "e1")
-            send(encode_frame(frame_of(1, epoch="e1")))
+            send(encode(frame_of(1, epoch="e1")))
             await until(lambda: router.receiver.counts.forgotten == 1)
             router.receiver.resume("decode", "e1")
             router.receiver.resume("decode", "e2")  # was never forgotten: it begins at its beginning
             for seq in (2, 3):
-                send(encode_frame(frame_of(seq, epoch="e1")))
-            send(encode_frame(frame_of(1, epoch="e2")))
+                send(encode(frame_of(seq, epoch="e1")))
+            send(encode(frame_of(1, epoch="e2")))
             await until(lambda: len(router.gaps) == 1)
             assert [(frame.epoch, frame.seq) for frame in router.frames] == [("e1", 0), ("e1", 2), ("e1", 3)]
             assert router.gaps == [("decode", "e2", 0)]
@@ -130,7 +130,7 @@ async def test_a_callback_may_forget_and_may_fail() -> None:
     await router.receiver.start()
     with raw_sender(router) as send:
         for seq in (0, 1, 2, 4, 3, 5):
-            send(encode_frame(frame_of(seq)))
+            send(encode(frame_of(seq)))
         await until(lambda: router.receiver.counts.forgotten == 1)
     assert router.seqs == [0, 1, 2, 3]
     assert router.receiver.counts.callback_errors == 1
@@ -147,7 +147,7 @@ async def test_plaintext_and_wrong_server_key_are_refused() -> None:
         with raw_push(address, None) as plain, raw_push(impostor, keys) as mistaken:
             for socket in (plain, mistaken):
                 with suppress(zmq.Again):  # ZeroMQ may have given up on the refused connection by now
-                    socket.send(encode_frame(frame_of(0)), zmq.NOBLOCK)
+                    socket.send(encode(frame_of(0)), zmq.NOBLOCK)
             with pytest.raises(AssertionError, match="not in time"):
                 await until(lambda: bool(router.frames), within_s=0.7)
             assert router.receiver.counts == token_receiver.ReceiverCounts()
@@ -156,18 +156,18 @@ async def test_plaintext_and_wrong_server_key_are_refused() -> None:
 async def test_a_replica_cannot_speak_for_another() -> None:
     async with running_router() as router:
         with raw_sender(router) as send, raw_sender(router) as send_other:
-            send(encode_frame(frame_of(0)))
+            send(encode(frame_of(0)))
             await until(lambda: router.seqs == [0])
-            send_other(encode_frame(frame_of(1)))
+            send_other(encode(frame_of(1)))
             await until(lambda: router.receiver.counts.unauthorized == 1)
-            send(encode_frame(frame_of(1)))
+            send(encode(frame_of(1)))
             await until(lambda: router.seqs == [0, 1])
 
 
 async def test_malformed_bytes_are_counted_and_dropped() -> None:
     async with running_router() as router:
         with raw_sender(router) as send:
-            whole = encode_frame(frame_of(0))
+            whole = encode(frame_of(0))
             bad = [
                 b"",
                 b"\x00",
@@ -190,7 +190,7 @@ async def test_several_parts_are_malformed() -> None:
         keys = zmq.curve_keypair()
         router.receiver.allow(keys[0].decode())
         with raw_push(router.receiver.address, keys) as socket:
-            socket.send_multipart([encode_frame(frame_of(0)), b"more"])
+            socket.send_multipart([encode(frame_of(0)), b"more"])
             await until(lambda: router.receiver.counts.malformed == 1)
 
 
@@ -214,7 +214,7 @@ async def test_a_wake_up_without_a_message_does_not_end_reception(monkeypatch: p
     socket = FaultySocket(monkeypatch, zmq.Again(), 3)
     async with running_router() as router:
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0)))
+            send(encode(frame_of(0)))
             await until(lambda: router.seqs == [0])
     assert socket.num_raised == 3
 
@@ -227,7 +227,7 @@ async def test_a_broken_socket_is_no_longer_alive(
     async with running_router() as router:
         assert router.receiver.is_alive
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0)))
+            send(encode(frame_of(0)))
             await until(lambda: not router.receiver.is_alive)
     assert (socket.num_raised, router.frames) == (1, [])
     assert "reception has ended" in caplog.text
@@ -238,10 +238,10 @@ async def test_frames_beyond_one_turn_come_without_another_wake_up(monkeypatch: 
     monkeypatch.setattr(token_receiver, "FRAMES_PER_TURN", 5)
     async with running_router() as router:
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0)))
+            send(encode(frame_of(0)))
             await until(lambda: router.seqs == [0])
             for seq in range(1, 101):
-                send(encode_frame(frame_of(seq)))
+                send(encode(frame_of(seq)))
             time.sleep(0.3)  # all of it arrives while the event loop looks elsewhere
             seen = set()
             while len(router.frames) < 101:
@@ -264,7 +264,7 @@ async def test_a_frame_that_cannot_be_handled_is_one_frames_matter(monkeypatch: 
     async with running_router() as router:
         with raw_sender(router) as send:
             for seq in range(3):
-                send(encode_frame(frame_of(seq)))
+                send(encode(frame_of(seq)))
             await until(lambda: bool(router.gaps))
             assert router.receiver.is_alive
             assert router.receiver.counts.callback_errors == 1
@@ -282,7 +282,7 @@ async def test_a_receiver_that_lets_nobody_in_any_more_is_not_alive(monkeypatch:
 
         monkeypatch.setattr(router.receiver._allowed, "callback", failing)
         with raw_sender(router) as send:
-            send(encode_frame(frame_of(0)))
+            send(encode(frame_of(0)))
             await until(lambda: not router.receiver.is_alive)
         assert other.receiver.is_alive
         assert router.frames == []

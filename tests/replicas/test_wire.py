@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import asdict
 from typing import Any
 
 import msgpack
@@ -11,15 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.channels.wire import (
-    WIRE_VERSION,
-    MalformedMessage,
-    decode_frame,
-    decode_notification,
-    encode_frame,
-    encode_notification,
-)
+from replicas.channels.wire import MalformedMessage, decode_frame, decode_notification, decode_scores, encode
 from replicas.messages import (
+    WIRE_VERSION,
     EngineLoad,
     FinishReason,
     FirstToken,
@@ -84,28 +79,29 @@ FRAME = Frame(
     EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9),
     ("r2",),
     (TokenItem("r1", 0, 3, 42, FinishReason.STOP),),
+    (),
 )
 HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0, ((7, -0.5),))
-NOTE = TransferNote(NoteKind.DONE, "t", "s", "r")
+NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")
 
 
 @settings(max_examples=60, deadline=None)
 @given(frames)
 def test_frame_round_trip(frame: Frame) -> None:
-    assert decode_frame(encode_frame(frame)) == frame
+    assert decode_frame(encode(frame)) == frame
 
 
 @settings(max_examples=60, deadline=None)
 @given(handoffs | notes)
 def test_notification_round_trip(message: Handoff | TransferNote) -> None:
-    decoded = decode_notification(encode_notification(message))
+    decoded = decode_notification(encode(message))
     assert decoded == message
     assert type(decoded) is type(message)
 
 
 def test_decoded_enums_are_enums() -> None:
-    assert decode_frame(encode_frame(FRAME)).tokens[0].finish_reason is FinishReason.STOP
-    note = decode_notification(encode_notification(NOTE))
+    assert decode_frame(encode(FRAME)).tokens[0].finish_reason is FinishReason.STOP
+    note = decode_notification(encode(NOTE))
     assert isinstance(note, TransferNote)
     assert note.kind is NoteKind.DONE
 
@@ -120,12 +116,12 @@ def test_random_bytes_are_refused(payload: bytes) -> None:
 
 def test_flipped_bytes_are_refused_or_stay_well_typed() -> None:
     rng = random.Random(5)
-    for message in (encode_frame(FRAME), encode_notification(HANDOFF), encode_notification(NOTE)):
+    for message in (encode(FRAME), encode(HANDOFF), encode(NOTE)):
         refused = 0
         for _ in range(400):
             mutated = bytearray(message)
             mutated[rng.randrange(len(mutated))] = rng.randrange(256)
-            for decode, encode in ((decode_frame, encode_frame), (decode_notification, encode_notification)):
+            for decode in (decode_frame, decode_notification):
                 try:
                     decoded: Any = decode(bytes(mutated))
                 except MalformedMessage:
@@ -136,15 +132,15 @@ def test_flipped_bytes_are_refused_or_stay_well_typed() -> None:
 
 
 def test_a_load_from_more_steps_than_are_known_is_refused() -> None:
-    fields = _fields(encode_frame(FRAME))
-    fields[5][7] = [1] * 5
+    fields = _fields(encode(FRAME))
+    fields[4]["later_free_blocks"] = [1] * 5
     with pytest.raises(MalformedMessage, match="later_free_blocks"):
         decode_frame(msgpack.packb(fields))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, -1])
 def test_truncated_or_extended_is_refused(cut: int) -> None:
-    payload = encode_notification(HANDOFF)
+    payload = encode(HANDOFF)
     with pytest.raises(MalformedMessage):
         decode_notification(payload[:cut])
     with pytest.raises(MalformedMessage):
@@ -160,44 +156,101 @@ def _fields(payload: bytes) -> list[Any]:
 @pytest.mark.parametrize(
     ("index", "value"),
     [
-        (0, WIRE_VERSION + 1),
+        (0, f"handoff-{WIRE_VERSION + 1}"),
         (0, True),
-        (1, 3),  # a note's tag on a handoff
-        (1, 99),
-        (2, 7),
-        (2, b"t"),
-        (2, "x" * 5000),
-        (6, [1, -1]),
-        (6, [1, True]),
-        (6, [1, 2.0]),
-        (6, "12"),
-        (7, 2**63),
-        (7, None),
-        (8, "digest"),
-        (8, b""),
-        (8, b"x" * 65),
-        (9, [[0, 1]]),
-        (9, [[0, 1, "exploded"]]),
-        (9, [[0, 1, []]]),
-        (9, {"choice": 0}),
-        (10, 5),
-        (10, 0.0),
-        (10, -1.0),
-        (10, float("nan")),
-        (10, float("inf")),
+        (0, f"note-{WIRE_VERSION}"),  # a note's tag on a handoff
+        (0, 99),
+        (1, 7),
+        (1, b"t"),
+        (1, "x" * 5000),
+        (5, [1, -1]),
+        (5, [1, True]),
+        (5, [1, 2.0]),
+        (5, "12"),
+        (6, 2**63),
+        (6, None),
+        (7, "digest"),
+        (7, b""),
+        (7, b"x" * 65),
+        (8, [[0, 1, None]]),
+        (8, [{"choice": 0, "token_id": 1}]),
+        (8, [{"choice": 0, "token_id": 1, "finish_reason": "exploded"}]),
+        (8, [{"choice": 0, "token_id": 1, "finish_reason": []}]),
+        (8, [{"choice": 0, "token_id": -1, "finish_reason": None}]),
+        (8, {"choice": 0}),
+        (9, "5"),
+        (9, 0.0),
+        (9, 0),
+        (9, -1.0),
+        (9, float("nan")),
+        (9, float("inf")),
+        (10, [[1]]),
+        (10, [[-1, -0.5]]),
+        (10, [[1, float("nan")]]),
     ],
 )
 def test_every_field_is_checked(index: int, value: object) -> None:
-    fields = _fields(encode_notification(HANDOFF))
+    fields = _fields(encode(HANDOFF))
     fields[index] = value
     with pytest.raises(MalformedMessage):
         decode_notification(msgpack.packb(fields))
 
 
+def test_a_whole_number_of_seconds_is_taken() -> None:
+    fields = _fields(encode(HANDOFF))
+    fields[9] = 5
+    handoff = decode_notification(msgpack.packb(fields))
+    assert repr(handoff) == repr(HANDOFF)
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (3, -1),
+        (4, None),
+        (4, {"num_running": 1}),
+        (4, {**asdict(FRAME.load), "free_blocks": -1}),
+        (4, {**asdict(FRAME.load), "step_s": float("nan")}),
+        (4, {**asdict(FRAME.load), "step_s": -0.1}),
+        (5, [7]),
+        (5, ["x" * 5000]),
+        (6, [["r", 0, 1, 2]]),
+        (6, [["r", 0, 1, 2, None, None, None]]),
+        (6, [["r", 0, -1, 2, None, None]]),
+        (6, [["r", 0, 1, 2**63, None, None]]),
+        (6, [["r", 0, True, 2, None, None]]),
+        (6, [["x" * 5000, 0, 1, 2, None, None]]),
+        (6, [["r", 0, 1, 2, "exploded", None]]),
+        (6, [["r", 0, 1, 2, None, {"logprob": "-1"}]]),
+        (6, [["r", 0, 1, 2, None, {"logprob": float("nan")}]]),
+        (6, [["r", 0, 1, 2, None, {"logprob": -1.0, "top": [[3, float("-inf")]]}]]),
+        (6, [["r", 0, 1, 2, None, {"logprob": -1.0, "top": [[-3, -1.0]]}]]),
+        (6, [["r", 0, 1, 2, None, {"logprob": -1.0, "top": [[3, -1.0, 0]]}]]),
+        (7, [{"request_id": "r", "start": -1, "positions": []}]),
+        (7, [{"request_id": "r", "start": 0, "positions": [{"logprob": float("inf")}]}]),
+        (7, [{"request_id": "r", "start": 0}]),
+    ],
+)
+def test_every_field_of_a_frame_is_checked(index: int, value: object) -> None:
+    fields = _fields(encode(FRAME))
+    assert decode_frame(msgpack.packb(fields)) == FRAME
+    fields[index] = value
+    with pytest.raises(MalformedMessage):
+        decode_frame(msgpack.packb(fields))
+
+
+def test_scores_in_replies_are_checked_likewise() -> None:
+    good = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
+    assert decode_scores(encode((None, good))) == (None, good)
+    for bad in (TokenLogprobs(float("nan")), TokenLogprobs(-1.0, ((-1, -1.0),)), -1.0):
+        with pytest.raises(MalformedMessage):
+            decode_scores(encode((good, bad)))
+
+
 def test_unknown_kind_extra_field_and_map_are_refused() -> None:
-    fields = _fields(encode_notification(NOTE))
+    fields = _fields(encode(NOTE))
     for bad in (
-        [*fields[:2], "explode", *fields[3:]],
+        [fields[0], "explode", *fields[2:]],
         [*fields, ""],
         fields[:-1],
         {0: fields},
@@ -209,9 +262,9 @@ def test_unknown_kind_extra_field_and_map_are_refused() -> None:
 
 def test_a_frame_is_no_notification_and_back() -> None:
     with pytest.raises(MalformedMessage):
-        decode_notification(encode_frame(FRAME))
+        decode_notification(encode(FRAME))
     with pytest.raises(MalformedMessage):
-        decode_frame(encode_notification(NOTE))
+        decode_frame(encode(NOTE))
 
 
 class _Bomb:
