@@ -34,7 +34,7 @@ from cluster.text.work_lanes import WorkLanes
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
 from replicas.channels.listening import node_address
-from replicas.model_identity import tokenizer_digest
+from replicas.identity_digests import tokenizer_digest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -75,7 +75,7 @@ class Ingress:
         self.started_at = int(time.time())
         self._termination = Termination(config.lifecycle.drain_timeout_s)
         self._termination.watch()
-        self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
+        self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))

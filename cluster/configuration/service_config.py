@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.configuration.autoscaling_config import IngressAutoscalingConfig
-from cluster.configuration.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
+from cluster.configuration.config_section import (
+    Cpus,
+    Host,
+    LocalPath,
+    NodeLabels,
+    OneOf,
+    Port,
+    Seconds,
+    Section,
+    base_dir_of,
+)
+from cluster.routing.policies.policy_table import POLICIES
 
 ServeProxy = Literal["serve", "haproxy"]
 # By the variable that sets each: statistics for people and for Prometheus, Serve's proxy for when there is no ingress.
@@ -124,6 +135,11 @@ class TransferConfig(Section):
 class RoutingConfig(Section):
     """Which replicas a request goes to."""
 
+    policy: Annotated[str, OneOf(POLICIES)] = Field(
+        default="memory_then_queue",
+        description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
+        "that is free there, prefill by the wait for the prompt's end",
+    )
     local_prefill_max_tokens: int = Field(
         default=0,
         ge=0,
