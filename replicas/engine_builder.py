@@ -23,8 +23,8 @@ from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
-from replicas.kv.nixl_transport import NixlTransport
 from replicas.kv.transfer_thread import TransferThread
+from replicas.kv.transport_opener import transport_opener
 from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
@@ -139,6 +139,8 @@ class _Base:
         self.settings = settings
         self.replica_id = replica_id
         self.epoch = uuid.uuid4().hex[:12]
+        # Imported here, on this thread and before anything takes long.
+        self._open_transport = transport_opener(settings.transfer.backend)
         torch.set_num_threads(settings.num_threads)
         device = torch.device(settings.device)
         started_s = time.monotonic()
@@ -189,10 +191,8 @@ class _Base:
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
         digester = BlockDigester.for_pool(pool)
-        # A CPU pool stays on loopback unless the config names devices.
-        devices = settings.net_devices or ("lo" if pool.device.type == "cpu" else None)
         return TransferThread(
-            lambda: NixlTransport(pool, self.replica_id, self.epoch, self.fingerprint, net_devices=devices),
+            lambda: self._open_transport(pool, self.replica_id, self.epoch, self.fingerprint, settings),
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
             digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))

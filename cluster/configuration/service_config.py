@@ -20,6 +20,7 @@ from cluster.configuration.config_section import (
     base_dir_of,
 )
 from cluster.routing.policies.policy_table import POLICIES
+from replicas.kv.transport_table import TRANSPORTS
 
 ServeProxy = Literal["serve", "haproxy"]
 # By the variable that sets each: statistics for people and for Prometheus, Serve's proxy for when there is no ingress.
@@ -111,7 +112,9 @@ class KVConfig(Section):
 class TransferConfig(Section):
     """How a prompt's KV cache gets from a prefill replica to a decode replica."""
 
-    backend: Literal["UCX"] = Field(default="UCX", description="NIXL backend that moves the bytes")
+    backend: Annotated[str, OneOf(TRANSPORTS)] = Field(
+        default="UCX", description="The transport that moves the bytes. UCX: NIXL, with its UCX backend"
+    )
     lease_s: Seconds = Field(
         default=30.0,
         description="How long a prefill replica keeps blocks whose reader is silent; living readers renew it",

@@ -42,7 +42,7 @@ def system(tiny_goldens: TinyGoldens, fault_dir: Path) -> Iterator[LocalSystem]:
 
 def nobody(system: LocalSystem) -> TransferPeer:
     """A reader whose metadata NIXL cannot use."""
-    return replace(system.decode.peer, agent_name="nobody-1", agent_metadata=b"junk")
+    return replace(system.decode.peer, agent_name="nobody-1", address=b"junk")
 
 
 def engine_of(system: LocalSystem) -> PrefillEngine:
