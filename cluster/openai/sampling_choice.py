@@ -35,8 +35,8 @@ def sampling_params(
     """The body's fields by their names, and what others have become. Draws a seed if the body has none, so each call
     gives another. Raises ApiError 400 for unknown token ids, and where no token would ever be left to choose.
     """
-    tokenizer.check_ids(list(body.logit_bias), "logit_bias")
-    tokenizer.check_ids(body.allowed_token_ids, "allowed_token_ids")
+    for name in body.token_id_fields():
+        tokenizer.check_ids(list(getattr(body, name)), name)
     if body.allowed_token_ids:
         forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if body.min_tokens else frozenset())
         if forbidden.issuperset(body.allowed_token_ids):

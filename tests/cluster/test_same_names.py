@@ -168,4 +168,5 @@ def test_every_field_of_a_body_that_says_how_to_choose_arrives_at_the_engine() -
     assert (params.seed, params.bad_words, params.num_logprobs) == (2**64 - 1, ((8,),), 4)
     for name in {*names} - {*odd, "bad_words"}:
         assert getattr(params, name) == values[name] != getattr(neutral, name)
+    assert SamplingFields.token_id_fields() == ("logit_bias", "allowed_token_ids")
     assert Decoder(SamplingParams)(encode(params)) == params
