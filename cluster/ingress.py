@@ -24,18 +24,19 @@ from cluster.monitoring.otel_tracing import open_tracing
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
-from cluster.routing.attempt import AttemptLimits
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.router import Router, RouterLimits
+from cluster.routing.router import Router
+from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
+from cluster.same_names import by_names
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_lanes import WorkLanes
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
 from replicas.channels.listening import node_address
-from replicas.model_identity import tokenizer_digest
+from replicas.identity_digests import tokenizer_digest
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -76,24 +77,25 @@ class Ingress:
         self.started_at = int(time.time())
         self._termination = Termination(config.lifecycle.drain_timeout_s)
         self._termination.watch()
-        self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__)
+        self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
-        self._rules = RoutingRules(
-            has_prefill_pool=prefill is not None,
-            local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
-            fallback_to_decode=config.routing.fallback_to_decode,
-            other_node_penalty=config.routing.other_node_penalty,
-        )
+        self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
             rules=self._rules,
-            limits=_router_limits(config),
+            limits=by_names(
+                RouterLimits,
+                config.ingress,
+                config.kv,
+                config.lifecycle,
+                attempt=by_names(AttemptLimits, config.ingress, config.transfer),
+            ),
             metrics=self.metrics,
             channel_host=channel_host(config),
             tokenizer=digest,
@@ -247,18 +249,6 @@ class Ingress:
             return await asyncio.create_task(call(), context=contextvars.Context())
         except Exception as error:
             return [error]
-
-
-def _router_limits(config: ServingConfig) -> RouterLimits:
-    return RouterLimits(
-        max_queued=config.ingress.max_queued_requests,
-        max_retries=config.ingress.max_retries,
-        block_size=config.kv.block_size,
-        cold_start_s=config.ingress.cold_start_timeout_s,
-        attempt=AttemptLimits(config.ingress.queue_timeout_s, config.transfer.handoff_timeout_s),
-        frozen_after_s=config.lifecycle.frozen_after_s,
-        recovery_s=config.lifecycle.recovery_timeout_s,
-    )
 
 
 def channel_host(config: ServingConfig) -> str:

@@ -11,8 +11,9 @@ from cluster.configuration.config_parts import own_part_here
 from cluster.configuration.pool_config import DecodePoolConfig, PoolConfig
 from cluster.configuration.serving_config import ServingConfig, SharedConfig
 from cluster.ingress import model_source
+from cluster.same_names import by_names
 from cluster.version import VERSION
-from replicas.settings import EngineSettings, ModelSettings, TransferSettings
+from replicas.settings import EngineSettings, ModelSettings
 from scheduler.admission import AdmissionPolicy
 
 
@@ -45,41 +46,18 @@ def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> Engine
     """What a replica of this pool is told. Pure."""
     import ray
 
-    decode = pool if isinstance(pool, DecodePoolConfig) else None
-    return EngineSettings(
+    if isinstance(pool, DecodePoolConfig):
+        decode: dict[str, Any] = {"admission": admission_policy(pool.admission)}
+    else:
+        decode = {"admission": AdmissionPolicy(), "host_memory_bytes": None}
+    return by_names(
+        EngineSettings,
+        config,
+        pool,
         pool=name,
         served_model_name=config.model.name,
-        model=ModelSettings(
-            source=model_source(config),
-            cache_dir=str(config.model.cache_dir),
-            dtype=config.model.dtype,
-            max_model_len=config.model.max_model_len,
-            load_format=config.model.load_format,
-            trust_remote_code=config.model.trust_remote_code,
-        ),
-        transfer=TransferSettings(
-            backend=config.transfer.backend,
-            lease_s=config.transfer.lease_s,
-            verify_digest=config.transfer.verify_digest,
-            net_devices=config.transfer.net_devices,
-        ),
-        device=pool.device,
-        num_threads=pool.num_threads,
-        block_size=config.kv.block_size,
-        kv_capacity_tokens=pool.kv_capacity_tokens,
-        kv_memory_bytes=pool.kv_memory_bytes,
-        kv_memory_fraction=pool.kv_memory_fraction,
-        max_sequences=pool.max_running_sequences,
-        max_step_tokens=pool.max_batch_tokens,
-        lag=pool.lag,
-        admission=admission_policy(decode.admission) if decode else AdmissionPolicy(),
-        host_memory_bytes=decode.host_memory_bytes if decode else None,
-        drain_timeout_s=config.lifecycle.drain_timeout_s,
-        restart_after_s=config.lifecycle.restart_after_s,
-        fault_dir=str(config.testing.fault_dir) if config.testing.fault_dir else None,
-        step_record_dir=str(config.testing.step_record_dir) if config.testing.step_record_dir else None,
+        model=by_names(ModelSettings, config.model, source=model_source(config)),
         version=VERSION,
         ray_version=ray.__version__,
-        log_level=config.logging.level,
-        log_format=config.logging.format,
+        **decode,
     )

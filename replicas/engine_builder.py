@@ -23,8 +23,8 @@ from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
-from replicas.kv.nixl_transport import NixlTransport
 from replicas.kv.transfer_thread import TransferThread
+from replicas.kv.transport_opener import transport_opener
 from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
@@ -139,6 +139,8 @@ class _Base:
         self.settings = settings
         self.replica_id = replica_id
         self.epoch = uuid.uuid4().hex[:12]
+        # Imported here, on this thread and before anything takes long.
+        self._open_transport = transport_opener(settings.transfer.backend)
         torch.set_num_threads(settings.num_threads)
         device = torch.device(settings.device)
         started_s = time.monotonic()
@@ -148,14 +150,14 @@ class _Base:
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
         _progress("weights loaded", started_s, identity=str(loaded.identity))
-        self.layout = loaded.kv_layout(settings.block_size)
+        self.layout = loaded.kv_layout(settings.kv.block_size)
         num_blocks = pool_blocks(settings, self.layout)
         self.pool = KvPool(self.layout, num_blocks, device)
-        _progress("KV pool allocated", started_s, tokens=num_blocks * settings.block_size)
+        _progress("KV pool allocated", started_s, tokens=num_blocks * settings.kv.block_size)
         self.num_host_blocks = host_blocks(settings, self.layout, num_blocks)
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
             self.runner = make_runner(
-                loaded, self.pool, settings.max_sequences, settings.model.max_model_len, self.num_host_blocks
+                loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks
             )
         with naming_failures(type(loaded.model).__name__, "its self-check"):
             self_check(self.runner, loaded)
@@ -166,7 +168,7 @@ class _Base:
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
         self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
-        self.faults = FaultPoints(settings.fault_dir, self.pool.tensor)
+        self.faults = FaultPoints(settings.testing.fault_dir, self.pool.tensor)
         self.metrics = EngineMetrics(
             PoolMetrics(
                 settings.served_model_name,
@@ -177,11 +179,13 @@ class _Base:
                 backend=settings.transfer.backend.lower(),
             )
         )
-        self.limits = PoolLimits(num_blocks, settings.block_size, settings.max_sequences, settings.max_step_tokens)
+        self.limits = PoolLimits(
+            num_blocks, settings.kv.block_size, settings.max_running_sequences, settings.max_batch_tokens
+        )
 
     def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
         settings = self.settings
-        recorder = StepRecorder(settings.step_record_dir, settings.pool)
+        recorder = StepRecorder(settings.testing.step_record_dir, settings.pool)
         return EngineParts(
             scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads, recorder
         )
@@ -189,16 +193,14 @@ class _Base:
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
         digester = BlockDigester.for_pool(pool)
-        # A CPU pool stays on loopback unless the config names devices.
-        devices = settings.net_devices or ("lo" if pool.device.type == "cpu" else None)
         return TransferThread(
-            lambda: NixlTransport(pool, self.replica_id, self.epoch, self.fingerprint, net_devices=devices),
+            lambda: self._open_transport(pool, self.replica_id, self.epoch, self.fingerprint, settings),
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
             digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
             if settings.verify_digest
             else None,
-            faults=self.faults if self.settings.fault_dir else None,
+            faults=self.faults if self.settings.testing.fault_dir else None,
         )
 
     def built(self, engine: EngineT, transfers: TransferThread) -> BuiltEngine[EngineT]:
@@ -209,17 +211,17 @@ class _Base:
 def pool_blocks(settings: EngineSettings, layout: KvLayout) -> int:
     """How many blocks the pool gets. Raises ValueError when that is less than one request of full length."""
     if settings.kv_capacity_tokens is not None:
-        num_blocks = settings.kv_capacity_tokens // settings.block_size
+        num_blocks = settings.kv_capacity_tokens // settings.kv.block_size
     elif settings.kv_memory_bytes is not None:
         num_blocks = settings.kv_memory_bytes // layout.block_bytes
     else:
         assert settings.kv_memory_fraction is not None, "the config gives one of the three"
         free_bytes, _ = torch.cuda.mem_get_info()
         num_blocks = int(free_bytes * settings.kv_memory_fraction) // layout.block_bytes
-    if num_blocks * settings.block_size < settings.model.max_model_len:
+    if num_blocks * settings.kv.block_size < settings.model.max_model_len:
         raise ValueError(
-            f"the KV pool would hold {num_blocks * settings.block_size} tokens of {layout.bytes_per_token} bytes, less "
-            f"than one request of model.max_model_len {settings.model.max_model_len}; give it more memory"
+            f"the KV pool would hold {num_blocks * settings.kv.block_size} tokens of {layout.bytes_per_token} bytes, "
+            f"less than one request of model.max_model_len {settings.model.max_model_len}; give it more memory"
         )
     return num_blocks
 

@@ -54,7 +54,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         from replicas.termination import Termination
 
         settings = settings() if callable(settings) else settings
-        configure_logging(settings.log_level, settings.log_format)
+        configure_logging(settings.logging.level, settings.logging.format)
         context = ray.get_runtime_context()
         self._node_id, self._actor_name = context.get_node_id(), context.get_actor_name()
         self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
@@ -64,13 +64,13 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         gc.collect()
         gc.freeze()
         self._built.start()
-        self._termination = Termination(settings.drain_timeout_s)
+        self._termination = Termination(settings.lifecycle.drain_timeout_s)
         self._termination.watch()
         decode: Decoder[Call[Any]] = Decoder(self.calls | PulseCall | ForgetPeerCall)
         self._calls = CallServer(node_address(), decode, self._take, self._engine.cancel)
         self._has_left = False
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
-        self._watch = EngineWatch(watched, settings.restart_after_s)
+        self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
         self._calls.start()
         self._watch.start()
 
@@ -128,7 +128,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._watch.stop()
         begun_s = time.monotonic()
         # Serve's clock began before, and at its end it kills: until then who still waits must be told.
-        drain_timeout_s = self._built.settings.drain_timeout_s
+        drain_timeout_s = self._built.settings.lifecycle.drain_timeout_s
         deadline_s = begun_s + max(drain_timeout_s - _END_S, drain_timeout_s / 2)
         while time.monotonic() < deadline_s:
             if self._is_drained:

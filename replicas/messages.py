@@ -71,26 +71,26 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TransferPeer:
-    """One end of KV transfers: how to reach an engine's pool by NIXL. Published in replica metadata."""
+    """One end of KV transfers: an engine's pool and how to reach it. Published in replica metadata.
+
+    address: bytes that a transport makes and only its like reads (`replicas.kv.kv_transport`).
+    """
 
     replica_id: str
     epoch: str  # new at every engine start
     agent_name: str
-    agent_metadata: bytes
+    address: bytes
     fingerprint: str  # a ModelIdentity with its layout, as text: two ends must agree
-    base_address: int
-    device_id: int
-    mem_type: str  # "DRAM" | "VRAM"
     num_blocks: int
     block_bytes: int
 
     def to_metadata(self) -> dict[str, Any]:
         """As plain JSON, for replica metadata, which passes through Ray's controller."""
-        return {**asdict(self), "agent_metadata": b64encode(self.agent_metadata).decode("ascii")}
+        return {**asdict(self), "address": b64encode(self.address).decode("ascii")}
 
     @staticmethod
     def from_metadata(metadata: Mapping[str, Any]) -> TransferPeer:
-        return TransferPeer(**{**metadata, "agent_metadata": b64decode(metadata["agent_metadata"])})
+        return TransferPeer(**{**metadata, "address": b64decode(metadata["address"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,25 @@
-"""What a replica is told at its start. Plain data: `cluster.app` makes it from the config, nothing here reads files."""
+"""What a replica is told at its start. Plain data, made of the config's sections by their names (`cluster.same_names`):
+whoever needs another key adds a field of its name here. Nothing here reads files.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
+from typing import Any
 
 from scheduler.admission import AdmissionPolicy
+
+_UNCONFIGURED = {"unconfigured": True}
+
+
+def unconfigured(default: Any) -> Any:
+    """The default of a field that no key of the config has: tests set it."""
+    return field(default=default, metadata=_UNCONFIGURED)
+
+
+def is_configured(setting: Field[Any]) -> bool:
+    """Whether it comes from the config."""
+    return setting.metadata != _UNCONFIGURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +35,14 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSettings:
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferSettings:
+    """backend: a name in `replicas.kv.transport_table`."""
+
     backend: str
     lease_s: float
     verify_digest: bool
@@ -28,33 +50,53 @@ class TransferSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LifecycleSettings:
+    """How long it may take to leave; and after how long of doing nothing, with work, a replica ends itself."""
+
+    drain_timeout_s: float = 120.0
+    restart_after_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoggingSettings:
+    level: str = "INFO"
+    format: str = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSettings:
+    """Folders, for SplitServe's own tests and measurements."""
+
+    fault_dir: str | None = None
+    step_record_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """pool: "prefill" | "decode". kv_memory_bytes is used when kv_capacity_tokens is None."""
+    """Sections of the config, and the keys of the pool. pool: "prefill" | "decode". kv_memory_bytes is used when
+    kv_capacity_tokens is None.
+    """
 
     pool: str
     served_model_name: str
     model: ModelSettings
+    kv: KvSettings
     transfer: TransferSettings
     device: str  # "cpu" | "cuda"
     num_threads: int
-    block_size: int
     kv_capacity_tokens: int | None
     kv_memory_bytes: int | None
     kv_memory_fraction: float | None
-    max_sequences: int
-    max_step_tokens: int
+    max_running_sequences: int
+    max_batch_tokens: int
     lag: int
     # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     host_memory_bytes: int | None = None
-    idle_frame_s: float = 0.5
-    channel_stall_s: float = 10.0
-    # How long it may take to leave; and after how long of doing nothing, with work, it ends itself.
-    drain_timeout_s: float = 120.0
-    restart_after_s: float = 30.0
-    fault_dir: str | None = None
-    step_record_dir: str | None = None
-    version: str = ""  # of SplitServe and of Ray, for the metrics
-    ray_version: str = ""
-    log_level: str = "INFO"
-    log_format: str = "json"
+    lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
+    logging: LoggingSettings = field(default_factory=LoggingSettings)
+    testing: FaultSettings = field(default_factory=FaultSettings)
+    idle_frame_s: float = unconfigured(0.5)
+    channel_stall_s: float = unconfigured(10.0)
+    version: str = unconfigured("")  # of SplitServe and of Ray, for the metrics
+    ray_version: str = unconfigured("")

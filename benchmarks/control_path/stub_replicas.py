@@ -99,16 +99,13 @@ def _own_actor() -> str | None:
 
 
 def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any], actor_name: str | None) -> dict[str, Any]:
-    """As BuiltEngine.metadata. The agent's metadata is as long as NIXL's on one host: it travels in every call."""
+    """As BuiltEngine.metadata. Its address is as long as NIXL's on one host: it travels in every call."""
     peer = TransferPeer(
         replica_id=replica_id,
         epoch=epoch,
         agent_name=f"{replica_id}-{epoch}",
-        agent_metadata=bytes(450),
+        address=bytes(500),
         fingerprint="stub",
-        base_address=0,
-        device_id=0,
-        mem_type="DRAM",
         num_blocks=NUM_BLOCKS,
         block_bytes=1,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cluster.configuration.model_config import find_bundled_gguf
 from replicas.model.gguf_conversion import resolve_source
-from replicas.settings import EngineSettings, ModelSettings, TransferSettings
+from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 
 _CACHE_DIR = str(Path.home() / ".cache" / "splitserve")
 _MAX_MODEL_LEN = 2048
@@ -33,11 +33,11 @@ def engine_settings(num_threads: int, max_step_tokens: int, kv_capacity_tokens: 
         transfer=TransferSettings("UCX", lease_s=30.0, verify_digest=True, net_devices=None),
         device="cpu",
         num_threads=num_threads,
-        block_size=16,
+        kv=KvSettings(block_size=16),
         kv_capacity_tokens=kv_capacity_tokens,
         kv_memory_bytes=None,
         kv_memory_fraction=None,
-        max_sequences=32,
-        max_step_tokens=max_step_tokens,
+        max_running_sequences=32,
+        max_batch_tokens=max_step_tokens,
         lag=1,
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic_core import CoreSchema, core_schema
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 
@@ -27,6 +30,16 @@ class Section(BaseModel):
         validate_default=True,
         revalidate_instances="always",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Of a text: only the names in this table are allowed. For what is chosen by its name in a registry."""
+
+    names: Collection[str]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.literal_schema([*self.names])
 
 
 def base_dir_of(info: ValidationInfo) -> Path | None:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.configuration.autoscaling_config import IngressAutoscalingConfig
-from cluster.configuration.config_section import Cpus, Host, LocalPath, NodeLabels, Port, Seconds, Section, base_dir_of
+from cluster.configuration.config_section import (
+    Cpus,
+    Host,
+    LocalPath,
+    NodeLabels,
+    OneOf,
+    Port,
+    Seconds,
+    Section,
+    base_dir_of,
+)
+from cluster.routing.policies.policy_table import POLICIES
+from replicas.kv.transport_table import TRANSPORTS
 
 ServeProxy = Literal["serve", "haproxy"]
 # By the variable that sets each: statistics for people and for Prometheus, Serve's proxy for when there is no ingress.
@@ -100,7 +112,9 @@ class KVConfig(Section):
 class TransferConfig(Section):
     """How a prompt's KV cache gets from a prefill replica to a decode replica."""
 
-    backend: Literal["UCX"] = Field(default="UCX", description="NIXL backend that moves the bytes")
+    backend: Annotated[str, OneOf(TRANSPORTS)] = Field(
+        default="UCX", description="The transport that moves the bytes. UCX: NIXL, with its UCX backend"
+    )
     lease_s: Seconds = Field(
         default=30.0,
         description="How long a prefill replica keeps blocks whose reader is silent; living readers renew it",
@@ -124,6 +138,11 @@ class TransferConfig(Section):
 class RoutingConfig(Section):
     """Which replicas a request goes to."""
 
+    policy: Annotated[str, OneOf(POLICIES)] = Field(
+        default="memory_then_queue",
+        description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
+        "that is free there, prefill by the wait for the prompt's end",
+    )
     local_prefill_max_tokens: int = Field(
         default=0,
         ge=0,

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from cluster.openai.openai_object import not_together
+from cluster.openai.openai_sampling import SamplingFields
+from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from cluster.openai.openai_request import GenerationBody
 
+_WITH_BEAMS = {"temperature", "seed"}
 # What must be left at its default beside use_beam_search: it chooses by probability alone.
 _NOT_WITH_BEAMS = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "min_tokens",
+    *(rule.name for rule in fields(SamplingParams) if rule.name in SamplingFields.model_fields.keys() - _WITH_BEAMS),
     "stop",
     "logprobs",
     "prompt_logprobs",

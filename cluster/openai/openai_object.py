@@ -82,6 +82,11 @@ def texts(value: Any, most: int, most_chars: int, blanks: str | None = None) -> 
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class OfVocabulary:
+    """Annotates a list, or an object by its keys: they are token ids, and whoever has the tokenizer checks them."""
+
+
 def token_ids_schema(**bounds: Any) -> dict[str, Any]:
     """JSON schema of a list of token ids."""
     return {"type": "array", "items": {"type": "integer", "minimum": 0}, **bounds}

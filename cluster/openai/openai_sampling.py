@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, WithJsonSchema, fiel
 from cluster.openai.openai_object import (
     AtMost,
     Integer,
+    OfVocabulary,
     OpenAIObject,
     invalid,
     limit,
@@ -135,7 +136,9 @@ class SamplingFields(OpenAIObject):
         "already. 1 is off. Not in OpenAI's API.",
         examples=[1.1],
     )
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS_SCHEMA)] = Field(
+    logit_bias: Annotated[
+        dict[int, float], PlainValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS_SCHEMA), OfVocabulary()
+    ] = Field(
         default_factory=dict,
         description="Added to the logits of these tokens, by token id; -100 all but forbids, 100 all but forces one.",
         examples=[{"42": -100}],
@@ -147,12 +150,12 @@ class SamplingFields(OpenAIObject):
         "API.",
         examples=[["Paris"]],
     )
-    allowed_token_ids: Annotated[list[int], PlainValidator(_allowed_token_ids), WithJsonSchema(_ALLOWED_SCHEMA)] = (
-        Field(
-            default_factory=list,
-            description="Sample only from these token ids; left out: from all. Not in OpenAI's API.",
-            examples=[[15, 16, 17]],
-        )
+    allowed_token_ids: Annotated[
+        list[int], PlainValidator(_allowed_token_ids), WithJsonSchema(_ALLOWED_SCHEMA), OfVocabulary()
+    ] = Field(
+        default_factory=list,
+        description="Sample only from these token ids; left out: from all. Not in OpenAI's API.",
+        examples=[[15, 16, 17]],
     )
     min_tokens: Integer = Field(
         default=0,
@@ -205,6 +208,11 @@ class SamplingFields(OpenAIObject):
     @classmethod
     def _one_word_for_off(cls, value: int) -> int:
         return max(value, 0)
+
+    @classmethod
+    def token_id_fields(cls) -> tuple[str, ...]:
+        """Names of those that hold token ids."""
+        return tuple(name for name, field in cls.model_fields.items() if OfVocabulary() in field.metadata)
 
     @property
     def num_generated_choices(self) -> int:

@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
+from cluster.same_names import by_names
 from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
 
@@ -31,11 +32,11 @@ def sampling_params(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Draws a seed if the body has none, so each call gives another. Raises ApiError 400 for unknown token ids, and
-    where no token would ever be left to choose.
+    """The body's fields by their names, and what others have become. Draws a seed if the body has none, so each call
+    gives another. Raises ApiError 400 for unknown token ids, and where no token would ever be left to choose.
     """
-    tokenizer.check_ids(list(body.logit_bias), "logit_bias")
-    tokenizer.check_ids(body.allowed_token_ids, "allowed_token_ids")
+    for name in body.token_id_fields():
+        tokenizer.check_ids(list(getattr(body, name)), name)
     if body.allowed_token_ids:
         forbidden = {ids[0] for ids in bad_words if len(ids) == 1} | (stop_ids if body.min_tokens else frozenset())
         if forbidden.issuperset(body.allowed_token_ids):
@@ -43,19 +44,11 @@ def sampling_params(
             raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
     if body.best_of is not None and body.best_of > body.n and not body.use_beam_search:
         num_logprobs = num_logprobs or 0  # they decide which are the best
-    return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
+    return by_names(
+        SamplingParams,
+        body,
         seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
-        min_p=body.min_p,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty,
-        logit_bias=tuple(body.logit_bias.items()),
         bad_words=bad_words,
-        allowed_token_ids=tuple(body.allowed_token_ids),
-        min_tokens=body.min_tokens,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )

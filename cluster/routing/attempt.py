@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.routing.attempt_failed import AttemptFailed, Stage
@@ -25,6 +24,7 @@ from cluster.routing.generation import Leg
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
+from cluster.routing.router_limits import AttemptLimits
 from cluster.routing.routing_policy import Route
 from replicas.channels.wire import MalformedMessage, NotSendable, decode_scores
 from replicas.messages import (
@@ -43,16 +43,6 @@ from replicas.messages import (
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptLimits:
-    """queue_s: for admission. handoff_s: from there to the first token that decode adds, prefill included. tail_s: for
-    what is still on its way once the other side has said that it is done."""
-
-    queue_s: float
-    handoff_s: float
-    tail_s: float = 5.0
 
 
 class Attempt:
@@ -105,7 +95,7 @@ class Attempt:
         self._generate.add_done_callback(self._trace.ended)
         try:
             await self._wait_admitted()
-            handoff_by_s = time.monotonic() + self._limits.handoff_s
+            handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
             if self.route.prefill_id is not None:
                 await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
             await self._take_tokens(handoff_by_s)
@@ -127,7 +117,7 @@ class Attempt:
     # -- the phases --------------------------------------------------------------------------------
 
     async def _wait_admitted(self) -> None:
-        mail = await self._next_mail(self._limits.queue_s)
+        mail = await self._next_mail(self._limits.queue_timeout_s)
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()

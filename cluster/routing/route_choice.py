@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.routing.generation import Leg
+from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
 from cluster.routing.route_refusal import refuse
-from cluster.routing.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable, choose_route
+from cluster.routing.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 
 
 class RouteChoice:

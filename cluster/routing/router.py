@@ -10,12 +10,11 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection
-from dataclasses import dataclass
 
 from cluster.api_error import ApiError
 from cluster.autoscaling.demand_meter import DemandMeter
 from cluster.monitoring.ingress_metrics import IngressMetrics
-from cluster.routing.attempt import Attempt, AttemptLimits
+from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_history import AttemptHistory
 from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
@@ -29,6 +28,7 @@ from cluster.routing.pool_view import PoolView
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.route_choice import RouteChoice
+from cluster.routing.router_limits import RouterLimits
 from cluster.routing.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
 from cluster.routing.watched_pool import WatchedPool
@@ -37,24 +37,6 @@ from replicas.messages import CallStatus, Frame
 logger = logging.getLogger(__name__)
 
 _RECOVERY_POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLimits:
-    """From the config. retry_delay_s doubles with each retry.
-
-    frozen_after_s: silence of a replica after which it is given up; recovery_s: how long a stream that has begun waits
-    for another replica when none is left.
-    """
-
-    max_queued: int
-    max_retries: int
-    block_size: int
-    attempt: AttemptLimits
-    retry_delay_s: float = 0.05
-    frozen_after_s: float = 5.0
-    recovery_s: float = 30.0
-    cold_start_s: float = 300.0
 
 
 class Router:
@@ -81,7 +63,7 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._routes = RouteChoice(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
-        self._cold_start = ColdStart(rules, limits.cold_start_s, metrics)
+        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(
@@ -151,7 +133,7 @@ class Router:
         leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
-            await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
+            await self._cold_start.wait(need, self._limits.max_queued_requests - self.num_waiting, deadline_s)
             # Decided and counted before anything more waits: a refusal costs nobody anything, and of requests that come
             # together each sees those before it.
             route = await self._route(leg, AttemptHistory(), deadline_s)
@@ -254,7 +236,7 @@ class Router:
         return True
 
     def _check_room(self, route: Route) -> None:
-        if route.must_wait and self.num_waiting >= self._limits.max_queued:
+        if route.must_wait and self.num_waiting >= self._limits.max_queued_requests:
             self._metrics.rejected("queue_full")
             logger.warning("request shed", extra={"event": "queue_full", "num_waiting": self.num_waiting})
             raise ApiError(
@@ -266,7 +248,7 @@ class Router:
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
-        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
+        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
         while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
                 break

@@ -1,11 +1,14 @@
-"""Where a request goes: pure functions of a snapshot. What they decide is applied by `cluster.routing.router`."""
+"""What is known and what is decided of where a request goes, and what a routing policy is.
+
+A policy is a pure function of a snapshot. `cluster.routing.pairing` asks it, `cluster.routing.router` applies what was
+decided. A new one is a new file in `cluster/routing/policies` and a line in `policy_table` there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
 
 from replicas.model_identity import model_of
 from scheduler.admission import LATER_STEPS
@@ -139,139 +142,32 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRules:
-    """From the config. has_prefill_pool is false when colocated.
+    """The config's section `routing`, and has_prefill_pool: false when colocated.
 
-    other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's.
+    other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's. policy: a
+    name in `policies.policy_table`.
     """
 
     has_prefill_pool: bool
     local_prefill_max_tokens: int
     fallback_to_decode: bool
     other_node_penalty: float = 0.0
+    policy: str = "memory_then_queue"
 
 
-def choose_route(
-    need: Need,
-    decodes: Sequence[DecodeCandidate],
-    prefills: Sequence[PrefillCandidate],
-    rules: RoutingRules,
-    excluded: Collection[str] = (),
-) -> Route | NeverFits | Unavailable:
-    """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other.
-
-    Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
-    none: then decode computes the prompt itself, whatever the rules say of a pool without replicas.
-    """
-    able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
-    is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
-    decode = choose_decode(need, able, excluded) if is_local else _choose_paired(need, able, prefills, excluded)
-    if not isinstance(decode, DecodeCandidate):
-        return decode
-
-    def route(kind: RouteKind, prefill_id: str | None = None) -> Route:
-        blocks = decode.projected_blocks(need)
-        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model)
-
-    if is_local:
-        return route(RouteKind.LOCAL)
-    alike = [prefill for prefill in prefills if prefill.fingerprint == decode.fingerprint]
-    prefill = choose_prefill(need, alike, excluded, decode.node_id, rules.other_node_penalty)
-    if isinstance(prefill, PrefillCandidate):
-        return route(RouteKind.REMOTE, prefill.replica_id)
-    if isinstance(prefill, Unavailable) and (rules.fallback_to_decode or prefills):
-        return route(RouteKind.FALLBACK)
-    return prefill
+Costs = Sequence[tuple[float, ...]]
 
 
-def _choose_paired(
-    need: Need, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate], excluded: Collection[str]
-) -> DecodeCandidate | NeverFits | Unavailable:
-    """One that some prefill replica can hand its KV to, if it fits there. Of a pair that has failed in a part, rather
-    one that has no partner, and has not failed.
-    """
-    known = {prefill.fingerprint for prefill in prefills}
-    fresh = {prefill.fingerprint for prefill in prefills if prefill.replica_id not in excluded}
+@dataclass(frozen=True, slots=True)
+class RoutingPolicy:
+    """What each candidate costs, in the order of the candidates. The cheapest is taken; of equal ones the first by
+    name.
 
-    def rank(decode: DecodeCandidate) -> int:
-        if decode.replica_id in excluded:
-            return 2
-        if decode.fingerprint in fresh:
-            return 0
-        return 2 if decode.fingerprint in known else 1
-
-    for worst in (0, 1, 2):
-        decided = choose_decode(need, [decode for decode in decodes if rank(decode) <= worst], excluded)
-        if isinstance(decided, DecodeCandidate):
-            return decided
-    return decided
-
-
-def choose_decode(
-    need: Need, candidates: Sequence[DecodeCandidate], excluded: Collection[str] = ()
-) -> DecodeCandidate | NeverFits | Unavailable:
-    """One that admits it at once, if any does; of these the one with the most room by projection, then the fewest of
-    our requests, then the quickest steps.
+    Both functions are pure, and are asked only where there is a choice: of replicas that may be taken at all, each
+    large enough for the request. Who these are is no policy's affair (`cluster.routing.pairing`). They run once a
+    request, on the router's event loop.
     """
 
-    def cost(candidate: DecodeCandidate) -> tuple[Any, ...]:
-        return -candidate.free_blocks, candidate.num_in_flight, candidate.step_s
-
-    def cost_of_waiting(candidate: DecodeCandidate) -> tuple[Any, ...]:
-        return candidate.must_wait(need), *cost(candidate)
-
-    # Mostly whoever has the most room admits it at once: then nobody else need be asked whether he would.
-    roomiest = _choose("decode", need.decode_blocks, candidates, excluded, cost)
-    if not isinstance(roomiest, DecodeCandidate) or not roomiest.must_wait(need):
-        return roomiest
-    return _choose("decode", need.decode_blocks, candidates, excluded, cost_of_waiting)
-
-
-def choose_prefill(
-    need: Need,
-    candidates: Sequence[PrefillCandidate],
-    excluded: Collection[str] = (),
-    decode_node_id: str = "",
-    other_node_penalty: float = 0.0,
-) -> PrefillCandidate | NeverFits | Unavailable:
-    """The replica at which the prompt is computed soonest: what waits there and itself, at the rate measured there; on
-    another node than decode's with the penalty, which stands for the longer way of its KV.
-
-    Where no rate is known yet it is taken to be the mean of the others'; then whoever has the fewest tokens waiting.
-    """
-    known = [candidate.tokens_per_s for candidate in candidates if candidate.tokens_per_s > 0.0]
-    typical = sum(known) / len(known) if known else 1.0
-
-    def cost(candidate: PrefillCandidate) -> tuple[object, ...]:
-        penalty = other_node_penalty if candidate.node_id != decode_node_id else 0.0
-        num_tokens = candidate.queued_tokens + need.prompt_tokens * (1.0 + penalty)
-        return num_tokens / (candidate.tokens_per_s or typical), candidate.queued_tokens
-
-    return _choose("prefill", need.prefill_blocks, candidates, excluded, cost)
-
-
-class _Candidate(Protocol):
-    @property
-    def replica_id(self) -> str: ...
-
-    @property
-    def total_blocks(self) -> int: ...
-
-
-_CandidateT = TypeVar("_CandidateT", bound=_Candidate)
-
-
-def _choose(
-    pool: str,
-    needed_blocks: int,
-    candidates: Sequence[_CandidateT],
-    excluded: Collection[str],
-    cost: Callable[[_CandidateT], tuple[Any, ...]],
-) -> _CandidateT | NeverFits | Unavailable:
-    """The cheapest of those large enough that have not failed, or, without one, that have. Equal ones: by name."""
-    if not candidates:
-        return Unavailable(pool)
-    fitting = [c for c in candidates if c.total_blocks >= needed_blocks]
-    if not fitting:
-        return NeverFits(pool, needed_blocks, max(c.total_blocks for c in candidates))
-    fresh = [c for c in fitting if c.replica_id not in excluded] or fitting
-    return min(fresh, key=lambda c: (*cost(c), c.replica_id))
+    decode_costs: Callable[[Need, Sequence[DecodeCandidate], RoutingRules], Costs]
+    # The decode replica has been chosen: it reads what this one has computed.
+    prefill_costs: Callable[[Need, Sequence[PrefillCandidate], DecodeCandidate, RoutingRules], Costs]

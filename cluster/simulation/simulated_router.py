@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.autoscaling.demand_meter import DemandMeter, OpenDemand
+from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable, choose_route
+from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
@@ -23,12 +24,12 @@ _REPLAY_DELAY_S = 0.025
 
 @dataclass(frozen=True, slots=True)
 class RouterTimes:
-    """Patience, from the config."""
+    """Patience: keys of the config under their names there."""
 
-    queue_s: float
-    handoff_s: float
-    request_s: float
-    max_queued: int
+    queue_timeout_s: float
+    handoff_timeout_s: float
+    request_timeout_s: float
+    max_queued_requests: int
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class SimulatedRouter:
         self._open[job.index] = self.demand.opened(need, self._rules)
         self._try(client, now_s)
         if not client.is_over:
-            timeout_s = client.job.arrival_s + self._times.request_s
+            timeout_s = client.job.arrival_s + self._times.request_timeout_s
             self._at(max(now_s, timeout_s), client, lambda at_s: self._time_out_client(client, at_s))
 
     def _try(self, client: Client, now_s: float) -> None:
@@ -91,7 +92,7 @@ class SimulatedRouter:
         if isinstance(route, NeverFits):
             self._over(client, ClientStatus.NEVER_FITS)
             return
-        if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued:
+        if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued_requests:
             self._over(client, ClientStatus.QUEUE_FULL)
             return
         request_id = f"{job.index}.{client.num_attempts}"
@@ -103,10 +104,10 @@ class SimulatedRouter:
         self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
         if route.prefill_id is not None:
             self.view.prompt_coming(route.prefill_id, prompt_len)
-        deadline_s = job.arrival_s + self._times.request_s
+        deadline_s = job.arrival_s + self._times.request_timeout_s
         decode = self._decodes[route.decode_id]
         self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
-        self._at(now_s + self._times.queue_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
+        self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
 
     def wake(self, now_s: float) -> None:
         """A replica has come: whom a pool without any kept waiting is routed."""
@@ -177,9 +178,10 @@ class SimulatedRouter:
             self.view.prompt_sent(prefill_id, attempt.prompt_len)
             attempt.is_prefilling = True
             prefill = self._prefills[prefill_id]
-            deadline_s = attempt.client.job.arrival_s + self._times.request_s
+            deadline_s = attempt.client.job.arrival_s + self._times.request_timeout_s
             self._call(prefill, attempt, now_s, lambda at_s: prefill.submit(attempt, deadline_s, at_s))
-            self._at(now_s + self._times.handoff_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
+            lost_s = now_s + self._times.handoff_timeout_s
+            self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
 
     def _evicted(self, attempt: Attempt, now_s: float) -> None:
         """Its memory was needed by others: once more, with what there is as prompt."""

@@ -8,6 +8,7 @@ from cluster.admission_settings import admission_policy
 from cluster.configuration.config import Config
 from cluster.configuration.pool_config import PoolConfig
 from cluster.routing.routing_policy import RoutingRules
+from cluster.same_names import by_names
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from scheduler.admission import AdmissionPolicy
@@ -69,17 +70,8 @@ def shape_of(
         admission=policy,
         num_host_blocks=num_host_blocks,
         max_model_len=config.model.max_model_len,
-        rules=RoutingRules(
-            has_prefill_pool=pools.prefill is not None,
-            local_prefill_max_tokens=config.routing.local_prefill_max_tokens,
-            fallback_to_decode=config.routing.fallback_to_decode,
-        ),
-        times=RouterTimes(
-            queue_s=config.ingress.queue_timeout_s,
-            handoff_s=config.transfer.handoff_timeout_s,
-            request_s=config.ingress.request_timeout_s,
-            max_queued=config.ingress.max_queued_requests,
-        ),
+        rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
+        times=by_names(RouterTimes, config.ingress, config.transfer),
     )
 
 

@@ -128,11 +128,8 @@ class FakeTransport(KvTransport):
             replica_id=replica_id,
             epoch=epoch,
             agent_name=f"{replica_id}-{epoch}",
-            agent_metadata=b"fake",
+            address=b"fake",
             fingerprint=fingerprint,
-            base_address=0,
-            device_id=0,
-            mem_type="DRAM",
             num_blocks=len(pool) // block_bytes,
             block_bytes=block_bytes,
         )

@@ -1,5 +1,7 @@
 """How one engine reads KV blocks out of another engine's pool. An interface: no NIXL, no torch, no policy here.
 
+A new transport is a new file beside this and a line in `transport_table`.
+
 A transport belongs to one thread: every call is made by the thread that created it.
 
     TransportError

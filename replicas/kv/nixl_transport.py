@@ -20,7 +20,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -34,7 +34,9 @@ from replicas.kv.kv_transport import (
     check_read,
     merge_runs,
 )
+from replicas.kv.nixl_address import NixlAddress, NotAnAddress
 from replicas.messages import TransferPeer
+from replicas.settings import TransferSettings
 
 with kept_logging():
     from nixl_cu13._api import nixl_agent, nixl_agent_config
@@ -45,6 +47,13 @@ _STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE}
 _ENDED = (ReadState.DONE, ReadState.FAILED)
 
 logger = logging.getLogger(__name__)
+
+
+def open_ucx(
+    pool: torch.Tensor, replica_id: str, epoch: str, fingerprint: str, settings: TransferSettings
+) -> NixlTransport:
+    """As `transport_opener.TransportOpener`."""
+    return NixlTransport(pool, replica_id, epoch, fingerprint, settings.net_devices)
 
 
 @dataclass(slots=True)
@@ -60,7 +69,7 @@ class NixlTransport(KvTransport):
 
     Creating it loads UCX and registers the memory (about half a second on a CPU); the pool must outlive it.
     net_devices: the interfaces that UCX may use; set in the environment of the process, which UCX reads, and only
-    where the operator has not set it. None leaves UCX alone.
+    where the operator has not set it. None: a CPU pool stays on loopback, with a GPU's UCX chooses.
     """
 
     def __init__(
@@ -69,38 +78,37 @@ class NixlTransport(KvTransport):
         replica_id: str,
         epoch: str,
         fingerprint: str,
-        net_devices: str | None = "lo",
+        net_devices: str | None = None,
     ) -> None:
         if not pool.is_contiguous() or pool.dim() < 2:
             raise ValueError("the pool must be one contiguous tensor of blocks")
         self._pool = pool  # keeps the registered memory alive
         name = f"{replica_id}-{epoch}"
         on_cpu = pool.device.type == "cpu"
-        if net_devices is not None:
-            os.environ.setdefault("UCX_NET_DEVICES", net_devices)
-            if on_cpu:
-                os.environ.setdefault("UCX_TLS", "sm,tcp,self")
+        if on_cpu or net_devices is not None:
+            os.environ.setdefault("UCX_NET_DEVICES", net_devices or "lo")
+        if on_cpu:
+            os.environ.setdefault("UCX_TLS", "sm,tcp,self")
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         if _BACKEND not in self._agent.backends:
             raise RuntimeError("NIXL has no UCX backend here")
         block_bytes = pool[0].numel() * pool.element_size()
         device_id = 0 if on_cpu else pool.get_device()
-        mem_type = "DRAM" if on_cpu else "VRAM"
+        mem_type: Literal["DRAM", "VRAM"] = "DRAM" if on_cpu else "VRAM"
         region = [(pool.data_ptr(), pool.shape[0] * block_bytes, device_id, "")]
         self._registration: Any = self._agent.register_memory(region, mem_type)
+        # The metadata tell of what has been registered until now.
+        self._address = NixlAddress(bytes(self._agent.get_agent_metadata()), pool.data_ptr(), device_id, mem_type)
         self._local = TransferPeer(
             replica_id=replica_id,
             epoch=epoch,
             agent_name=name,
-            agent_metadata=bytes(self._agent.get_agent_metadata()),
+            address=self._address.encode(),
             fingerprint=fingerprint,
-            base_address=pool.data_ptr(),
-            device_id=device_id,
-            mem_type=mem_type,
             num_blocks=pool.shape[0],
             block_bytes=block_bytes,
         )
-        self._peers: dict[str, TransferPeer] = {}
+        self._peers: dict[str, tuple[TransferPeer, NixlAddress]] = {}
         self._removed: set[str] = set()  # peers still loaded in NIXL because of a read in flight
         self._reads: dict[int, _Read] = {}
         self._num_reads = 0
@@ -124,15 +132,19 @@ class NixlTransport(KvTransport):
         if peer.agent_name in self._removed:
             raise PeerUnreachable(f"{peer.agent_name} was removed")
         try:
-            loaded = _text(self._agent.add_remote_agent(peer.agent_metadata))
+            address = NixlAddress.decode(peer.address)
+        except NotAnAddress as error:
+            raise PeerUnreachable(f"the address of {peer.agent_name} is none of NIXL's: {error}") from error
+        try:
+            loaded = _text(self._agent.add_remote_agent(address.agent_metadata))
         except Exception as error:
             raise PeerUnreachable(f"metadata of {peer.agent_name} is unusable: {error}") from error
         if loaded != peer.agent_name:
             if loaded not in self._peers and loaded not in self._removed:
                 self._agent.remove_remote_agent(loaded)
             raise PeerUnreachable(f"metadata of {peer.agent_name} belongs to {loaded}")
-        self._peers[peer.agent_name] = peer
-        logger.info("NIXL agent %s: loaded peer %s (%s)", self._local.agent_name, peer.agent_name, peer.mem_type)
+        self._peers[peer.agent_name] = peer, address
+        logger.info("NIXL agent %s: loaded peer %s (%s)", self._local.agent_name, peer.agent_name, address.mem_type)
 
     def remove_peer(self, agent_name: str) -> None:
         if self._peers.pop(agent_name, None) is not None:
@@ -159,15 +171,16 @@ class NixlTransport(KvTransport):
         notification: bytes,
     ) -> ReadHandle:
         check_read(self._local, peer, local_block_ids, remote_block_ids)
-        if self._peers.get(peer.agent_name) != peer:
+        loaded, address = self._peers.get(peer.agent_name, (None, self._address))
+        if loaded != peer:
             raise PeerUnreachable(f"{peer.agent_name} is not loaded")
         runs = merge_runs(local_block_ids, remote_block_ids)
         agent = self._agent
         try:
             nixl_handle = agent.initialize_xfer(
                 "READ",
-                self._descriptors(self._local, [run.local_start for run in runs], runs),
-                self._descriptors(peer, [run.remote_start for run in runs], runs),
+                self._descriptors(self._address, [run.local_start for run in runs], runs),
+                self._descriptors(address, [run.remote_start for run in runs], runs),
                 peer.agent_name,
                 notification,
             )
@@ -218,13 +231,13 @@ class NixlTransport(KvTransport):
         self._registration = None
         self._agent = None
 
-    def _descriptors(self, peer: TransferPeer, starts: list[int], runs: list[BlockRun]) -> Any:
-        size = peer.block_bytes
+    def _descriptors(self, at: NixlAddress, starts: list[int], runs: list[BlockRun]) -> Any:
+        size = self._local.block_bytes  # the peer's are as large: `check_read`
         table = [
-            (peer.base_address + start * size, run.num_blocks * size, peer.device_id)
+            (at.base_address + start * size, run.num_blocks * size, at.device_id)
             for start, run in zip(starts, runs, strict=True)
         ]
-        return self._agent.get_xfer_descs(table, peer.mem_type)
+        return self._agent.get_xfer_descs(table, at.mem_type)
 
     def _post(self, nixl_handle: Any, agent_name: str) -> ReadState:
         """Raises PeerUnreachable when the peer is gone: nothing was posted, or it has ended."""

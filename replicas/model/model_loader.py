@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from replicas.identity_digests import config_digest, config_text, tokenizer_digest
 from replicas.kv.kv_pool import KvLayout
 from replicas.model.attention import ATTENTION_NAME, register_attention
 from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
@@ -26,7 +27,7 @@ from replicas.model.remote_code import remote_code
 from replicas.model.rotary_positions import refuse_step_dependent
 from replicas.model.untouched_model import examine
 from replicas.model.weights_digest import digest_weights
-from replicas.model_identity import ModelIdentity, config_digest, config_text, tokenizer_digest
+from replicas.model_identity import ModelIdentity
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class FakeReplica:
 
     def metadata(self) -> dict[str, Any]:
         agent = f"agent-{self.replica_id}"
-        peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", self.fingerprint, 0, 0, "DRAM", self.total_blocks, 1)
+        peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", self.fingerprint, self.total_blocks, 1)
         return {"num_blocks": self.total_blocks, "channel_public_key": self.public_key, "peer": peer.to_metadata()}
 
     async def send(

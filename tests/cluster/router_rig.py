@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
-from cluster.routing.attempt import AttemptLimits
 from cluster.routing.generation import GeneratedToken, GenerationSpec
-from cluster.routing.router import Router, RouterLimits
+from cluster.routing.router import Router
+from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from tests.cluster.fake_model import Token
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
@@ -111,8 +111,8 @@ async def running_router(
             AttemptLimits(queue_s, handoff_s, tail_s),
             retry_delay_s=retry_delay_s,
             frozen_after_s=frozen_after_s,
-            recovery_s=recovery_s,
-            cold_start_s=cold_start_s,
+            recovery_timeout_s=recovery_s,
+            cold_start_timeout_s=cold_start_s,
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

@@ -63,7 +63,7 @@ REQUEST = GenerationRequest(
     BeamParams(2, early_stopping="never"),
     2,
 )
-PEER = TransferPeer("r", "e", "agent", b"\x00\xff", "f", 1 << 47, 1, "VRAM", 10, 64)
+PEER = TransferPeer("r", "e", "agent", b"\x00\xff", "f", 10, 64)
 CALL = GenerateCall(REQUEST, ChannelAddress("router", "tcp://127.0.0.1:1", "key"), PEER)
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25, 1e5, (4, 3), 9)
 REPLY = GenerateReply(CallStatus.OK, "", ((0, 3), (2, 1)), 0.1, 0.2, 0.3)

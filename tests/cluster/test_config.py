@@ -137,6 +137,12 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         'model.dtype: "bf16" is not allowed; did you mean "bfloat16"?',
         ['"float32", "bfloat16" or "float16"'],
     ),
+    "unknown policy": (
+        {"routing.policy": "memory_then_queues"},
+        'routing.policy: "memory_then_queues" is not allowed; did you mean "memory_then_queue"?',
+        ['"memory_then_queue"'],
+    ),
+    "unknown transport": ({"transfer.backend": "ucx"}, 'transfer.backend: "ucx" is not allowed', ['"UCX"']),
     "odd block size": ({"kv.block_size": 12}, "kv.block_size: 12 is not allowed", ["8, 16, 32, 64 or 128"]),
     "empty text": ({"transfer.net_devices": ""}, 'transfer.net_devices: "" is empty', ["null"]),
     "no value": ({"server.port": None}, "server.port: has no value", ["from 1 to 65535"]),

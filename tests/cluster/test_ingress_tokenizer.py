@@ -12,7 +12,7 @@ import pytest
 from cluster import ingress
 from cluster.ingress import _load_tokenizer
 from cluster.text.tokenizer import Tokenizer
-from replicas.model_identity import tokenizer_digest
+from replicas.identity_digests import tokenizer_digest
 from tests.model_folder import model_folder
 
 

@@ -15,7 +15,7 @@ _PROGRAM = """
 import json, sys
 from cluster.ingress import _load_tokenizer
 from replicas.model.gguf_conversion import resolve_source
-from replicas.model_identity import tokenizer_digest
+from replicas.identity_digests import tokenizer_digest
 from cluster.text.chat_template import TemplateOptions
 tokenizer, digest = _load_tokenizer(resolve_source(sys.argv[1], "/nowhere"), False)
 assert digest == tokenizer_digest(sys.argv[1]) != "none"

@@ -18,7 +18,7 @@ from replicas.messages import (
 
 
 def metadata(replica_id: str) -> dict[str, Any]:
-    peer = TransferPeer(replica_id, "e", f"agent-{replica_id}", b"\x00m", "", 0, 0, "DRAM", 100, 1)
+    peer = TransferPeer(replica_id, "e", f"agent-{replica_id}", b"\x00m", "", 100, 1)
     return {"num_blocks": 100, "peer": peer.to_metadata()}
 
 
@@ -163,7 +163,7 @@ def test_a_replica_that_left_is_no_candidate_and_no_peer() -> None:
 def test_a_dead_replica_is_forgotten_once_and_its_agent_named_if_anybody_used_it() -> None:
     pools = Pools()
     pools.view.decode_candidates()
-    assert pools.view.decode_peer("d").agent_metadata == b"\x00m"
+    assert pools.view.decode_peer("d").address == b"\x00m"
     pools.view.heard(frame("d", load(free=1)))
     assert pools.view.forget("d") == "agent-d"
     assert pools.view.forget("d") is None

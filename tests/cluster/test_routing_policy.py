@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
+from cluster.configuration.config import Config
+from cluster.routing import pairing
+from cluster.routing.pairing import choose_decode, choose_prefill, choose_route
+from cluster.routing.policies.policy_table import POLICIES
 from cluster.routing.routing_policy import (
+    Costs,
     DecodeCandidate,
     Need,
     NeverFits,
     PrefillCandidate,
     Route,
     RouteKind,
+    RoutingPolicy,
     RoutingRules,
     Unavailable,
-    choose_decode,
-    choose_prefill,
-    choose_route,
 )
 from scheduler.admission import LATER_STEPS
 
@@ -55,6 +58,9 @@ def P(replica_id: str, queued: int, *, total: int = 100, rate: float = 0.0) -> P
         ([D("a", 90, queued=1), D("b", 20)], "", "b"),
         ([D("a", 90, queued=1), D("b", 19)], "", "a"),
         ([D("a", 90, queued=1), D("b", 80, queued=5)], "", "a"),
+        # Of those with equally much room too.
+        ([D("a", 90, queued=1), D("b", 90)], "", "b"),
+        ([D("a", 90, queued=1), D("b", 90), D("c", 90)], "", "b"),
         # Soon others end there; or outputs are shorter there than they may be.
         ([D("a", 19), D("b", 15, expected_tokens=4)], "", "b"),
         # Too small for ever is no candidate, however empty.
@@ -68,7 +74,7 @@ def P(replica_id: str, queued: int, *, total: int = 100, rate: float = 0.0) -> P
 )
 def test_decode_replica_by_room(candidates: Sequence[DecodeCandidate], excluded: str, chosen: str) -> None:
     for order in (candidates, candidates[::-1]):
-        decided = choose_decode(NEED, order, set(excluded))
+        decided = choose_decode(NEED, order, SPLIT, set(excluded))
         assert isinstance(decided, DecodeCandidate)
         assert decided.replica_id == chosen
 
@@ -93,7 +99,7 @@ def test_decode_replica_by_room(candidates: Sequence[DecodeCandidate], excluded:
 )
 def test_prefill_replica_by_expected_wait(candidates: Sequence[PrefillCandidate], excluded: str, chosen: str) -> None:
     for order in (candidates, candidates[::-1]):
-        decided = choose_prefill(NEED, order, set(excluded))
+        decided = choose_prefill(NEED, order, D("d", 0), SPLIT, set(excluded))
         assert isinstance(decided, PrefillCandidate)
         assert decided.replica_id == chosen
 
@@ -122,11 +128,11 @@ def test_a_prefill_replica_on_decodes_node_is_worth_a_wait(
 
 
 def test_nobody_is_large_enough_or_there() -> None:
-    assert choose_decode(NEED, [D("a", 0, total=19), D("b", 0, total=7)]) == NeverFits("decode", 20, 19)
-    assert choose_prefill(NEED, [P("a", 0, total=8)]) == NeverFits("prefill", 9, 8)
-    assert choose_decode(NEED, []) == Unavailable("decode")
-    assert choose_prefill(NEED, []) == Unavailable("prefill")
-    assert choose_decode(NEED, [D("a", 20, total=20)]) == D("a", 20, total=20)
+    assert choose_decode(NEED, [D("a", 0, total=19), D("b", 0, total=7)], SPLIT) == NeverFits("decode", 20, 19)
+    assert choose_prefill(NEED, [P("a", 0, total=8)], D("d", 0), SPLIT) == NeverFits("prefill", 9, 8)
+    assert choose_decode(NEED, [], SPLIT) == Unavailable("decode")
+    assert choose_prefill(NEED, [], D("d", 0), SPLIT) == Unavailable("prefill")
+    assert choose_decode(NEED, [D("a", 20, total=20)], SPLIT) == D("a", 20, total=20)
 
 
 REMOTE, LOCAL, FELL_BACK = RouteKind.REMOTE, RouteKind.LOCAL, RouteKind.FALLBACK
@@ -221,3 +227,72 @@ def test_without_decode_nothing_goes(rules: RoutingRules) -> None:
 def test_an_excluded_pair_is_avoided_on_both_sides() -> None:
     route = choose_route(NEED, [D("d", 90), D("e", 50)], [P("p", 0), P("q", 9)], SPLIT, {"d", "p"})
     assert route == Route(REMOTE, "e", "q", False, 20)
+
+
+class Recorder:
+    """A policy that wants the last by name, and remembers between whom it was asked to choose."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.policy = RoutingPolicy(decode_costs=self.costs, prefill_costs=self.costs)
+
+    def costs(self, need: Need, candidates: Sequence[DecodeCandidate | PrefillCandidate], *rest: Any) -> Costs:
+        self.asked.append("".join(found.replica_id for found in candidates))
+        return [(-ord(found.replica_id),) for found in candidates]
+
+
+@pytest.fixture
+def last_by_name(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(pairing, "POLICIES", POLICIES | {"last_by_name": recorder.policy})
+    return recorder
+
+
+def like(fingerprint: str, *candidates: Any) -> list[Any]:
+    return [replace(candidate, fingerprint=fingerprint) for candidate in candidates]
+
+
+def test_the_policy_of_that_name_decides(last_by_name: Recorder) -> None:
+    decodes, prefills = [D("a", 90), D("b", 50)], [P("p", 0), P("q", 9)]
+    assert choose_route(NEED, decodes, prefills, SPLIT) == Route(REMOTE, "a", "p", False, 20)
+    assert last_by_name.asked == []
+    rules = replace(SPLIT, policy="last_by_name")
+    assert choose_route(NEED, decodes, prefills, rules) == Route(REMOTE, "b", "q", False, 20)
+    assert last_by_name.asked == ["ab", "pq"]
+
+
+def test_no_policy_is_asked_about_a_replica_that_may_not_be_taken(last_by_name: Recorder) -> None:
+    """What it would like best is another model's, too small, the one that failed, or no partner of the other's."""
+    rules = replace(SPLIT, policy="last_by_name")
+    decodes = [*like("model=1", D("a", 50), D("b", 50), D("s", 19, total=19), D("x", 50)), *like("model=2", D("y", 50))]
+    prefills = [*like("model=1", P("p", 0), P("q", 0), P("r", 0, total=8)), *like("model=3", P("z", 0))]
+    assert "" != decodes[0].model != decodes[-1].model
+    bound = replace(NEED, model=decodes[0].model)
+    for need in (NEED, bound):  # y has no partner
+        route = choose_route(need, decodes, prefills, rules, excluded={"x"})
+        assert route == Route(REMOTE, "b", "q", False, 20, decodes[0].model)
+    assert last_by_name.asked == ["ab", "pq"] * 2
+    local = choose_route(bound, decodes, prefills, replace(rules, local_prefill_max_tokens=9), excluded={"x"})
+    assert local == Route(LOCAL, "b", None, False, 20, decodes[0].model)
+    assert last_by_name.asked[4:] == ["ab"]
+
+
+def test_equally_dear_replicas_are_taken_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    indifferent = RoutingPolicy(
+        lambda need, those, *_: [(1,)] * len(those), lambda need, those, *_: [(1,)] * len(those)
+    )
+    monkeypatch.setattr(pairing, "POLICIES", {"indifferent": indifferent})
+    rules = replace(SPLIT, policy="indifferent")
+    for decodes in ([D("b", 9), D("a", 1)], [D("a", 1), D("b", 9)]):
+        assert choose_route(NEED, decodes, [P("q", 0), P("p", 9)], rules) == Route(REMOTE, "a", "p", True, 20)
+
+
+def test_a_policy_that_forgets_a_candidate_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "POLICIES", {"short": RoutingPolicy(lambda *_: [(1,)], lambda *_: [(1,)])})
+    with pytest.raises(ValueError, match="shorter"):
+        choose_route(NEED, [D("a", 9), D("b", 9)], [P("p", 0)], replace(SPLIT, policy="short"))
+
+
+def test_the_config_and_the_rules_have_the_same_default() -> None:
+    assert Config.model_fields["routing"].get_default().policy == SPLIT.policy
+    assert SPLIT.policy in POLICIES

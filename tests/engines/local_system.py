@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
-from cluster.routing.attempt import AttemptLimits
 from cluster.routing.generation import GenerationSpec, ScoredPrompt
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.router import Router, RouterLimits
+from cluster.routing.router import Router
+from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from replicas.channels.wire import Decoder, encode
 from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
-from replicas.settings import EngineSettings, ModelSettings, TransferSettings
+from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
@@ -39,12 +39,12 @@ def settings(pool: str, **changes: Any) -> EngineSettings:
         transfer=TransferSettings("UCX", lease_s=60.0, verify_digest=True, net_devices=None),
         device="cpu",
         num_threads=1,
-        block_size=16,
+        kv=KvSettings(block_size=16),
         kv_capacity_tokens=4096,
         kv_memory_bytes=None,
         kv_memory_fraction=None,
-        max_sequences=32,
-        max_step_tokens=512,
+        max_running_sequences=32,
+        max_batch_tokens=512,
         lag=0,
         idle_frame_s=0.1,
     )
@@ -113,8 +113,8 @@ class LocalSystem:
         """A new router on the running loop."""
         decode = LocalPool("decode-0", self.decode)
         prefill = LocalPool("prefill-0", self.prefill) if self.prefill else None
-        attempt = AttemptLimits(queue_s=limits.pop("queue_s", 300.0), handoff_s=limits.pop("handoff_s", 60.0))
-        values = {"max_queued": 1000, "max_retries": 2, "block_size": 16, **limits}
+        attempt = AttemptLimits(limits.pop("queue_s", 300.0), limits.pop("handoff_s", 60.0))
+        values = {"max_queued_requests": 1000, "max_retries": 2, "block_size": 16, **limits}
         router = Router(
             decode=decode,
             prefill=prefill,

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from replicas.settings import EngineSettings
+from replicas.settings import EngineSettings, KvSettings
 from tests.engines.local_system import LocalSystem, settings
 
 TINY = {
@@ -70,7 +70,7 @@ def generated_alone(folder: Path, prompts: Sequence[list[int]], num_tokens: int 
 
 
 def small_engine(pool: str, folder: Path, max_model_len: int) -> EngineSettings:
-    base = settings(pool, kv_capacity_tokens=1024, max_sequences=8, max_step_tokens=32, block_size=8)
+    base = settings(pool, kv_capacity_tokens=1024, max_running_sequences=8, max_batch_tokens=32, kv=KvSettings(8))
     return replace(base, model=replace(base.model, source=str(folder), max_model_len=max_model_len))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from replicas.engine.engine_watch import EngineWatch
+from replicas.settings import FaultSettings
 from tests.engines.local_system import LocalSystem, collect, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
@@ -29,7 +30,7 @@ def goldens(tiny_goldens: TinyGoldens) -> list[Golden]:
 @pytest.fixture(scope="module")
 def system(faults: Path, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
     decode, prefill = (
-        tiny_settings(pool, tiny_goldens.folder, fault_dir=str(faults)) for pool in ("decode", "prefill")
+        tiny_settings(pool, tiny_goldens.folder, testing=FaultSettings(str(faults))) for pool in ("decode", "prefill")
     )
     system = LocalSystem(decode, prefill)
     yield system

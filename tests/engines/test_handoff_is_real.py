@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.settings import EngineSettings
+from replicas.settings import EngineSettings, FaultSettings
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import LocalSystem, touch
 from tests.engines.tiny_goldens import TinyGoldens
@@ -18,7 +18,7 @@ from tests.engines.tiny_model import tiny_settings
 
 def _system(model: Path, fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
     def one(pool: str) -> EngineSettings:
-        base = tiny_settings(pool, model, lag=lag, fault_dir=str(fault_dir))
+        base = tiny_settings(pool, model, lag=lag, testing=FaultSettings(str(fault_dir)))
         return replace(base, transfer=replace(base.transfer, verify_digest=verify))
 
     return LocalSystem(one("decode"), one("prefill"))

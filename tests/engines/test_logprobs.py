@@ -46,7 +46,7 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module", params=["1p1d lag 1", "colocated lag 1"])
 def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
-    changes = {"lag": int(request.param[-1]), "max_step_tokens": STEP_TOKENS}
+    changes = {"lag": int(request.param[-1]), "max_batch_tokens": STEP_TOKENS}
     prefill = settings("prefill", **changes) if "1p1d" in request.param else None
     system = LocalSystem(settings("decode", **changes), prefill)
     yield system

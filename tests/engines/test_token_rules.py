@@ -99,7 +99,7 @@ def running(decode: EngineSettings, prefill: EngineSettings | None) -> Iterator[
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def system(request: pytest.FixtureRequest, folder: Path) -> Iterator[LocalSystem]:
-    changes = {"lag": int(request.param[-1]), "max_step_tokens": 32}
+    changes = {"lag": int(request.param[-1]), "max_batch_tokens": 32}
     prefill = tiny_settings("prefill", folder, **changes) if "1p1d" in request.param else None
     with running(tiny_settings("decode", folder, **changes), prefill) as system:
         yield system

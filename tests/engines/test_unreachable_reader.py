@@ -14,8 +14,10 @@ import pytest
 from cluster.api_error import ApiError
 from replicas.engine.prefill_engine import PrefillEngine
 from replicas.kv.handoff_actions import ReaderChecked
+from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import CallStatus, GenerationRequest, PrefillCall, PrefillReply, TransferPeer
+from replicas.settings import FaultSettings
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import LocalSystem, touch
 from tests.engines.tiny_goldens import TinyGoldens
@@ -32,9 +34,8 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def system(tiny_goldens: TinyGoldens, fault_dir: Path) -> Iterator[LocalSystem]:
-    decode, prefill = (
-        tiny_settings(pool, tiny_goldens.folder, fault_dir=str(fault_dir)) for pool in ("decode", "prefill")
-    )
+    testing = FaultSettings(str(fault_dir))
+    decode, prefill = (tiny_settings(pool, tiny_goldens.folder, testing=testing) for pool in ("decode", "prefill"))
     system = LocalSystem(decode, prefill)
     yield system
     system.close()
@@ -42,7 +43,8 @@ def system(tiny_goldens: TinyGoldens, fault_dir: Path) -> Iterator[LocalSystem]:
 
 def nobody(system: LocalSystem) -> TransferPeer:
     """A reader whose metadata NIXL cannot use."""
-    return replace(system.decode.peer, agent_name="nobody-1", agent_metadata=b"junk")
+    address = replace(NixlAddress.decode(system.decode.peer.address), agent_metadata=b"junk")
+    return replace(system.decode.peer, agent_name="nobody-1", address=address.encode())
 
 
 def engine_of(system: LocalSystem) -> PrefillEngine:

@@ -22,7 +22,7 @@ from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)
 SOURCE = "prefill-s1"
-PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", 0, 0, "DRAM", num_blocks=10, block_bytes=64)
+PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", num_blocks=10, block_bytes=64)
 HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), 9.0, ())
 RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1", ""))
 DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1", ""))

@@ -67,7 +67,8 @@ print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
 _ENGINE = """
 import torch
 from replicas.settings import ModelSettings
-from replicas.engine_builder import NixlTransport, load_model
+from replicas.engine_builder import load_model
+from replicas.kv.nixl_transport import NixlTransport
 from replicas.decode_replica import DecodeReplica
 from replicas.prefill_replica import PrefillReplica
 load_model(ModelSettings(sys.argv[2], "", "float32", 128, "auto", False), torch.device("cpu"))

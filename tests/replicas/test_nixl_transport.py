@@ -8,16 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import IO, Any
 
 import msgpack
+import msgspec
 import pytest
 import torch
 from nixl_cu13._bindings import nixlBackendError
 
 from replicas.kv.kv_transport import InvalidRead, PeerUnreachable, ReadHandle, ReadState, merge_runs
+from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import TransferPeer
 
@@ -85,8 +87,9 @@ def pair() -> Iterator[Pair]:
 def test_names_and_layout(pair: Pair) -> None:
     peer = pair.source.local_peer()
     assert peer.agent_name == "prefill-0-a1"
-    assert (peer.num_blocks, peer.block_bytes, peer.mem_type) == (64, 16384, "DRAM")
-    assert peer.base_address == pair.source_pool.data_ptr()
+    address = NixlAddress.decode(peer.address)
+    assert (peer.num_blocks, peer.block_bytes, address.mem_type) == (64, 16384, "DRAM")
+    assert address.base_address == pair.source_pool.data_ptr()
 
 
 def test_read_copies_these_blocks_and_no_others_and_then_notifies(pair: Pair) -> None:
@@ -167,12 +170,24 @@ def test_loading_is_idempotent_and_unloaded_peers_are_unreachable(pair: Pair) ->
 
 def test_unusable_metadata_is_unreachable(pair: Pair) -> None:
     peer = pair.source.local_peer()
-    for metadata in (b"", b"junk", peer.agent_metadata[:100], os.urandom(300)):
-        with pytest.raises(PeerUnreachable):
-            pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1", agent_metadata=metadata))
+    address = NixlAddress.decode(peer.address)
+    for metadata in (b"", b"junk", address.agent_metadata[:100], os.urandom(300)):
+        junk = replace(address, agent_metadata=metadata).encode()
+        with pytest.raises(PeerUnreachable, match="metadata"):
+            pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1", address=junk))
     with pytest.raises(PeerUnreachable, match="belongs to"):
         pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1"))
     pair.finish(pair.start([0], [0]))  # the real one is still loaded
+
+
+def test_an_address_of_another_transport_is_unreachable(pair: Pair) -> None:
+    peer = pair.source.local_peer()
+    address = NixlAddress.decode(peer.address)
+    wrong_field = msgspec.msgpack.encode({**asdict(address), "mem_type": "DISK"})
+    for junk in (b"", b"fake", address.agent_metadata, peer.address[:-1], peer.address + b"x", wrong_field):
+        with pytest.raises(PeerUnreachable, match="the address of prefill-9-a1 is none of NIXL's"):
+            pair.reader.load_peer(replace(peer, agent_name="prefill-9-a1", address=junk))
+    pair.finish(pair.start([0], [0]))
 
 
 def test_large_notifications_arrive_whole_and_in_order(pair: Pair) -> None:

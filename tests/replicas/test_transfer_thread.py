@@ -22,6 +22,7 @@ from replicas.kv.handoff_actions import (
     ReadReleased,
     SourceOutcome,
 )
+from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import FirstToken
 from tests.replicas.transfer_engines import SHAPE, TIMING, Engine, Pair, deadline_s, until
@@ -184,7 +185,8 @@ def test_deadline_without_a_handoff(pair: Pair) -> None:
 
 
 def test_unusable_peers_are_told_at_once(pair: Pair) -> None:
-    junk = replace(pair.source.peer, agent_name="x-1", epoch="1", agent_metadata=b"junk")
+    address = replace(NixlAddress.decode(pair.source.peer.address), agent_metadata=b"junk")
+    junk = replace(pair.source.peer, agent_name="x-1", epoch="1", address=address.encode())
     pair.reader.thread.expect("junk-in", junk, 40, 3, deadline_s())
     assert pair.lost("junk-in") is LossReason.PEER_UNREACHABLE
     pair.source.thread.check_reader("junk-out", junk)

@@ -45,12 +45,12 @@ def shape(
         num_host_blocks=num_host_blocks,
         max_model_len=num_blocks * 16,
         rules=RoutingRules(bool(num_prefill), 0, False),
-        times=RouterTimes(queue_s=1e4, handoff_s=1e4, request_s=1e5, max_queued=10**6),
+        times=RouterTimes(1e4, handoff_timeout_s=1e4, request_timeout_s=1e5, max_queued_requests=10**6),
     )
 
 
 def impatient(system: SystemShape, queue_s: float, request_s: float) -> SystemShape:
-    return replace(system, times=RouterTimes(queue_s=queue_s, handoff_s=1.0, request_s=request_s, max_queued=12))
+    return replace(system, times=RouterTimes(queue_s, 1.0, request_s, max_queued_requests=12))
 
 
 def random_jobs(seed: int, count: int, rate_per_s: float, max_tokens: int | None = None) -> list[Job]:

@@ -1,0 +1,142 @@
+"""Which replicas may work together on a request, and which of them do: the cheapest by the routing policy.
+
+What no policy can change: replicas that exchange KV are of one fingerprint, a request that is bound to a model stays
+with it, nobody gets what can never fit, and who failed a request is asked again only if there is no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
+
+from cluster.routing.policies.policy_table import POLICIES
+from cluster.routing.routing_policy import (
+    Costs,
+    DecodeCandidate,
+    Need,
+    NeverFits,
+    PrefillCandidate,
+    Route,
+    RouteKind,
+    RoutingRules,
+    Unavailable,
+)
+
+
+def choose_route(
+    need: Need,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    rules: RoutingRules,
+    excluded: Collection[str] = (),
+) -> Route | NeverFits | Unavailable:
+    """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other.
+
+    Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
+    none: then decode computes the prompt itself, whatever the rules say of a pool without replicas.
+    """
+    able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
+    is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
+    choose = choose_decode if is_local else partial(_choose_paired, prefills=prefills)
+    decode = choose(need, able, rules=rules, excluded=excluded)
+    if not isinstance(decode, DecodeCandidate):
+        return decode
+
+    def route(kind: RouteKind, prefill_id: str | None = None) -> Route:
+        blocks = decode.projected_blocks(need)
+        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model)
+
+    if is_local:
+        return route(RouteKind.LOCAL)
+    prefill = choose_prefill(need, prefills, decode, rules, excluded)
+    if isinstance(prefill, PrefillCandidate):
+        return route(RouteKind.REMOTE, prefill.replica_id)
+    if isinstance(prefill, Unavailable) and (rules.fallback_to_decode or prefills):
+        return route(RouteKind.FALLBACK)
+    return prefill
+
+
+def _choose_paired(
+    need: Need,
+    decodes: Sequence[DecodeCandidate],
+    prefills: Sequence[PrefillCandidate],
+    rules: RoutingRules,
+    excluded: Collection[str],
+) -> DecodeCandidate | NeverFits | Unavailable:
+    """One that some prefill replica can hand its KV to, if it fits there. Of a pair that has failed in a part, rather
+    one that has no partner, and has not failed.
+    """
+    known = {prefill.fingerprint for prefill in prefills}
+    fresh = {prefill.fingerprint for prefill in prefills if prefill.replica_id not in excluded}
+
+    def rank(decode: DecodeCandidate) -> int:
+        if decode.replica_id in excluded:
+            return 2
+        if decode.fingerprint in fresh:
+            return 0
+        return 2 if decode.fingerprint in known else 1
+
+    for worst in (0, 1, 2):
+        decided = choose_decode(need, [decode for decode in decodes if rank(decode) <= worst], rules, excluded)
+        if isinstance(decided, DecodeCandidate):
+            return decided
+    return decided
+
+
+def choose_decode(
+    need: Need, candidates: Sequence[DecodeCandidate], rules: RoutingRules, excluded: Collection[str] = ()
+) -> DecodeCandidate | NeverFits | Unavailable:
+    """Who generates."""
+    policy = POLICIES[rules.policy]
+    return _cheapest(
+        "decode", need.decode_blocks, candidates, excluded, lambda those: policy.decode_costs(need, those, rules)
+    )
+
+
+def choose_prefill(
+    need: Need,
+    candidates: Sequence[PrefillCandidate],
+    decode: DecodeCandidate,
+    rules: RoutingRules,
+    excluded: Collection[str] = (),
+) -> PrefillCandidate | NeverFits | Unavailable:
+    """Who computes the prompt for this decode replica: one of those that are like it."""
+    alike = [prefill for prefill in candidates if prefill.fingerprint == decode.fingerprint]
+    policy = POLICIES[rules.policy]
+    return _cheapest(
+        "prefill", need.prefill_blocks, alike, excluded, lambda those: policy.prefill_costs(need, those, decode, rules)
+    )
+
+
+class _Candidate(Protocol):
+    @property
+    def replica_id(self) -> str: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+
+_CandidateT = TypeVar("_CandidateT", bound=_Candidate)
+
+
+def _cheapest(
+    pool: str,
+    needed_blocks: int,
+    candidates: Sequence[_CandidateT],
+    excluded: Collection[str],
+    costs: Callable[[Sequence[_CandidateT]], Costs],
+) -> _CandidateT | NeverFits | Unavailable:
+    """The cheapest of those large enough that have not failed, or, without one, that have. Equal ones: by name."""
+    if not candidates:
+        return Unavailable(pool)
+    fitting = [c for c in candidates if c.total_blocks >= needed_blocks]
+    if not fitting:
+        return NeverFits(pool, needed_blocks, max(c.total_blocks for c in candidates))
+    fresh = ([c for c in fitting if c.replica_id not in excluded] or fitting) if excluded else fitting
+    if len(fresh) == 1:
+        return fresh[0]
+    found = costs(fresh)
+    least = min(found)
+    cheapest = [c for c, cost in zip(fresh, found, strict=True) if cost == least]
+    return min(cheapest, key=lambda c: c.replica_id) if len(cheapest) > 1 else cheapest[0]
