@@ -187,7 +187,6 @@ class DecodeScheduler(EngineScheduler):
             self.budget.running(request, self.builder.next_step_id)
 
     def take_evicted(self) -> tuple[Request, ...]:
-        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 

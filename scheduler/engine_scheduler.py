@@ -238,6 +238,10 @@ class EngineScheduler(ABC):
         if request.is_over and not request.sequences:
             self._forget(request_id)
 
+    def take_evicted(self) -> tuple[Request, ...]:
+        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
+        return ()
+
     # -- load, as policies see it ------------------------------------------------------------------
 
     @property

@@ -13,6 +13,7 @@ from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_core import Turn
 from scheduler.outcome import TokenEvent
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import RequestState
@@ -101,11 +102,9 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
 
     # -- one iteration -----------------------------------------------------------------------------
 
-    def _on_admitted(self, request_ids: list[str]) -> None:
-        self._frame.admitted += [self.attempts[request_id] for request_id in request_ids]
-
-    def _on_planned(self, now_s: float) -> None:
-        self._frame.evicted += [self.attempts[request.request_id] for request in self.scheduler.take_evicted()]
+    def _on_turn(self, turn: Turn) -> None:
+        self._frame.admitted += [self.attempts[request.request_id] for request in turn.admitted]
+        self._frame.evicted += [self.attempts[request.request_id] for request in turn.evicted]
 
     def _goes_on(self, plan: StepPlan) -> bool:
         return True  # that all rows end with one step is rare
@@ -177,30 +176,30 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
     def _steady_stretch(self, now_s: float) -> _Stretch | None:
         """When the steady steps to come begin and end, if there are some."""
         requests = self.scheduler.batch.requests
-        if len(self._in_flight) != self.lag or not requests or self.costs.is_shared:
+        if len(self.core.in_flight) != self.core.lag or not requests or self.costs.is_shared:
             return None
         running = [self.attempts[request.request_id] for request in requests]
         if any(attempt.last_token_s != self._last_commit_s for attempt in running):
             return None
-        if self._in_flight and len(self._in_flight[0].request_ids) != len(requests):
+        if self.core.in_flight and len(self.core.in_flight[0].request_ids) != len(requests):
             return None
         # A token that ends somebody is not steady.
         until_end = min(a.output_len - r.sequences[0].num_known for a, r in zip(running, requests, strict=True))
-        count = num_steady_steps(self.scheduler, self.lag, min(until_end - 1, self._most_steady))
+        count = num_steady_steps(self.scheduler, self.core.lag, min(until_end - 1, self._most_steady))
         if count < 2:
             return None
         deadline_s = self.scheduler.next_deadline_s
         num_rows = len(requests)
         num_context = sum(request.prompt_len + request.sequences[0].num_planned for request in requests)
         stretch = _Stretch([now_s], [], [], num_rows)
-        pending_s = self._in_flight[0].end_s if self._in_flight else 0.0
+        pending_s = self.core.in_flight[0].end_s if self.core.in_flight else 0.0
         free_s = self._device_free_s
         for _ in range(count):
             if deadline_s is not None and now_s >= deadline_s:
                 break
             free_s = max(now_s, free_s) + self.steps.step_s(num_rows, num_context)
             num_context += num_rows
-            pending_s, commit_s = (free_s, max(now_s, pending_s)) if self.lag else (0.0, free_s)
+            pending_s, commit_s = (free_s, max(now_s, pending_s)) if self.core.lag else (0.0, free_s)
             now_s = commit_s + self.steps.overhead_s
             stretch.commits_s.append(commit_s)
             stretch.device_free_s.append(free_s)
@@ -224,8 +223,8 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
             attempt.last_token_s = self._last_commit_s
         self.counts.busy_s += stretch.starts_s[until] - stretch.starts_s[until - count]
         self._device_free_s = stretch.device_free_s[until - 1]
-        if self._in_flight:
-            (step,) = self._in_flight
+        if self.core.in_flight:
+            (step,) = self.core.in_flight
             step.step_id, step.end_s = step.step_id + count, self._device_free_s
         self.counts.num_steps += count
         self.counts.num_rows += count * stretch.num_rows

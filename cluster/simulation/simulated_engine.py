@@ -1,4 +1,4 @@
-"""The loop of replicas.engine.engine on the simulated clock: messages, expiry, admission, one step, commit.
+"""An engine's loop (scheduler.engine_core) on the simulated clock, driven by messages as replicas.engine.engine is.
 
 An iteration is computed when it begins; what it brings about happens at the times when its steps end. Messages that
 come meanwhile wait for the next one, as they wait in a real engine's inbox.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,9 +18,9 @@ from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
 from replicas.engine.engine_status import StepClock
 from replicas.messages import EngineLoad
+from scheduler.engine_core import EngineCore, Turn
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
-from scheduler.request import RequestState
 from scheduler.step_shape import StepShape
 
 SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
@@ -65,12 +64,12 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         machine: SharedMachine,
     ) -> None:
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
-        self.steps, self.lag, self.costs = steps, lag, costs
+        self.core: EngineCore[SchedulerT, StepInFlight] = EngineCore(scheduler, lag)
+        self.steps, self.costs = steps, costs
         self.counts = EngineCounts()
         self.attempts: dict[str, Attempt] = {}
         self._queue, self._machine = queue, machine
         self._inbox: list[Action] = []
-        self._in_flight: deque[StepInFlight] = deque()
         self._device_free_s = 0.0
         self._prompt_clock = StepClock()  # only steps that compute prompts
         self._wake_number = 0
@@ -103,24 +102,19 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         inbox, self._inbox = self._inbox, []
         for action in inbox:
             action(now_s)
-        for request_id in self.scheduler.expired(now_s):
-            self._expire(request_id, now_s)
         started = time.thread_time()
-        admitted = self.scheduler.admit(now_s)
-        plan = self.scheduler.plan(now_s)
+        turn = self.core.turn(now_s)  # of one whose time is up, its router knows at the same time
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
-        self._on_admitted([request.request_id for request in admitted])
-        self._on_planned(now_s)
-        if plan is not None:
-            self._launch(plan, now_s)
-        has_committed = bool(self._in_flight)
-        while self._in_flight and (plan is None or len(self._in_flight) > self.lag):
-            step = self._in_flight.popleft()
+        self._on_turn(turn)
+        if turn.plan is not None:
+            self.core.launched(self._launch(turn.plan, now_s))
+        has_committed = bool(self.core.in_flight)
+        for step in self.core.due(turn):
             now_s = max(now_s, step.end_s)
             self._commit(step, now_s)
         self._flush(now_s)
-        if plan is None and not has_committed:
+        if turn.plan is None and not has_committed:
             self._sleep(now_s)
         else:
             next_s = now_s + self.steps.overhead_s
@@ -137,7 +131,7 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         if deadline_s is not None:
             self._wake_at(max(now_s, deadline_s))
 
-    def _launch(self, plan: StepPlan, now_s: float) -> None:
+    def _launch(self, plan: StepPlan, now_s: float) -> StepInFlight:
         shape = StepShape.of(plan)
         step_s = self._swap_s(plan) if plan.is_empty else self.steps.step_s(*shape) + self._swap_s(plan)
         start_s = max(now_s, self._device_free_s)
@@ -148,12 +142,12 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         self._device_free_s = end_s
         request_ids = [row.request_id for row in plan.rows]
         request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
-        self._in_flight.append(StepInFlight(plan.step_id, tuple(request_ids), end_s))
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
         self.counts.num_steps += 1
         self.counts.num_rows += shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens
+        return StepInFlight(plan.step_id, tuple(request_ids), end_s)
 
     def _swap_s(self, plan: StepPlan) -> float:
         num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
@@ -164,12 +158,6 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         started = time.thread_time()
         self._take(output, now_s)
         self.counts.decision_s += time.thread_time() - started
-
-    def _expire(self, request_id: str, now_s: float) -> None:
-        """Its router gives it up at the same time; here it lets go of what it holds."""
-        request = self.scheduler.get(request_id)
-        if request is not None and request.state is not RequestState.LEASED:
-            self.scheduler.end(request_id, RequestState.FAILED, now_s)
 
     def load(self) -> EngineLoad:
         """As replicas.engine.engine reports it, but for the step time: to the policies it only settles ties."""
@@ -196,12 +184,8 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
     # -- what differs between the pools ------------------------------------------------------------
 
     @abstractmethod
-    def _on_admitted(self, request_ids: list[str]) -> None:
-        """Memory was promised to these."""
-
-    @abstractmethod
-    def _on_planned(self, now_s: float) -> None:
-        """A plan was made, or there was nothing to plan."""
+    def _on_turn(self, turn: Turn) -> None:
+        """Who was admitted, who was evicted."""
 
     @abstractmethod
     def _goes_on(self, plan: StepPlan) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from cluster.simulation.client import Attempt
 from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
+from scheduler.engine_core import Turn
 from scheduler.outcome import PromptDone
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.prefill_scheduler import PrefillScheduler
@@ -34,10 +35,7 @@ class SimulatedPrefill(SimulatedEngine[PrefillScheduler]):
         """The reader is done with the blocks, or does not want them. Within an iteration."""
         self.scheduler.lease_ended(request_id, now_s)
 
-    def _on_admitted(self, request_ids: list[str]) -> None:
-        pass
-
-    def _on_planned(self, now_s: float) -> None:
+    def _on_turn(self, turn: Turn) -> None:
         pass
 
     def _goes_on(self, plan: StepPlan) -> bool:

@@ -286,6 +286,11 @@ class SimulatedSystem:
         )
 
 
+def _metadata(pool: PoolShape) -> Mapping[str, Any]:
+    """What routers are told of a replica; all have the same model."""
+    return {"num_blocks": pool.limits.num_blocks, "peer": {"fingerprint": ""}}
+
+
 def _first_token(attempt: Attempt, time_s: float) -> None:
     """It is at the client then."""
     if not attempt.client.first_s:

@@ -124,12 +124,6 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
             )
         self._outbox[opened.router_id].admitted.append(request.request_id)
 
-    def _on_planned(self) -> None:
-        for request in self.scheduler.take_evicted():
-            detail = f"{request.request_id} gave way: no KV memory, no host memory"
-            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
-            self._end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
-
     # -- the handoff -------------------------------------------------------------------------------
 
     def _on_transfer(self, event: Event) -> None:

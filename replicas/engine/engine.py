@@ -1,6 +1,6 @@
 """The loop that both engines share: events in, admission, one step, tokens out. Its own thread, no Ray.
 
-    inbox -> expire -> admit -> plan -> launch -> commit (lag steps later) -> flush
+    inbox -> turn (expire, admit, plan) -> launch -> commit (lag steps later) -> flush
 
 Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
 put actions into its inbox and wait on futures.
@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -28,6 +27,7 @@ from replicas.engine.step_isolation import run_isolated
 from replicas.engine.step_timer import StepTimer
 from replicas.messages import CallStatus, EngineLoad
 from replicas.model.model_runner import StepHandle
+from scheduler.engine_core import EngineCore, Turn
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
@@ -47,17 +47,16 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def __init__(self, name: str, parts: EngineParts[SchedulerT]) -> None:
         self.name = name
         self.scheduler = parts.scheduler
+        self.core: EngineCore[SchedulerT, StepHandle | StepOutput] = EngineCore(parts.scheduler, parts.lag)
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
         self.recorder = parts.recorder
-        self._lag = parts.lag
         self._num_threads = parts.num_threads
         self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
         self.steps = StepClock()
         self._timer = StepTimer()
         self._inbox = Inbox(self._fail)
-        self._in_flight: deque[StepHandle | StepOutput] = deque()
         self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
@@ -134,25 +133,30 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         now_s = time.monotonic()
         self.last_beat_s = now_s
         self._inbox.run()
-        for request_id in self.scheduler.expired(now_s):
-            self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
-        if not self.faults.hold(f"{self.name}.admit"):
-            self._on_admitted(self.scheduler.admit(now_s))
-        held = self.faults.hold(f"{self.name}.step")
-        plan = None if held else self.scheduler.plan(now_s)
-        self._on_planned()
-        if plan is not None:
-            self._in_flight.append(self._launch(plan))
-        has_committed = bool(self._in_flight)
-        while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
-            self._commit(self._in_flight.popleft())
+        may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
+        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
+        self._on_turn(turn)
+        if turn.plan is not None:
+            self.core.launched(self._launch(turn.plan))
+        has_committed = bool(self.core.in_flight)
+        for step in self.core.due(turn):
+            self._commit(step)
         self._flush(now_s)
-        if plan is None:
+        if turn.plan is None:
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
             if held or not has_committed:  # else blocks came free that somebody may have waited for
                 self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
         elif self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
+
+    def _on_turn(self, turn: Turn) -> None:
+        for request_id in turn.expired:
+            self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
+        self._on_admitted(turn.admitted)
+        for request in turn.evicted:
+            detail = f"{request.request_id} gave way: no KV memory, no host memory"
+            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
+            self._end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
 
     def _launch(self, plan: StepPlan) -> StepHandle | StepOutput:
         started_s = time.monotonic()
@@ -234,8 +238,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
         try:
             self.runner.finish()  # what was launched uses blocks that are about to be free
-            self._in_flight.clear()
-            self.scheduler.steps_abandoned()
+            self.core.abandon()
             if self._stopping:
                 self._inbox.run()  # nobody does after this
             for request_id in list(self._calls):
@@ -271,10 +274,6 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     @abstractmethod
     def _on_admitted(self, requests: tuple[Request, ...]) -> None:
         """Memory was promised to these requests."""
-
-    @abstractmethod
-    def _on_planned(self) -> None:
-        """The scheduler has planned, or found nothing to plan."""
 
     @abstractmethod
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:

@@ -105,9 +105,6 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
         logger.warning("no handoff", extra={"event": "reader_lost", "request": request_id, "reason": problem})
         self._end(request_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
 
-    def _on_planned(self) -> None:
-        pass  # a prompt never gives way
-
     def _on_tokens(self, output: StepOutput, now_s: float) -> None:
         for prompt in output.prompts:
             try:

@@ -70,7 +70,7 @@ def fail_once_running(engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch, see
 
     def failing(now_s: float) -> Any:
         nonlocal has_failed
-        if engine._in_flight and not has_failed:
+        if engine.core.in_flight and not has_failed:
             has_failed = True
             raise LookupError("a bug of ours")
         return plan(now_s)

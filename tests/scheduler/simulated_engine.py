@@ -1,19 +1,20 @@
 """An engine loop around a scheduler and the paged model, which checks everything after every move.
 
-The loop is that of replicas.engine.engine. A launched step may run at any time until its tokens are wanted, as on a
-GPU, while transfers go on beside it.
+The loop is the engine's (scheduler.engine_core), looked at between the parts of a turn. A launched step may run at any
+time until its tokens are wanted, as on a GPU, while transfers go on beside it.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from scheduler.block_allocator import BlockCounts
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_core import EngineCore
 from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import Ledger, PromptDone, TokenEvent
 from scheduler.plan import StepOutput, StepPlan
@@ -52,6 +53,35 @@ class FaultRates:
     engine: float = 0.0
 
 
+class _EngineFails(Exception):
+    """Stands for a bug somewhere in the loop."""
+
+
+class _CheckedCore(EngineCore[SchedulerT, _Step]):
+    """Looks at everything between the parts of a turn."""
+
+    def __init__(self, engine: SimulatedEngine[SchedulerT], lag: int) -> None:
+        super().__init__(engine.scheduler, lag)
+        self._engine = engine
+
+    def _expire(self, now_s: float) -> tuple[str, ...]:
+        live = {rid: request for rid, request in self.scheduler._requests.items() if not request.is_over}
+        expired = super()._expire(now_s)
+        self._engine.on_expired([(request_id, live.get(request_id)) for request_id in expired], now_s)
+        return expired
+
+    def _admit(self, now_s: float) -> tuple[Request, ...]:
+        waiting = self._engine.waiting_ids()
+        admitted = super()._admit(now_s)
+        self._engine.on_admitted(waiting, admitted)
+        return admitted
+
+    def _plan(self, now_s: float) -> StepPlan | None:
+        if self._engine.fails_now():
+            raise _EngineFails
+        return super()._plan(now_s)
+
+
 class SimulatedEngine(Generic[SchedulerT]):
     """`on_event` hears what commits report, `on_end` of requests that the engine itself ended early."""
 
@@ -73,10 +103,11 @@ class SimulatedEngine(Generic[SchedulerT]):
         self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
         self.num_beams_swapped = 0  # plans in which a search was out of memory's way
         self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
-        self._in_flight: deque[_Step] = deque()
+        self._core = _CheckedCore(self, lag)
         self.num_overtaken: Counter[str] = Counter()
         self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
+        self._admitted: tuple[Request, ...] = ()  # in this round
         self.baseline = scheduler.ledger()
 
     # -- events ------------------------------------------------------------------------------------
@@ -98,43 +129,54 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def iterate(self, now_s: float) -> tuple[Request, ...]:
         """One round of the loop; who was admitted."""
-        for request_id in self.scheduler.expired(now_s):
-            self._expire(request_id, now_s)
-        for request in self.scheduler._requests.values():
-            assert request.is_over or request.deadline_s > now_s or request.state is RequestState.LEASED
-        admitted = self._admit(now_s)
-        if isinstance(self.scheduler, DecodeScheduler):
-            check_projection(self.scheduler, self._lag, self._admitted_at)
-        if self._rng.random() < self._faults.engine:
+        self._admitted = ()
+        try:
+            turn = self._core.turn(now_s)
+        except _EngineFails:
             self._fail(now_s)
-            return admitted
-        plan = self.scheduler.plan(now_s)
-        self._take_evicted()
-        if plan is not None:
-            self._launch(plan, now_s)
+            return self._admitted
+        for request in turn.evicted:  # to their clients this is a failure that their router would make good
+            assert request.state is RequestState.EVICTED
+            self._on_end(request.request_id)
+        if turn.plan is not None:
+            self._launch(turn.plan, now_s)
             self.check()
-        while self._in_flight and (plan is None or len(self._in_flight) > self._lag):
-            self._commit(now_s)
-        return admitted
+        for step in self._core.due(turn):
+            self._commit(step, now_s)
+        assert turn.admitted == self._admitted
+        return turn.admitted
 
     def run_some(self) -> None:
         """The device gets round to some of the steps in flight."""
-        for step in list(self._in_flight)[: self._rng.randint(0, len(self._in_flight))]:
+        steps = self._core.in_flight
+        for step in list(steps)[: self._rng.randint(0, len(steps))]:
             self._run(step)
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _expire(self, request_id: str, now_s: float) -> None:
-        request = self.scheduler.get(request_id)
-        assert request is not None, f"{request_id} is over, yet its time is up"
-        assert request.deadline_s <= now_s, f"{request_id} ended before its time"
-        if request.state is not RequestState.LEASED:
-            self.end(request_id, RequestState.FAILED, now_s)
-        self._on_end(request_id)
+    def on_expired(self, expired: list[tuple[str, Request | None]], now_s: float) -> None:
+        """expired: each as it was before."""
+        for request_id, request in expired:
+            assert request is not None, f"{request_id} was over, yet its time is up"
+            assert request.deadline_s <= now_s, f"{request_id} ended before its time"
+            assert request.state in (RequestState.FAILED, RequestState.LEASED)
+            if request.state is RequestState.FAILED:
+                assert self.scheduler.get(request_id) is None
+                self._waiting.remove(request_id, taken=False)
+        if expired:
+            self.check()
+        for request_id, _ in expired:
+            self._on_end(request_id)
+        for request in self.scheduler._requests.values():
+            assert request.is_over or request.deadline_s > now_s or request.state is RequestState.LEASED
 
-    def _admit(self, now_s: float) -> tuple[Request, ...]:
-        waiting = self._waiting.ids()
-        admitted: tuple[Request, ...] = self.scheduler.admit(now_s)
+    def waiting_ids(self) -> list[str]:
+        """In the order in which their turn is."""
+        return self._waiting.ids()
+
+    def on_admitted(self, waiting: list[str], admitted: tuple[Request, ...]) -> None:
+        """waiting: who waited before."""
+        self._admitted = admitted
         for request in admitted:
             index = waiting.index(request.request_id)
             for overtaken in waiting[:index]:
@@ -147,7 +189,17 @@ class SimulatedEngine(Generic[SchedulerT]):
             self._check_head(waiting[0])
         if admitted:
             self.check()
-        return admitted
+        if isinstance(self.scheduler, DecodeScheduler):
+            check_projection(self.scheduler, self._lag, self._admitted_at)
+
+    def fails_now(self) -> bool:
+        """Whether the engine fails at this turn, sometimes in the middle of a plan."""
+        if self._rng.random() >= self._faults.engine:
+            return False
+        if isinstance(self.scheduler, DecodeScheduler) and self._rng.random() < 0.7:
+            scheduler = self.scheduler
+            scheduler.batch.plan_rows(scheduler.builder.next_step_id, scheduler._num_available)
+        return True
 
     def _check_head(self, request_id: str) -> None:
         """The first that waits does so for a reason."""
@@ -162,13 +214,6 @@ class SimulatedEngine(Generic[SchedulerT]):
         elif not scheduler.preemption:
             peak = scheduler.budget.projection.peak_with(scheduler.budget.newcomer(head), scheduler.budget.step)
             assert peak > scheduler.budget.limit or scheduler.budget.estimator, "the head would have fitted"
-
-    def _take_evicted(self) -> None:
-        """They are over; to their clients this is a failure that their router would make good."""
-        if isinstance(self.scheduler, DecodeScheduler):
-            for request in self.scheduler.take_evicted():
-                assert request.state is RequestState.EVICTED
-                self._on_end(request.request_id)
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
@@ -187,7 +232,7 @@ class SimulatedEngine(Generic[SchedulerT]):
             rows = tuple(row for row in plan.rows if row.request_id != victim)
             chunks = tuple(chunk for chunk in plan.chunks if chunk.request_id != victim)
             plan = replace(plan, rows=rows, chunks=chunks)
-        self._in_flight.append(_Step(plan, frozenset(block_ids), host_ids))
+        self._core.launched(_Step(plan, frozenset(block_ids), host_ids))
         self.num_steps += 1
         self.num_rows += len(plan.rows)
         if victim is not None:
@@ -198,16 +243,15 @@ class SimulatedEngine(Generic[SchedulerT]):
         if step.output is None:
             step.output = self.runner.run(step.plan)
 
-    def _commit(self, now_s: float) -> None:
-        step = self._in_flight.popleft()
+    def _commit(self, step: _Step, now_s: float) -> None:
         self._run(step)
         assert step.output is not None
         output = step.output
         victim = self._victim(step.plan, self._faults.not_a_number)
         if victim is not None and self.scheduler.get(victim) is not None:
-            self._in_flight.appendleft(step)  # it has not been committed yet
+            self._core.in_flight.appendleft(step)  # it has not been committed yet
             self.end(victim, RequestState.FAILED, now_s)
-            self._in_flight.popleft()
+            self._core.in_flight.popleft()
             self._on_end(victim)
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
@@ -230,14 +274,10 @@ class SimulatedEngine(Generic[SchedulerT]):
         return self._rng.choice(works_on(plan))
 
     def _fail(self, now_s: float) -> None:
-        """As replicas.engine.engine after an exception anywhere, sometimes in the middle of a plan."""
-        if isinstance(self.scheduler, DecodeScheduler) and self._rng.random() < 0.7:
-            scheduler = self.scheduler
-            scheduler.batch.plan_rows(scheduler.builder.next_step_id, scheduler._num_available)
-        for step in self._in_flight:
+        """As replicas.engine.engine after an exception anywhere."""
+        for step in self._core.in_flight:
             self._run(step)
-        self._in_flight.clear()
-        self.scheduler.steps_abandoned()
+        self._core.abandon()
         for request in list(self.scheduler._requests.values()):
             if request.state is not RequestState.LEASED and not request.is_over:
                 self.end(request.request_id, RequestState.FAILED, now_s)
@@ -311,7 +351,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         free = set(scheduler.allocator._free)
-        for step in self._in_flight:
+        for step in self._core.in_flight:
             assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
         assert scheduler.ledger() == Ledger(
             blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
@@ -341,7 +381,7 @@ class SimulatedEngine(Generic[SchedulerT]):
         used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
         used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
         assert sorted([*used, *preemption._free_host_ids]) == list(range(preemption.num_host_blocks))
-        for step in self._in_flight:
+        for step in self._core.in_flight:
             assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
 
     def _check_promise(self, scheduler: PrefillScheduler, request: Request, own: list[int], is_over: bool) -> None:
@@ -356,7 +396,7 @@ class SimulatedEngine(Generic[SchedulerT]):
 
     def check_at_rest(self) -> None:
         """Nothing is left of anything."""
-        assert not self._in_flight
+        assert not self._core.in_flight
         assert self.scheduler.ledger() == self.baseline
         assert not self.scheduler._requests
         assert not self.scheduler._ending
