@@ -295,8 +295,3 @@ def _first_token(attempt: Attempt, time_s: float) -> None:
     """It is at the client then."""
     if not attempt.client.first_s:
         attempt.client.first_s = time_s
-
-
-def _metadata(pool: PoolShape) -> dict[str, Any]:
-    """What a router reads of a replica's. All are of one model."""
-    return {"num_blocks": pool.limits.num_blocks, "peer": {"fingerprint": ""}}
