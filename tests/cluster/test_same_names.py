@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
-from replicas.channels.call_wire import Decoder, encode
 
 from cluster.configuration.config import Config
 from cluster.configuration.config_file import load_config
@@ -20,6 +19,7 @@ from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.simulated_router import RouterTimes
+from replicas.channels.wire import Decoder, encode
 from replicas.settings import EngineSettings, is_configured, unconfigured
 from scheduler.sampling_params import SamplingParams
 
