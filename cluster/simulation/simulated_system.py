@@ -23,6 +23,7 @@ from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import SystemShape
 from replicas.messages import EngineLoad
 from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.engine_scheduler import PoolLimits
 from scheduler.outcome import PromptDone
 from scheduler.prefill_scheduler import PrefillScheduler
 
@@ -118,7 +119,7 @@ class SimulatedSystem:
         decode.prepare()
         self._num_made += 1
         self.decodes[name] = decode
-        self.decode_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self.decode_table[name] = _metadata(pool.limits)
         self._wake_routers()
         return name
 
@@ -139,7 +140,7 @@ class SimulatedSystem:
         prefill.on_done = self._prompt_done
         self._num_made += 1
         self.prefills[name] = prefill
-        self.prefill_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self.prefill_table[name] = _metadata(pool.limits)
         self._wake_routers()
         return name
 
@@ -290,3 +291,8 @@ def _first_token(attempt: Attempt, time_s: float) -> None:
     """It is at the client then."""
     if not attempt.client.first_s:
         attempt.client.first_s = time_s
+
+
+def _metadata(limits: PoolLimits) -> dict[str, Any]:
+    """As a replica publishes it, as far as routing looks; all are of one model."""
+    return {"num_blocks": limits.num_blocks, "peer": {"fingerprint": ""}}
