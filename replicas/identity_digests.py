@@ -37,14 +37,21 @@ def config_digest(text: str, code: bytes) -> str:
 
 def tokenizer_digest(folder_or_hub_id: str) -> str:
     """Of the files that say which text a token id stands for; "none" where there are none. Reads files, perhaps from
-    the Hub. Raises OSError, ValueError for a tokenizer_config.json that is no JSON."""
+    the Hub. Raises OSError; ValueError for a tokenizer_config.json that is no JSON object."""
     contents = [(name, content) for name in _VOCABULARY_FILES if (content := _content(folder_or_hub_id, name))]
     if content := _content(folder_or_hub_id, _TOKENIZER_CONFIG):
-        said = {k: v for k, v in json.loads(content).items() if k not in ("chat_template", "name_or_path")}
-        contents.append((_TOKENIZER_CONFIG, json.dumps(said, sort_keys=True).encode()))
+        contents.append((_TOKENIZER_CONFIG, _without_template(content)))
     if not contents:
         return "none"
     return _digest(b"".join(name.encode() + hashlib.sha256(content).digest() for name, content in contents))
+
+
+def _without_template(content: bytes) -> bytes:
+    try:
+        said = {k: v for k, v in json.loads(content).items() if k not in ("chat_template", "name_or_path")}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{_TOKENIZER_CONFIG} of the model is no JSON object: {error}") from error
+    return json.dumps(said, sort_keys=True).encode()
 
 
 def _content(folder_or_hub_id: str, name: str) -> bytes:

@@ -143,6 +143,13 @@ def test_another_vocabulary_counts_and_another_chat_template_does_not(tiny: Path
     assert tokenizer_digest(str(other)) == "none"
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_broken_file_of_the_tokenizer_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json of the model is no JSON object"):
+        tokenizer_digest(str(tmp_path))
+
+
 def test_tensors_of_odd_sizes_and_types_are_digested() -> None:
     def model(value: int) -> nn.Module:
         module = nn.Module()
