@@ -238,9 +238,7 @@ def main() -> None:
             for way in WAYS[round_ % 3 :] + WAYS[: round_ % 3]:
                 found[way].append(measure(way, num_streams))
         for way, results in found.items():
-            figures = [
-                statistics.median(result[of] for result in results) for of in ("engine", "loop", "all", "p50", "p90")
-            ]
+            figures = [statistics.median(result[of] for result in results) for of in results[0]]
             rows.append([way, str(num_streams), *(f"{figure:.2f}" for figure in figures)])
     print(table(["way", "streams", "engine's thread, us a token", "router's loop", "both processes", *_DELAYS], rows))
 
