@@ -66,8 +66,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._built.start()
         self._termination = Termination(settings.lifecycle.drain_timeout_s)
         self._termination.watch()
-        decode: Decoder[Call[Any]] = Decoder(self.calls | PulseCall | ForgetPeerCall)
-        self._calls = CallServer(node_address(), decode, self._take, self._engine.cancel)
+        self._calls = CallServer(node_address(), self.decoder(), self._take, self._engine.cancel)
         self._has_left = False
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
         self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
@@ -85,6 +84,11 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
     @abstractmethod
     def _refusal(self) -> ReplyT:
         """The reply of one that leaves."""
+
+    @classmethod
+    def decoder(cls) -> Decoder[Call[Any]]:
+        """Of all calls that this kind of replica takes; any other is malformed."""
+        return Decoder(cls.calls | PulseCall | ForgetPeerCall)
 
     def _take(self, call: Call[Any]) -> Any:
         """The reply to any call, or its future. On the thread that takes calls; does not block. One that leaves refuses

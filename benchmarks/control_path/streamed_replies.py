@@ -9,6 +9,8 @@ stream and step, one router:
 
 Neither of the last two keeps anything to send again, bounds what waits, or notices a router that does not read.
 CPU time: of the engine's thread within its sends, of the router's event loop, of both processes with all their threads.
+Delay: from the send to the router's loop, while the engine's thread is in Python for BUSY_S of each step, as with small
+models; other threads of its process wait for the interpreter then.
 """
 
 from __future__ import annotations
@@ -50,10 +52,12 @@ Way = Literal["channel", "frames", "replies"]
 WAYS: tuple[Way, ...] = ("channel", "frames", "replies")
 NUM_STREAMS = (64, 256)
 STEP_S = 0.007
+BUSY_S = 0.004
 NUM_STEPS = 400
 _ROUNDS = 5
 _LOAD = EngineLoad(64, 3, 1000, 500, 4000, 0.012, 12000.0, (400, 300, 200, 100), 180)
 _FRAME = b"frame"
+_DELAYS = ("delay, ms, p50", "p90")
 
 
 # -- the replica's process -------------------------------------------------------------------------
@@ -93,24 +97,28 @@ def replica(way: Way, num_streams: int) -> None:
     print(json.dumps([server.address.to_metadata(), sender.public_key]), flush=True)
     channel = began.result().channel
     sender.open(channel)
-    used: list[float] = []
+    used: list[tuple[float, float]] = []
     thread = threading.Thread(target=lambda: used.append(_engine(way, num_streams, sender, server, channel)))
     begun_s = time.process_time()
     thread.start()
     thread.join()
     reply.set_result(GenerateReply(CallStatus.OK, "", (), 0.0, 0.0, 0.0))
-    print(json.dumps([used[0], time.process_time() - begun_s]), flush=True)
+    ((used_s, busy_s),) = used
+    print(json.dumps([used_s, time.process_time() - begun_s - busy_s]), flush=True)
     sys.stdin.readline()
     sender.shut_down()
     server.stop()
 
 
-def _engine(way: Way, num_streams: int, sender: TokenSender, server: StreamingServer, channel: ChannelAddress) -> float:
-    """CPU seconds of its sends."""
+def _engine(
+    way: Way, num_streams: int, sender: TokenSender, server: StreamingServer, channel: ChannelAddress
+) -> tuple[float, float]:
+    """CPU seconds of its sends, and of what it does besides."""
     names = [f"{i * 7919:032x}" for i in range(num_streams)]
-    used_s, next_s = 0.0, time.monotonic()
+    used_s, busy_s, next_s = 0.0, 0.0, time.monotonic()
     for step in range(NUM_STEPS):
-        items = tuple(TokenItem(name, 0, step, 1000 + step, None) for name in names)
+        sent_us = int(time.monotonic() * 1e6)
+        items = tuple(TokenItem(name, 0, step, sent_us, None) for name in names)
         begun_s = time.thread_time()
         if way == "channel":
             sender.send(channel.router_id, _LOAD, (), items)
@@ -119,12 +127,16 @@ def _engine(way: Way, num_streams: int, sender: TokenSender, server: StreamingSe
         else:
             server.stream([(item.request_id.encode("ascii"), encode(item)) for item in items])
         used_s += time.thread_time() - begun_s
+        begun_s, until_s = time.thread_time(), time.monotonic() + BUSY_S
+        while time.monotonic() < until_s:
+            pass
+        busy_s += time.thread_time() - begun_s
         next_s = max(next_s + STEP_S, time.monotonic())
         time.sleep(max(0.0, next_s - time.monotonic()))
     while sender.has_unsent:
         sender.flush()
         time.sleep(0.001)
-    return used_s
+    return used_s, busy_s
 
 
 # -- the router's process --------------------------------------------------------------------------
@@ -152,7 +164,9 @@ class Intake:
 
     def __init__(self, num_streams: int) -> None:
         self.counts = dict.fromkeys((f"{i * 7919:032x}" for i in range(num_streams)), 0)
+        self._first = next(iter(self.counts))
         self.is_whole = asyncio.get_running_loop().create_future()
+        self.delays_us: list[float] = []  # of a step's first token
         self._num_to_come = num_streams * NUM_STEPS
         self._decode_item: Decoder[TokenItem] = Decoder(TokenItem)
 
@@ -166,6 +180,8 @@ class Intake:
             self._take(self._decode_item(payload))
 
     def _take(self, *items: TokenItem) -> None:
+        if items[0].request_id == self._first:
+            self.delays_us.append(time.monotonic() * 1e6 - items[0].token_id)
         for item in items:
             self.counts[item.request_id] += 1
         self._num_to_come -= len(items)
@@ -174,20 +190,22 @@ class Intake:
 
 
 def measure(way: Way, num_streams: int) -> dict[str, float]:
-    """CPU us a token: engine, loop, both processes."""
+    """CPU us a token: engine, loop, both processes; and the delay in ms."""
     command = [sys.executable, "-m", "benchmarks.control_path.streamed_replies", way, str(num_streams)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address, public_key = json.loads(process.stdout.readline())
-        loop_s, router_s = asyncio.run(_receive(CallAddress(**address), public_key, num_streams))
+        loop_s, router_s, delays_us = asyncio.run(_receive(CallAddress(**address), public_key, num_streams))
         engine_s, replica_s = json.loads(process.stdout.readline())
         process.communicate("\n")
     per_token = 1e6 / (num_streams * NUM_STEPS)
-    return {"engine": engine_s * per_token, "loop": loop_s * per_token, "all": (replica_s + router_s) * per_token}
+    cpu = {"engine": engine_s * per_token, "loop": loop_s * per_token, "all": (replica_s + router_s) * per_token}
+    p50, p90 = (delays_us[len(delays_us) * percent // 100] for percent in (50, 90))
+    return cpu | {"p50": p50 / 1000, "p90": p90 / 1000}
 
 
-async def _receive(address: CallAddress, public_key: str, num_streams: int) -> tuple[float, float]:
-    """CPU seconds of this loop, and of this process."""
+async def _receive(address: CallAddress, public_key: str, num_streams: int) -> tuple[float, float, list[float]]:
+    """CPU seconds of this loop, and of this process; delays in order of size."""
     intake = Intake(num_streams)
     receiver = TokenReceiver("router", "127.0.0.1", intake.on_frame, lambda *_: None)
     await receiver.start()
@@ -205,7 +223,7 @@ async def _receive(address: CallAddress, public_key: str, num_streams: int) -> t
     channel.close()
     context.term()
     await receiver.stop()
-    return loop_s, process_s
+    return loop_s, process_s, sorted(intake.delays_us)
 
 
 def main() -> None:
@@ -220,9 +238,9 @@ def main() -> None:
             for way in WAYS[round_ % 3 :] + WAYS[: round_ % 3]:
                 found[way].append(measure(way, num_streams))
         for way, results in found.items():
-            figures = [statistics.median(result[of] for result in results) for of in ("engine", "loop", "all")]
+            figures = [statistics.median(result[of] for result in results) for of in results[0]]
             rows.append([way, str(num_streams), *(f"{figure:.2f}" for figure in figures)])
-    print(table(["way", "streams", "engine's thread, us a token", "router's loop", "both processes"], rows))
+    print(table(["way", "streams", "engine's thread, us a token", "router's loop", "both processes", *_DELAYS], rows))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ BLOCK_SIZE = 16
 class StubDecodeReplica:
     """In place of replicas.decode_replica.DecodeReplica."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, fingerprint: str, step_s: float) -> None:
+        self._fingerprint = fingerprint
         self._replica_id, epoch = _own_id(), uuid.uuid4().hex[:12]
         self._epoch = epoch
         self._engine = StubDecodeEngine(TokenSender(self._replica_id, epoch), step_s)
@@ -48,7 +49,7 @@ class StubDecodeReplica:
         return _answer(call)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        metadata = _metadata(self._replica_id, self._epoch, self._calls, _own_actor())
+        metadata = _metadata(self._replica_id, self._epoch, self._calls, _own_actor(), self._fingerprint)
         return metadata | {"channel_public_key": self._engine.sender.public_key}
 
     async def metrics_snapshot(self) -> tuple[str, list[Any]]:
@@ -58,14 +59,15 @@ class StubDecodeReplica:
 class StubPrefillReplica:
     """In place of replicas.prefill_replica.PrefillReplica."""
 
-    def __init__(self) -> None:
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
         self._replica_id, self._epoch = _own_id(), uuid.uuid4().hex[:12]
         decode: Decoder[Call[Any]] = Decoder(PrefillCall | PulseCall | ForgetPeerCall)
         self._calls = CallServer(node_address(), decode, _answer, lambda request_id: None)
         self._calls.start()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        return _metadata(self._replica_id, self._epoch, self._calls, _own_actor())
+        return _metadata(self._replica_id, self._epoch, self._calls, _own_actor(), self._fingerprint)
 
     async def metrics_snapshot(self) -> tuple[str, list[Any]]:
         return self._replica_id, []
@@ -98,14 +100,16 @@ def _own_actor() -> str | None:
     return name
 
 
-def _metadata(replica_id: str, epoch: str, calls: CallServer[Any, Any], actor_name: str | None) -> dict[str, Any]:
+def _metadata(
+    replica_id: str, epoch: str, calls: CallServer[Any, Any], actor_name: str | None, fingerprint: str
+) -> dict[str, Any]:
     """As BuiltEngine.metadata. Its address is as long as NIXL's on one host: it travels in every call."""
     peer = TransferPeer(
         replica_id=replica_id,
         epoch=epoch,
         agent_name=f"{replica_id}-{epoch}",
         address=bytes(500),
-        fingerprint="stub",
+        fingerprint=fingerprint,
         num_blocks=NUM_BLOCKS,
         block_bytes=1,
     )

@@ -9,7 +9,8 @@ from benchmarks.control_path.floor import FloorIngress
 from benchmarks.control_path.stub_replicas import StubDecodeReplica, StubPrefillReplica
 from cluster.configuration.config import Config
 from cluster.configuration.config_file import load_config
-from cluster.ingress import Ingress
+from cluster.ingress import Ingress, model_source
+from replicas.model_identity import ModelIdentity, tokenizer_digest
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 _REQUEST_ROUTER = "cluster.routing.registry_feed:RegistryFeed"
@@ -24,13 +25,22 @@ def stub_config() -> Config:
 
 def build_stub_app(config: Config, step_s: float, num_decode: int) -> Any:
     """To be given to serve.run. Imports Ray."""
-    decode = _bind("decode", StubDecodeReplica, num_decode, step_s)
-    return _ingress(Ingress).bind(config, decode, _bind("prefill", StubPrefillReplica, 1))
+    fingerprint = _fingerprint(config)
+    decode = _bind("decode", StubDecodeReplica, num_decode, fingerprint, step_s)
+    return _ingress(Ingress).bind(config, decode, _bind("prefill", StubPrefillReplica, 1, fingerprint))
 
 
 def build_floor_app(step_s: float) -> Any:
     """Likewise."""
-    return _ingress(FloorIngress).bind(_bind("prefill", StubPrefillReplica, 1), step_s)
+    return _ingress(FloorIngress).bind(_bind("prefill", StubPrefillReplica, 1, "stub"), step_s)
+
+
+def _fingerprint(config: Config) -> str:
+    """Of no model, but of the ingress's own tokenizer: else it would send no requests."""
+    from replicas.model.gguf_conversion import resolve_source
+
+    folder = resolve_source(model_source(config), str(config.model.cache_dir))
+    return str(ModelIdentity("stub", "stub", tokenizer_digest(folder), "stub"))
 
 
 def _bind(name: str, replica_class: type, num_replicas: int, *arguments: Any) -> Any:

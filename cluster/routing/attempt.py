@@ -3,9 +3,8 @@
     generate ----------------------------------------------------------------> reply (counts only)
         admitted -> prefill -> first token -> (KV moves) -> frames: tokens ... the last one
 
-Whatever way it ends, its calls are over or cancelled and its mailbox is closed. Calls run as tasks in a
-context of their own: Serve cancels what a request's context started when the client goes, and matches
-concurrent calls of one request by an id in it; we cancel by ourselves, explicitly.
+Whatever way it ends, its calls are over or cancelled and its mailbox is closed. Calls run as tasks in a context of
+their own: Serve cancels what a request's context started when the client goes; we cancel by ourselves, explicitly.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
 
 def test_metadata_is_what_the_router_reads() -> None:
     server = CallServer("127.0.0.1", Decoder(PrefillCall), _answer, lambda request_id: None)
-    metadata = _metadata("decode-1", "epoch", server, "actor-1")
+    metadata = _metadata("decode-1", "epoch", server, "actor-1", "stub")
     server.stop()
     assert CallAddress(**metadata["calls"]) == server.address
     assert TransferPeer.from_metadata(metadata["peer"]).replica_id == "decode-1"
