@@ -32,6 +32,7 @@ from replicas.metrics.metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_support import naming_failures
 from replicas.model.self_check import self_check
+from replicas.pool_size import num_host_blocks, pool_limits
 from replicas.settings import EngineSettings
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_scheduler import PoolLimits
@@ -151,10 +152,15 @@ class _Base:
             )
         _progress("weights loaded", started_s, identity=str(loaded.identity))
         self.layout = loaded.kv_layout(settings.kv.block_size)
-        num_blocks = pool_blocks(settings, self.layout)
+        self.limits = _limits(settings, self.layout)
+        num_blocks = self.limits.num_blocks
         self.pool = KvPool(self.layout, num_blocks, device)
         _progress("KV pool allocated", started_s, tokens=num_blocks * settings.kv.block_size)
-        self.num_host_blocks = host_blocks(settings, self.layout, num_blocks)
+        self.num_host_blocks = (
+            num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
+            if settings.pool == "decode"
+            else 0
+        )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
             self.runner = make_runner(
                 loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks
@@ -178,9 +184,6 @@ class _Base:
                 engine=settings.device,
                 backend=settings.transfer.backend.lower(),
             )
-        )
-        self.limits = PoolLimits(
-            num_blocks, settings.kv.block_size, settings.max_running_sequences, settings.max_batch_tokens
         )
 
     def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
@@ -208,31 +211,13 @@ class _Base:
         return BuiltEngine(engine, transfers, peer, self.settings, self.layout, self.metrics)
 
 
-def pool_blocks(settings: EngineSettings, layout: KvLayout) -> int:
-    """How many blocks the pool gets. Raises ValueError when that is less than one request of full length."""
-    if settings.kv_capacity_tokens is not None:
-        num_blocks = settings.kv_capacity_tokens // settings.kv.block_size
-    elif settings.kv_memory_bytes is not None:
-        num_blocks = settings.kv_memory_bytes // layout.block_bytes
-    else:
-        assert settings.kv_memory_fraction is not None, "the config gives one of the three"
+def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:
+    """Raises PoolTooSmall."""
+    memory_bytes = None
+    if settings.kv_memory_fraction is not None:
         free_bytes, _ = torch.cuda.mem_get_info()
-        num_blocks = int(free_bytes * settings.kv_memory_fraction) // layout.block_bytes
-    if num_blocks * settings.kv.block_size < settings.model.max_model_len:
-        raise ValueError(
-            f"the KV pool would hold {num_blocks * settings.kv.block_size} tokens of {layout.bytes_per_token} bytes, "
-            f"less than one request of model.max_model_len {settings.model.max_model_len}; give it more memory"
-        )
-    return num_blocks
-
-
-def host_blocks(settings: EngineSettings, layout: KvLayout, num_blocks: int) -> int:
-    """Blocks of host memory for preempted requests: as configured, else as many as the pool has if there can be any."""
-    if settings.pool != "decode":
-        return 0
-    if settings.host_memory_bytes is not None:
-        return settings.host_memory_bytes // layout.block_bytes
-    return 0 if settings.admission.quantile is None else num_blocks
+        memory_bytes = int(free_bytes * settings.kv_memory_fraction)
+    return pool_limits(settings, settings.kv.block_size, layout.block_bytes, settings.model.max_model_len, memory_bytes)
 
 
 def _progress(message: str, started_s: float, **fields: object) -> None:

@@ -11,6 +11,7 @@ from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
+from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
 from scheduler.engine_scheduler import PoolLimits
 
@@ -57,10 +58,6 @@ def shape_of(
     decode = _pool_shape("decode", pools.decode, num_decode, config, block_bytes, decode_tokens)
     policy = admission_policy(pools.decode.admission)
     host_bytes = pools.decode.host_memory_bytes
-    if host_bytes is not None:
-        num_host_blocks = host_bytes // block_bytes
-    else:
-        num_host_blocks = 0 if policy.quantile is None else decode.limits.num_blocks
     return SystemShape(
         num_routers=config.ingress.first_replicas,
         prefill=_pool_shape("prefill", pools.prefill, num_prefill, config, block_bytes, prefill_tokens)
@@ -68,7 +65,7 @@ def shape_of(
         else None,
         decode=decode,
         admission=policy,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=num_host_blocks(host_bytes, policy, block_bytes, decode.limits.num_blocks),
         max_model_len=config.model.max_model_len,
         rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
@@ -78,21 +75,15 @@ def shape_of(
 def _pool_shape(
     name: str, pool: PoolConfig, num_replicas: int, config: Config, block_bytes: int, kv_tokens: int | None
 ) -> PoolShape:
-    block_size = config.kv.block_size
-    tokens = kv_tokens or pool.kv_capacity_tokens
-    if tokens is not None:
-        num_blocks = tokens // block_size
-    elif pool.kv_memory_bytes is not None:
-        num_blocks = pool.kv_memory_bytes // block_bytes
-    else:
+    if kv_tokens:
+        pool = pool.model_copy(update={"kv_capacity_tokens": kv_tokens})
+    if pool.kv_capacity_tokens is None and pool.kv_memory_bytes is None:
         raise ConfigError(
             f"pools.{name}.kv_memory_fraction: a simulation knows no GPU; give the size of the KV caches in tokens "
             "with --kv-tokens PREFILL DECODE"
         )
-    if num_blocks * block_size < config.model.max_model_len:
-        raise ConfigError(
-            f"pools.{name}: a KV cache of {num_blocks * block_size} tokens is less than model.max_model_len "
-            f"{config.model.max_model_len}; give more with --kv-tokens PREFILL DECODE"
-        )
-    limits = PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens)
+    try:
+        limits = pool_limits(pool, config.kv.block_size, block_bytes, config.model.max_model_len)
+    except PoolTooSmall as error:
+        raise ConfigError(f"pools.{name}: {error}, by --kv-tokens PREFILL DECODE") from error
     return PoolShape(num_replicas, limits, pool.lag)

@@ -1,0 +1,53 @@
+"""How large an engine is by its settings: one rule for the engine and for the simulator. No torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from scheduler.admission import AdmissionPolicy
+from scheduler.engine_scheduler import PoolLimits
+
+
+class PoolKeys(Protocol):
+    """The keys of a pool that say so, in the config and in `EngineSettings`."""
+
+    @property
+    def kv_capacity_tokens(self) -> int | None: ...
+
+    @property
+    def kv_memory_bytes(self) -> int | None: ...
+
+    @property
+    def max_running_sequences(self) -> int: ...
+
+    @property
+    def max_batch_tokens(self) -> int: ...
+
+
+class PoolTooSmall(ValueError):
+    """Its KV cache does not hold one request of full length."""
+
+
+def pool_limits(
+    pool: PoolKeys, block_size: int, block_bytes: int, max_model_len: int, memory_bytes: int | None = None
+) -> PoolLimits:
+    """memory_bytes: for the KV cache, where the keys give neither tokens nor bytes. Raises PoolTooSmall."""
+    if pool.kv_capacity_tokens is not None:
+        num_blocks = pool.kv_capacity_tokens // block_size
+    else:
+        num_bytes = memory_bytes if pool.kv_memory_bytes is None else pool.kv_memory_bytes
+        assert num_bytes is not None, "the config gives one of the three"
+        num_blocks = num_bytes // block_bytes
+    if num_blocks * block_size < max_model_len:
+        raise PoolTooSmall(
+            f"a KV cache of {num_blocks * block_size} tokens ({block_bytes // block_size} bytes each) is less than "
+            f"model.max_model_len {max_model_len}; give it more memory"
+        )
+    return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens)
+
+
+def num_host_blocks(memory_bytes: int | None, policy: AdmissionPolicy, block_bytes: int, num_blocks: int) -> int:
+    """Blocks of host memory for preempted requests: as configured, else as many as the pool has if there can be any."""
+    if memory_bytes is not None:
+        return memory_bytes // block_bytes
+    return 0 if policy.quantile is None else num_blocks
