@@ -15,7 +15,7 @@ from replicas.channels.token_sender import TokenSender
 from replicas.device_runner import make_runner
 from replicas.engine.decode_engine import DecodeEngine
 from replicas.engine.engine import Engine
-from replicas.engine.engine_parts import EngineParts, SchedulerT
+from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.prefill_engine import PrefillEngine
 from replicas.engine.step_recorder import StepRecorder
@@ -33,13 +33,13 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_support import naming_failures
 from replicas.model.self_check import self_check
 from replicas.settings import EngineSettings
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
-from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.capabilities import DECODE, PREFILL
+from scheduler.pool_limits import PoolLimits
+from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
+EngineT = TypeVar("EngineT", bound=Engine[Any])
 
 # A step on a slow CPU may take many seconds; a loop that is silent for longer hangs.
 _MAX_SILENCE_S = 120.0
@@ -92,8 +92,8 @@ class BuiltEngine(Generic[EngineT]):
 
     def metrics_snapshot(self) -> list[FamilySnapshot]:
         scheduler = self.engine.scheduler
-        batch = scheduler.batch if isinstance(scheduler, DecodeScheduler) else None
-        if isinstance(scheduler, DecodeScheduler):
+        batch = scheduler.batch if scheduler.capabilities.decodes else None
+        if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         return self.metrics.snapshot(
@@ -117,7 +117,7 @@ class BuiltEngine(Generic[EngineT]):
 def build_prefill_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:
     """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
     base = _Base(settings, replica_id)
-    engine = PrefillEngine(base.engine_parts(PrefillScheduler(base.limits)))
+    engine = PrefillEngine(base.engine_parts(Scheduler(base.limits, PREFILL, lag=settings.lag)))
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
     return base.built(engine, engine.transfers)
 
@@ -126,7 +126,7 @@ def build_decode_engine(settings: EngineSettings, replica_id: str) -> BuiltEngin
     """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
     base = _Base(settings, replica_id)
     sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
-    scheduler = DecodeScheduler(base.limits, settings.admission, settings.lag, base.num_host_blocks)
+    scheduler = Scheduler(base.limits, DECODE, settings.admission, settings.lag, base.num_host_blocks)
     engine = DecodeEngine(base.engine_parts(scheduler), sender, settings.idle_frame_s)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
     return base.built(engine, engine.transfers)
@@ -179,12 +179,10 @@ class _Base:
         )
         self.limits = PoolLimits(num_blocks, settings.block_size, settings.max_sequences, settings.max_step_tokens)
 
-    def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
+    def engine_parts(self, scheduler: Scheduler) -> EngineParts:
         settings = self.settings
         recorder = StepRecorder(settings.step_record_dir, settings.pool)
-        return EngineParts(
-            scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads, recorder
-        )
+        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder)
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
 _END_S = 4.0  # what the end of engine and calls may take
 
-EngineT = TypeVar("EngineT", bound="Engine[Any, Any]")
+EngineT = TypeVar("EngineT", bound="Engine[Any]")
 CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
 

@@ -26,9 +26,10 @@ from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.capabilities import DECODE
+from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -114,13 +115,12 @@ class BareEngine:
         _wait_for(device)
         self.start_s = time.perf_counter() - started_s
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
-        self.scheduler = DecodeScheduler(limits, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
+        self.scheduler = Scheduler(limits, DECODE, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
         parts = EngineParts(
             self.scheduler,
             self.runner,
             FaultPoints(None, pool.tensor),
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
-            lag,
             4,
         )
         self.sender = sender or RecordingSender()

@@ -11,7 +11,7 @@ from cluster.routing.routing_policy import RoutingRules
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from scheduler.admission import AdmissionPolicy
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.pool_limits import PoolLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,9 @@ class OpenCall(Generic[CallT, ReplyT]):
         return self.time_between(began, RequestState.FINISHED)
 
 
-def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool) -> Request:
+def scheduler_request(
+    request: GenerationRequest, now_s: float, *, local_prefill: bool, hands_over: bool = False
+) -> Request:
     """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline.
 
     A beam search samples nothing: of each row it wants the most likely tokens, by the model's own logits.
@@ -72,6 +74,7 @@ def scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill
         sampling=sampling,
         deadline_s=now_s + request.timeout_s,
         local_prefill=local_prefill,
+        hands_over=hands_over,
         priority=request.priority,
         client=request.client,
         num_output_in_prompt=request.num_output_in_prompt,

@@ -30,7 +30,6 @@ from replicas.messages import (
     Handoff,
     TokenItem,
 )
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.memory_budget import num_blocks_for
 from scheduler.outcome import NeverFits, TokenEvent
 from scheduler.plan import StepOutput
@@ -59,12 +58,12 @@ class DecodeOpenCall(OpenCall[GenerateCall, GenerateReply]):
         return self.call.channel.router_id
 
 
-class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
+class DecodeEngine(Engine[DecodeOpenCall]):
     """Also the whole engine of a colocated system: a call without a source is prefilled here."""
 
     transfers: TransferThread  # set by the builder before start: its events come back to this engine
 
-    def __init__(self, parts: EngineParts[DecodeScheduler], sender: TokenSender, idle_frame_s: float) -> None:
+    def __init__(self, parts: EngineParts, sender: TokenSender, idle_frame_s: float) -> None:
         super().__init__("decode", parts)
         self.sender = sender
         self._idle_frame_s = idle_frame_s
@@ -185,7 +184,7 @@ class DecodeEngine(Engine[DecodeScheduler, DecodeOpenCall]):
         for prompt in output.prompts:
             if (opened := self._calls.get(prompt.request_id)) is not None:
                 self._outbox[opened.router_id].prompts.append(prompt)
-        events = self.scheduler.commit(output, now_s)
+        events = self.core.commit(output, now_s).tokens
         for event in events:
             try:
                 self._send_token(event)

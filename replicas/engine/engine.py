@@ -20,7 +20,7 @@ import torch
 
 from replicas.engine.broken_output import broken_requests, without
 from replicas.engine.call_table import OpenCall
-from replicas.engine.engine_parts import EngineParts, SchedulerT
+from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_status import EngineStatus, StepClock, load_of
 from replicas.engine.inbox import Inbox
 from replicas.engine.step_isolation import run_isolated
@@ -41,13 +41,13 @@ _MAX_LOOP_FAILURES = 3
 OpenCallT = TypeVar("OpenCallT", bound=OpenCall[Any, Any])
 
 
-class Engine(ABC, Generic[SchedulerT, OpenCallT]):
+class Engine(ABC, Generic[OpenCallT]):
     """One engine thread around a scheduler and a runner."""
 
-    def __init__(self, name: str, parts: EngineParts[SchedulerT]) -> None:
+    def __init__(self, name: str, parts: EngineParts) -> None:
         self.name = name
         self.scheduler = parts.scheduler
-        self.core: EngineCore[SchedulerT, StepHandle | StepOutput] = EngineCore(parts.scheduler, parts.lag)
+        self.core: EngineCore[StepHandle | StepOutput] = EngineCore(parts.scheduler)
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics

@@ -17,7 +17,6 @@ from replicas.kv.handoff_actions import CommandRefused, Event, ReaderChecked, So
 from replicas.messages import CallStatus, FinishReason, FirstToken, PrefillCall, PrefillReply, PromptLogprobs
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepOutput
-from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request, RequestState
 
 if TYPE_CHECKING:
@@ -36,18 +35,18 @@ class PrefillOpenCall(OpenCall[PrefillCall, PrefillReply]):
     first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
 
 
-class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
+class PrefillEngine(Engine[PrefillOpenCall]):
     """A call is open from submission until its prompt is computed, and its reader known to be there; its blocks live on
     until the lease ends."""
 
     transfers: TransferThread  # set by the builder before start: its events come back to this engine
 
-    def __init__(self, parts: EngineParts[PrefillScheduler]) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         super().__init__("prefill", parts)
 
     def prefill(self, call: PrefillCall) -> Future[PrefillReply]:
         """Queue a prompt. Any thread; does not block. The future is always answered."""
-        request = scheduler_request(call.request, time.monotonic(), local_prefill=True)
+        request = scheduler_request(call.request, time.monotonic(), local_prefill=True, hands_over=True)
         opened = PrefillOpenCall(call, request)
         self._inbox.put(partial(self._submit, opened))
         return opened.future
@@ -111,7 +110,7 @@ class PrefillEngine(Engine[PrefillScheduler, PrefillOpenCall]):
                 self._keep_scores(prompt)
             except Exception as error:
                 self._fail(prompt.request_id, error)
-        for done in self.scheduler.commit(output, now_s):
+        for done in self.core.commit(output, now_s).prompts:
             try:
                 opened = self._calls[done.request_id]
                 opened.first_tokens = _first_tokens(done)
