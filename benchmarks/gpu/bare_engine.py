@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from replicas.device_runner import make_runner
-from replicas.engine.decode_engine import DecodeEngine
+from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
+from replicas.engine.token_frames import TokenFrames
 from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
@@ -124,7 +125,8 @@ class BareEngine:
             4,
         )
         self.sender = sender or RecordingSender()
-        self.engine = DecodeEngine(parts, self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
+        frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
+        self.engine = Engine("decode", parts, frames)
 
     def __enter__(self) -> BareEngine:
         gc.collect()

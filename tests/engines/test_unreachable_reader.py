@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api_error import ApiError
-from replicas.engine.prefill_engine import PrefillEngine
+from replicas.engine.engine import Engine
 from replicas.kv.handoff_actions import ReaderChecked
 from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import CallStatus, GenerationRequest, PrefillCall, PrefillReply, TransferPeer
@@ -45,7 +45,7 @@ def nobody(system: LocalSystem) -> TransferPeer:
     return replace(system.decode.peer, agent_name="nobody-1", agent_metadata=b"junk")
 
 
-def engine_of(system: LocalSystem) -> PrefillEngine:
+def engine_of(system: LocalSystem) -> Engine:
     assert system.prefill is not None
     return system.prefill.engine
 
