@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replicas.channels.token_sender import FrameGone
 from replicas.engine_replica import EngineReplica
 from replicas.messages import Call, CallStatus, GenerateCall, GenerateReply, ReplayCall, ReplayReply
-from replicas.settings import EngineSettings
-
-if TYPE_CHECKING:
-    from replicas.engine.decode_engine import DecodeEngine
-    from replicas.engine_builder import BuiltEngine
 
 logger = logging.getLogger(__name__)
 
 
-class DecodeReplica(EngineReplica["DecodeEngine", GenerateCall, GenerateReply]):
+class DecodeReplica(EngineReplica[GenerateCall, GenerateReply]):
     """Also the whole system's only replica when colocated. Tokens travel by the token channel, not in replies."""
 
     calls = GenerateCall | ReplayCall
-
-    def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[DecodeEngine]:
-        from replicas.engine_builder import build_decode_engine
-
-        return build_decode_engine(settings, replica_id)
 
     def _begin(self, call: GenerateCall) -> Future[GenerateReply]:
         return self._engine.generate(call)

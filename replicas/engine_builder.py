@@ -7,18 +7,17 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from replicas.channels.token_sender import TokenSender
 from replicas.device_runner import make_runner
-from replicas.engine.decode_engine import DecodeEngine
 from replicas.engine.engine import Engine
-from replicas.engine.engine_parts import EngineParts, SchedulerT
+from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
-from replicas.engine.prefill_engine import PrefillEngine
 from replicas.engine.step_recorder import StepRecorder
+from replicas.engine.token_frames import TokenFrames
 from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
@@ -34,13 +33,11 @@ from replicas.model.model_support import naming_failures
 from replicas.model.self_check import self_check
 from replicas.pool_size import num_host_blocks, pool_limits
 from replicas.settings import EngineSettings
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
-from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.capabilities import DECODE, PREFILL
+from scheduler.pool_limits import PoolLimits
+from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-EngineT = TypeVar("EngineT", bound=Engine[Any, Any])
 
 # A step on a slow CPU may take many seconds; a loop that is silent for longer hangs.
 _MAX_SILENCE_S = 120.0
@@ -51,10 +48,10 @@ class UnhealthyEngine(Exception):
 
 
 @dataclass(slots=True)
-class BuiltEngine(Generic[EngineT]):
+class BuiltEngine:
     """An engine and what belongs to it, ready to start."""
 
-    engine: EngineT
+    engine: Engine
     transfers: TransferThread
     peer: TransferPeer
     settings: EngineSettings
@@ -93,8 +90,8 @@ class BuiltEngine(Generic[EngineT]):
 
     def metrics_snapshot(self) -> list[FamilySnapshot]:
         scheduler = self.engine.scheduler
-        batch = scheduler.batch if isinstance(scheduler, DecodeScheduler) else None
-        if isinstance(scheduler, DecodeScheduler):
+        batch = scheduler.batch if scheduler.capabilities.decodes else None
+        if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         return self.metrics.snapshot(
@@ -115,26 +112,22 @@ class BuiltEngine(Generic[EngineT]):
             raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is stuck")
 
 
-def build_prefill_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[PrefillEngine]:
-    """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
+def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
+    """For settings.pool. Blocks for seconds to minutes; logs progress. Raises as model_loader and model_runner do."""
     base = _Base(settings, replica_id)
-    engine = PrefillEngine(base.engine_parts(PrefillScheduler(base.limits)))
+    capabilities = PREFILL if settings.pool == "prefill" else DECODE
+    frames = None
+    if capabilities.decodes:
+        sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
+        frames = TokenFrames(sender, settings.idle_frame_s)
+    scheduler = Scheduler(base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks)
+    engine = Engine(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return base.built(engine, engine.transfers)
-
-
-def build_decode_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine[DecodeEngine]:
-    """Blocks for seconds to minutes; logs progress. Raises what model_loader and model_runner raise."""
-    base = _Base(settings, replica_id)
-    sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
-    scheduler = DecodeScheduler(base.limits, settings.admission, settings.lag, base.num_host_blocks)
-    engine = DecodeEngine(base.engine_parts(scheduler), sender, settings.idle_frame_s)
-    engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return base.built(engine, engine.transfers)
+    return base.built(engine)
 
 
 class _Base:
-    """What both kinds of engine are built on. Making it loads the model."""
+    """What an engine is built on. Making it loads the model."""
 
     def __init__(self, settings: EngineSettings, replica_id: str) -> None:
         self.settings = settings
@@ -186,12 +179,10 @@ class _Base:
             )
         )
 
-    def engine_parts(self, scheduler: SchedulerT) -> EngineParts[SchedulerT]:
+    def engine_parts(self, scheduler: Scheduler) -> EngineParts:
         settings = self.settings
         recorder = StepRecorder(settings.testing.step_record_dir, settings.pool)
-        return EngineParts(
-            scheduler, self.runner, self.faults, self.metrics, settings.lag, settings.num_threads, recorder
-        )
+        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder)
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
@@ -206,9 +197,9 @@ class _Base:
             faults=self.faults if self.settings.testing.fault_dir else None,
         )
 
-    def built(self, engine: EngineT, transfers: TransferThread) -> BuiltEngine[EngineT]:
-        peer = transfers.start()
-        return BuiltEngine(engine, transfers, peer, self.settings, self.layout, self.metrics)
+    def built(self, engine: Engine) -> BuiltEngine:
+        peer = engine.transfers.start()
+        return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics)
 
 
 def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:

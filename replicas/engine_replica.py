@@ -24,8 +24,6 @@ from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from replicas.engine.engine import Engine
-    from replicas.engine_builder import BuiltEngine
     from replicas.metrics.metric_set import FamilySnapshot
 
 logger = logging.getLogger(__name__)
@@ -33,12 +31,11 @@ logger = logging.getLogger(__name__)
 _DRAIN_POLL_S = 0.05
 _END_S = 4.0  # what the end of engine and calls may take
 
-EngineT = TypeVar("EngineT", bound="Engine[Any, Any]")
 CallT = TypeVar("CallT")
 ReplyT = TypeVar("ReplyT")
 
 
-class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
+class EngineReplica(ABC, Generic[CallT, ReplyT]):
     """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
 
     calls: ClassVar[Any]  # the types of those that only this kind takes, CallT among them
@@ -50,6 +47,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         import ray
         from ray import serve
 
+        from replicas.engine_builder import build_engine
         from replicas.structured_log import configure_logging
         from replicas.termination import Termination
 
@@ -57,7 +55,7 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         configure_logging(settings.logging.level, settings.logging.format)
         context = ray.get_runtime_context()
         self._node_id, self._actor_name = context.get_node_id(), context.get_actor_name()
-        self._built = self._build(settings, serve.get_replica_context().replica_id.unique_id)
+        self._built = build_engine(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
         # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
         # by 600 ms.
@@ -72,10 +70,6 @@ class EngineReplica(ABC, Generic[EngineT, CallT, ReplyT]):
         self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
         self._calls.start()
         self._watch.start()
-
-    @abstractmethod
-    def _build(self, settings: EngineSettings, replica_id: str) -> BuiltEngine[EngineT]:
-        """The engine, not started. Imports the builder itself: it needs torch."""
 
     @abstractmethod
     def _begin(self, call: CallT) -> Future[ReplyT]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.pool_limits import PoolLimits
 
 
 class PoolKeys(Protocol):

@@ -1,14 +1,14 @@
-"""Decode's budget: who is admitted, by the projection of what everybody will use."""
+"""The budget of engines that decode: who is admitted, by the projection of what everybody will use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget, blocks_for_generation
+from scheduler.memory_budget import Budget, blocks_for_generation, num_blocks_for
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
-from scheduler.request import Request
+from scheduler.request import Request, RequestState
 
 # Distances, in steps, at which the room to come is reported: requests end, and a newcomer grows into what they leave.
 LATER_STEPS = (16, 64, 256, 1024)
@@ -51,16 +51,13 @@ class ProjectedBudget(Budget):
         return max(0, self.limit - self.promised)
 
     def free_from(self, num_steps: int) -> int:
-        """Blocks that a newcomer may use from the step on that is num_steps away. O(log requests)."""
+        """O(log requests)."""
         return max(0, self._limit_now - self.projection.peak(self.step + num_steps))
 
-    @property
-    def expected_tokens(self) -> int | None:
-        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
-        return None if self.estimator is None else self.estimator.estimate(1)
+    def later_free(self) -> tuple[int, ...]:
+        return tuple([self.free_from(num_steps) for num_steps in LATER_STEPS])
 
     def promise(self, request: Request) -> bool:
-        """Admit a request that has not started if it fits by the projection; mutates only then."""
         assert request.request_id not in self.projection, f"{request.request_id} already has a promise"
         profile = self.newcomer(request)
         if not self._fits(profile):
@@ -70,20 +67,20 @@ class ProjectedBudget(Budget):
 
     def newcomer(self, request: Request) -> Profile:
         """What a request would use that is admitted now."""
+        if request.hands_over:
+            return constant(num_blocks_for(request.prompt_len, self._block_size))
         if request.search is not None:
             return self._worst_case(request)
         num_rows = self._rows_left(request, 1)
         return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
 
     def resume(self, request: Request, num_blocks: int) -> bool:
-        """As `promise`, for one that was preempted and comes back with num_blocks blocks in the next step."""
         if not self._fits(self._running_profile(request, num_blocks, self.step)):
             return False
         self.projection.set(request.request_id, self._running_profile(request, num_blocks, self.step))
         return True
 
     def running(self, request: Request, first_step: int) -> None:
-        """The request starts, lost a choice or stalled: its next rows are in first_step. Mutates."""
         profile = self._running_profile(request, num_distinct_blocks(request), first_step)
         self.projection.set(request.request_id, profile)
 
@@ -91,16 +88,20 @@ class ProjectedBudget(Budget):
         self.projection.set(request_id, constant(num_blocks))
 
     def hold(self, request_id: str, num_blocks: int, last_step: int) -> None:
-        """It keeps these blocks until last_step is committed, and no longer. Mutates."""
         self.projection.set(request_id, constant(num_blocks, last_step + self._lag))
 
     def end(self, request_id: str) -> None:
         self.projection.remove(request_id)
 
-    def choice_ended(self, num_tokens: int) -> None:
-        """Learn from it. Mutates."""
-        if self.estimator is not None:
-            self.estimator.observe(num_tokens)
+    def move_to(self, step: int, get: Callable[[str], Request | None]) -> None:
+        self.step = step
+        for request_id in self.projection.overdue(step):
+            request = get(request_id)
+            if request is not None and request.state is RequestState.RUNNING:
+                self.running(request, step)  # it is longer than was estimated
+            profile = self.projection.get(request_id)
+            if profile is not None and profile.until < step:
+                self.shrink(request_id, profile.peak(self._block_size))
 
     def _fits(self, newcomer: Profile) -> bool:
         return self.projection.fits(newcomer, self.step, self._limit_now)

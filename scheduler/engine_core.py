@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler.engine_scheduler import EngineScheduler
-from scheduler.plan import StepPlan
+from scheduler.outcome import StepEvents
+from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
+from scheduler.scheduler import Scheduler
 
-SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
 StepT = TypeVar("StepT")
 
 
@@ -35,16 +35,16 @@ class Turn:
     plan: StepPlan | None
 
 
-class EngineCore(Generic[SchedulerT, StepT]):
-    """StepT: what the driver keeps of a launched step. lag: steps that stay in flight while there is something to plan.
+class EngineCore(Generic[StepT]):
+    """StepT: what the driver keeps of a launched step. The scheduler's lag says how many stay in flight while there is
+    something to plan.
 
     One thread; nothing blocks; `now_s` is monotonic. Raises what the scheduler raises: a bug of ours, after which
     `abandon` and the end of every request bring the books in order.
     """
 
-    def __init__(self, scheduler: SchedulerT, lag: int) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.lag = lag
         self.in_flight: deque[StepT] = deque()  # launched, not yet due; the oldest first
 
     def turn(self, now_s: float, *, may_admit: bool = True, may_plan: bool = True) -> Turn:
@@ -60,8 +60,12 @@ class EngineCore(Generic[SchedulerT, StepT]):
 
     def due(self, turn: Turn) -> Iterator[StepT]:
         """The steps to commit now, one by one: those beyond the lag, and all when nothing follows them. Mutates."""
-        while self.in_flight and (turn.plan is None or len(self.in_flight) > self.lag):
+        while self.in_flight and (turn.plan is None or len(self.in_flight) > self.scheduler.lag):
             yield self.in_flight.popleft()
+
+    def commit(self, output: StepOutput, now_s: float) -> StepEvents:
+        """A due step has run: what it brought. Mutates."""
+        return self.scheduler.commit(output, now_s)
 
     def abandon(self) -> None:
         """The device has let go of all steps in flight, and their tokens are lost. Mutates.

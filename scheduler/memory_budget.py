@@ -6,6 +6,10 @@ A promise is made at admission and ends when the last block of the request is fr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from scheduler.length_estimator import LengthEstimator
+from scheduler.request import Request
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -26,8 +30,20 @@ def blocks_for_generation(prompt_len: int, max_tokens: int, num_choices: int, bl
     return shared + num_choices * (per_choice - shared)
 
 
+def blocks_needed(request: Request, block_size: int) -> int:
+    """Most blocks that it can ever need: those of its prompt, and of what is decoded here."""
+    if request.hands_over:
+        return num_blocks_for(request.prompt_len, block_size)
+    return blocks_for_generation(request.prompt_len, request.max_tokens, len(request.choices), block_size)
+
+
 class Budget(ABC):
-    """Promises of blocks by request id. Not thread-safe: the engine thread owns it."""
+    """Promises of blocks by request id. Not thread-safe: the engine thread owns it.
+
+    What happens to a request between its admission and its end matters only to a budget that looks ahead.
+    """
+
+    estimator: LengthEstimator | None = None  # of how long answers become; None: as long as they may
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -42,9 +58,26 @@ class Budget(ABC):
     def available(self) -> int:
         """Blocks that a newcomer gets, whatever it does with them."""
 
+    def free_from(self, num_steps: int) -> int:
+        """Blocks that a newcomer may use from the step on that is num_steps away."""
+        return self.available
+
+    def later_free(self) -> tuple[int, ...]:
+        """As free_from, at each of admission.LATER_STEPS; empty where nothing is projected."""
+        return ()
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return None if self.estimator is None else self.estimator.estimate(1)
+
     def fits_ever(self, num_blocks: int) -> bool:
         """Whether a request that needs so many could be admitted if it were alone."""
         return num_blocks <= self.num_blocks
+
+    @abstractmethod
+    def promise(self, request: Request) -> bool:
+        """Admit a request that has not started if it fits; mutates only then. One promise per request."""
 
     @abstractmethod
     def shrink(self, request_id: str, num_blocks: int) -> None:
@@ -54,12 +87,32 @@ class Budget(ABC):
     def end(self, request_id: str) -> None:
         """The request's blocks are all free again. Mutates."""
 
+    # Empty on purpose, not abstract: see the class.
+    def move_to(self, step: int, get: Callable[[str], Request | None]) -> None:  # noqa: B027
+        """`step` is the next to be planned, and commits have released what they release. get: of the live. Mutates."""
+
+    def running(self, request: Request, first_step: int) -> None:  # noqa: B027
+        """The request starts, lost a choice or stalled: its next rows are in first_step. Mutates."""
+
+    def resume(self, request: Request, num_blocks: int) -> bool:
+        """As `promise`, for one that was preempted and comes back with num_blocks blocks in the next step."""
+        return True
+
+    def hold(self, request_id: str, num_blocks: int, last_step: int) -> None:  # noqa: B027
+        """It keeps these blocks until last_step is committed, and no longer. Mutates."""
+
+    def choice_ended(self, num_tokens: int) -> None:
+        """Learn from it. Mutates."""
+        if self.estimator is not None:
+            self.estimator.observe(num_tokens)
+
 
 class MemoryBudget(Budget):
     """Promises once and for all what a request can ever need, so an admitted request never waits for memory."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks)
+        self._block_size = block_size
         self._promised: dict[str, int] = {}
         self._total_promised = 0
 
@@ -71,8 +124,11 @@ class MemoryBudget(Budget):
     def promised(self) -> int:
         return self._total_promised
 
-    def promise(self, request_id: str, num_blocks: int) -> bool:
-        """Promise blocks to a request if they are available; mutates only then. One promise per request."""
+    def promise(self, request: Request) -> bool:
+        return self.promise_blocks(request.request_id, blocks_needed(request, self._block_size))
+
+    def promise_blocks(self, request_id: str, num_blocks: int) -> bool:
+        """Promise blocks to a request if they are available; mutates only then."""
         assert request_id not in self._promised, f"{request_id} already has a promise"
         if num_blocks > self.available:
             return False

@@ -32,6 +32,17 @@ class DuplicateRequest(ValueError):
         return f"request {self.request_id} was submitted before"
 
 
+class NotCapable(ValueError):
+    """The engine has no such half: it was asked to compute, read, decode or offer what it cannot."""
+
+    def __init__(self, request_id: str, what: str) -> None:
+        super().__init__(request_id, what)
+        self.request_id, self.what = request_id, what
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: this engine cannot {self.what}"
+
+
 class TokenEvent(NamedTuple):
     """A generated token became known. index counts from 0 within its choice; the reason is set on the last one."""
 
@@ -45,7 +56,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptDone:
-    """A prefill engine finished a prompt: its first token per choice, and the blocks that hold its KV.
+    """A prompt to be handed over is computed: its first token per choice, and the blocks that hold its KV.
 
     block_ids is empty when every choice already ended: nothing will be handed over and all is released.
     candidates: of a beam search that goes on, instead of first tokens: what may come first.
@@ -55,6 +66,13 @@ class PromptDone:
     first_tokens: tuple[TokenEvent, ...]
     block_ids: tuple[int, ...]
     candidates: tuple[Candidate, ...] = ()
+
+
+class StepEvents(NamedTuple):
+    """What a committed step brought: tokens of requests that are decoded here, prompts that can be handed over."""
+
+    tokens: tuple[TokenEvent, ...] = ()
+    prompts: tuple[PromptDone, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class PrefillBatcher:
         end = min(request.prompt_len, start + token_budget)
         targets: tuple[SampleTarget, ...] = ()
         if end == request.prompt_len:
-            # A prefill engine has one sequence for all choices: they only part at decode.
+            # What is handed over has one sequence for all choices: they only part at decode.
             slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
             first_slot = request.sequences[0].slot
             targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.prompt_choices)

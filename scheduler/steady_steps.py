@@ -9,25 +9,27 @@ may differ from those of single steps (blocks are taken in another order); no de
 from __future__ import annotations
 
 from scheduler.admission import LATER_STEPS, ProjectedBudget
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.request import Request, RequestState
+from scheduler.scheduler import Scheduler
 
 
-def num_steady_steps(scheduler: DecodeScheduler, lag: int, most: int) -> int:
+def num_steady_steps(scheduler: Scheduler, lag: int, most: int) -> int:
     """How many next steps are surely steady if nothing arrives, at most `most`; 0 when the very next may not be.
 
     Ends are foreseen only by max_tokens: who knows of earlier ones lowers `most`. O(running).
     """
-    requests = scheduler.batch.requests
+    requests, budget = scheduler.batch.requests, scheduler.budget
+    if type(budget) is not ProjectedBudget:
+        return 0
     if not requests or not _is_quiet(scheduler) or not all(_is_in_step(request, lag) for request in requests):
         return 0
     step = scheduler.builder.next_step_id
-    if scheduler.budget.projection.overdue(step):
+    if budget.projection.overdue(step):
         return 0
-    count = min(most, scheduler.budget.projection.next_due - step)
+    count = min(most, budget.projection.next_due - step)
     # Nor does the room change that routers are told of.
     for distance in (0, *LATER_STEPS):
-        count = min(count, scheduler.budget.projection.peak_holds_until(step + distance) - step - distance)
+        count = min(count, budget.projection.peak_holds_until(step + distance) - step - distance)
     # Its last known token ends a request: that step is none of these, nor is one that has no row for it.
     count = min(count, min(request.max_tokens - request.sequences[0].num_planned for request in requests) - 1)
     # Room for a block each in every step, so that nobody is looked at more closely.
@@ -36,7 +38,7 @@ def num_steady_steps(scheduler: DecodeScheduler, lag: int, most: int) -> int:
     return max(0, min(count, (blocks_each - 2) * block_size))
 
 
-def take_steady_steps(scheduler: DecodeScheduler, count: int) -> None:
+def take_steady_steps(scheduler: Scheduler, count: int) -> None:
     """As if `count` steps, no more than num_steady_steps said, had been planned and as many committed. Mutates."""
     block_size = scheduler.limits.block_size
     builder, requests = scheduler.builder, scheduler.batch.requests
@@ -53,15 +55,15 @@ def take_steady_steps(scheduler: DecodeScheduler, count: int) -> None:
             blocks += scheduler.allocator.allocate(num_new, after=blocks[-1])
     scheduler.batch.num_forwarded_tokens += count * len(requests)
     scheduler._committed_step_id += count
-    scheduler.budget.step = builder.next_step_id
+    scheduler.budget.move_to(builder.next_step_id, scheduler.get)
 
 
-def _is_quiet(scheduler: DecodeScheduler) -> bool:
+def _is_quiet(scheduler: Scheduler) -> bool:
     """No prompt in work, nobody over or away whose blocks a step must still let go of, nobody to admit."""
     preemption = scheduler.preemption
     return (
-        type(scheduler.budget) is ProjectedBudget
-        and not len(scheduler.prompts)
+        not len(scheduler.prompts)
+        and not scheduler._handing_over
         and not preemption
         and not preemption.is_cooling
         and not scheduler._ending

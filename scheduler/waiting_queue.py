@@ -17,7 +17,8 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from scheduler.request import Request
@@ -46,6 +47,7 @@ class WaitingQueue:
         self._levels: dict[int, _Level] = {}
         self._order: list[int] = []  # negated priorities of those levels, ascending: few
         self._priority_of: dict[str, int] = {}
+        self.num_prompt_tokens = 0  # yet to be computed here, of all that wait
 
     def __len__(self) -> int:
         return len(self._priority_of)
@@ -61,6 +63,32 @@ class WaitingQueue:
             insort(self._order, -request.priority)
         level.add(request, cost)
         self._priority_of[request.request_id] = request.priority
+        self.num_prompt_tokens += _tokens_to_prefill(request)
+
+    def admit(self, lets_in: Callable[[Request], bool], max_overtakes: int) -> tuple[Request, ...]:
+        """Take whom lets_in lets in, who are asked in order. Mutates, but only after the last was asked.
+
+        One that is not let in yet may be passed by at most max_overtakes requests behind it, ever: then nobody behind
+        it is asked before it. So what it waits for is those before it, these few, and what lets_in goes by. Asks no
+        more than max_overtakes + 1 that are not let in, however many wait.
+        """
+        admitted: list[Request] = []
+        passed: list[Request] = []
+        with closing(self.in_order()) as waiting_in_order:
+            for request in waiting_in_order:
+                if any(waiting.num_overtaken >= max_overtakes for waiting in passed):
+                    break
+                if lets_in(request):
+                    for waiting in passed:
+                        waiting.num_overtaken += 1
+                    admitted.append(request)
+                    continue
+                passed.append(request)
+                if len(passed) > max_overtakes:
+                    break
+        for request in admitted:
+            self.take(request.request_id)
+        return tuple(admitted)
 
     def take(self, request_id: str) -> None:
         """It is served, and its client is charged for it. Mutates. Raises KeyError."""
@@ -81,7 +109,7 @@ class WaitingQueue:
     def _remove(self, request_id: str, charge: bool) -> None:
         priority = self._priority_of.pop(request_id)
         level = self._levels[priority]
-        level.remove(request_id, charge)
+        self.num_prompt_tokens -= _tokens_to_prefill(level.remove(request_id, charge))
         if not level.clients:  # nobody is owed anything: the next one begins at virtual time 0
             del self._levels[priority]
             self._order.remove(-priority)
@@ -105,11 +133,11 @@ class _Level:
         if len(client.waiting) == 1:
             self._new_first(request.client, client)
 
-    def remove(self, request_id: str, charge: bool) -> None:
+    def remove(self, request_id: str, charge: bool) -> Request:
         name = self._client_of.pop(request_id)
         client = self.clients[name]
         is_first = next(iter(client.waiting)) == request_id
-        _, cost = client.waiting.pop(request_id)
+        request, cost = client.waiting.pop(request_id)
         if charge and is_first:
             client.start = client.tag
         elif charge:
@@ -120,6 +148,7 @@ class _Level:
             del self.clients[name]
         elif is_first:
             self._new_first(name, client)
+        return request
 
     def in_order(self) -> Generator[Request, None, None]:
         seen: list[tuple[int, int, str]] = []
@@ -164,3 +193,8 @@ class _Level:
     def _counts(self, entry: tuple[int, int, str]) -> bool:
         client = self.clients.get(entry[2])
         return client is not None and client.serial == entry[1]
+
+
+def _tokens_to_prefill(request: Request) -> int:
+    """Prompt tokens that will be computed here rather than loaded."""
+    return request.prompt_len if request.local_prefill else 0

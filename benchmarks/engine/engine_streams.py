@@ -15,7 +15,7 @@ from replicas.messages import CallStatus, Frame, GenerateCall, GenerationRequest
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from replicas.engine.decode_engine import DecodeEngine
+    from replicas.engine.engine import Engine
 
 _TAIL_S = 10.0  # the last frame may come after the reply that counts its tokens
 
@@ -48,7 +48,7 @@ class EngineStreams:
     One channel for all runs: an engine keeps trying to reach a receiver that has gone, and that would be measured.
     """
 
-    def __init__(self, engine: DecodeEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._runner = asyncio.Runner()
         self._streams: dict[str, Stream] = {}

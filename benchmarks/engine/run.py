@@ -13,7 +13,7 @@ from benchmarks.engine.sampling_times import WAYS, sampling_times
 from benchmarks.engine.step_times import decode_step_times, prefill_times
 from benchmarks.engine.stream_ratios import concurrent_streams, single_stream_ratio
 from benchmarks.tables import table
-from replicas.engine_builder import build_decode_engine
+from replicas.engine_builder import build_engine
 
 _STEP_TOKENS = 512
 _KV_TOKENS = 17_408  # 16 sequences of 1024 tokens and some
@@ -23,7 +23,7 @@ _NUM_STREAMS = 16
 def run_engine_benchmark(num_threads: int, short: bool) -> dict[str, Any]:
     """Builds one engine and one reference model with as many threads: 3 GiB. Blocks for a minute or more."""
     settings = engine_settings(num_threads, _STEP_TOKENS, _KV_TOKENS)
-    built = build_decode_engine(settings, "benchmark")
+    built = build_engine(settings, "benchmark")
     reference = ReferenceModel(settings.model.source)
     torch.set_num_threads(num_threads)
     repeats = 10 if short else 30

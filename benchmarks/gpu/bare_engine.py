@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from replicas.device_runner import make_runner
-from replicas.engine.decode_engine import DecodeEngine
+from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
+from replicas.engine.token_frames import TokenFrames
 from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
@@ -26,9 +27,10 @@ from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.capabilities import DECODE
+from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 
 
 @dataclass(slots=True)
@@ -114,17 +116,17 @@ class BareEngine:
         _wait_for(device)
         self.start_s = time.perf_counter() - started_s
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
-        self.scheduler = DecodeScheduler(limits, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
+        self.scheduler = Scheduler(limits, DECODE, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
         parts = EngineParts(
             self.scheduler,
             self.runner,
             FaultPoints(None, pool.tensor),
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
-            lag,
             4,
         )
         self.sender = sender or RecordingSender()
-        self.engine = DecodeEngine(parts, self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
+        frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
+        self.engine = Engine("decode", parts, frames)
 
     def __enter__(self) -> BareEngine:
         gc.collect()

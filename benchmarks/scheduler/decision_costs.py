@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.tables import table
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.capabilities import DECODE
+from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 
 NUM_QUEUED = (100, 1_000, 10_000)
 _NUM_RUNNING = 256
@@ -74,7 +75,7 @@ class _FullEngine:
         self._rng = random.Random(1)
         num_blocks = _NUM_RUNNING * ((_PROMPT_LEN + _MAX_TOKENS - 1) // _BLOCK_SIZE)
         limits = PoolLimits(num_blocks, _BLOCK_SIZE, 2 * _NUM_RUNNING, 4 * _NUM_RUNNING)
-        self._scheduler = DecodeScheduler(limits)
+        self._scheduler = Scheduler(limits, DECODE)
         self._num_made = 0
         for _ in range(_NUM_RUNNING):
             self._scheduler.submit(self._request(), 0.0)

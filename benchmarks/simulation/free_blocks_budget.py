@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from cluster.simulation.system_shape import SystemShape
 from scheduler.admission import ProjectedBudget
-from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.capabilities import DECODE
 from scheduler.memory_projection import Profile
+from scheduler.scheduler import Scheduler
 
 
 class FreeBlocksBudget(ProjectedBudget):
@@ -24,9 +25,9 @@ class FreeBlocksBudget(ProjectedBudget):
         return sum(profile.use_at(step, self._block_size) for profile in profiles)
 
 
-def free_blocks_decode(shape: SystemShape) -> DecodeScheduler:
+def free_blocks_decode(shape: SystemShape) -> Scheduler:
     """A decode scheduler with this budget in the place of its own."""
-    scheduler = DecodeScheduler(shape.decode.limits, shape.admission, shape.decode.lag, shape.num_host_blocks)
+    scheduler = Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
     limits = shape.decode.limits
     scheduler.budget = FreeBlocksBudget(limits.num_blocks, limits.block_size, shape.admission, shape.decode.lag)
     return scheduler

@@ -86,7 +86,7 @@ class Attempt:
     def is_local(self) -> bool:
         return self.route.kind is not RouteKind.REMOTE
 
-    def request(self, deadline_s: float, *, local_prefill: bool) -> Request:
+    def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
         return Request(
             request_id=self.request_id,
@@ -97,6 +97,7 @@ class Attempt:
             sampling=_GREEDY,
             deadline_s=deadline_s,
             local_prefill=local_prefill,
+            hands_over=hands_over,
         )
 
     def token(self, num_known: int) -> int:

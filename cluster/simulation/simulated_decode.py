@@ -12,7 +12,6 @@ from cluster.simulation.event_queue import Action, Order
 from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_core import Turn
 from scheduler.outcome import TokenEvent
 from scheduler.plan import SampledToken, StepOutput, StepPlan
@@ -49,7 +48,7 @@ class _Stretch:
     num_taken: int = 0  # of which the state knows already
 
 
-class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
+class SimulatedDecode(SimulatedEngine):
     """on_frame(frame, now_s): what leaves for the routers now. on_gone(attempt, now_s): a handoff found nobody."""
 
     pool = "decode"
@@ -118,7 +117,7 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
         return StepOutput(step.step_id, tuple(tokens))
 
     def _take(self, output: StepOutput, now_s: float) -> None:
-        for event in self.scheduler.commit(output, now_s):
+        for event in self.core.commit(output, now_s).tokens:
             self._count(event, now_s)
         self._last_commit_s = now_s
 
@@ -176,7 +175,7 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
     def _steady_stretch(self, now_s: float) -> _Stretch | None:
         """When the steady steps to come begin and end, if there are some."""
         requests = self.scheduler.batch.requests
-        if len(self.core.in_flight) != self.core.lag or not requests or self.costs.is_shared:
+        if len(self.core.in_flight) != self.scheduler.lag or not requests or self.costs.is_shared:
             return None
         running = [self.attempts[request.request_id] for request in requests]
         if any(attempt.last_token_s != self._last_commit_s for attempt in running):
@@ -185,7 +184,7 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
             return None
         # A token that ends somebody is not steady.
         until_end = min(a.output_len - r.sequences[0].num_known for a, r in zip(running, requests, strict=True))
-        count = num_steady_steps(self.scheduler, self.core.lag, min(until_end - 1, self._most_steady))
+        count = num_steady_steps(self.scheduler, self.scheduler.lag, min(until_end - 1, self._most_steady))
         if count < 2:
             return None
         deadline_s = self.scheduler.next_deadline_s
@@ -199,7 +198,7 @@ class SimulatedDecode(SimulatedEngine[DecodeScheduler]):
                 break
             free_s = max(now_s, free_s) + self.steps.step_s(num_rows, num_context)
             num_context += num_rows
-            pending_s, commit_s = (free_s, max(now_s, pending_s)) if self.core.lag else (0.0, free_s)
+            pending_s, commit_s = (free_s, max(now_s, pending_s)) if self.scheduler.lag else (0.0, free_s)
             now_s = commit_s + self.steps.overhead_s
             stretch.commits_s.append(commit_s)
             stretch.device_free_s.append(free_s)

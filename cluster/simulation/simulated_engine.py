@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
@@ -19,11 +18,9 @@ from cluster.simulation.step_model import StepModel
 from replicas.engine.engine_status import StepClock
 from replicas.messages import EngineLoad
 from scheduler.engine_core import EngineCore, Turn
-from scheduler.engine_scheduler import EngineScheduler
 from scheduler.plan import StepOutput, StepPlan
+from scheduler.scheduler import Scheduler
 from scheduler.step_shape import StepShape
-
-SchedulerT = TypeVar("SchedulerT", bound=EngineScheduler)
 
 
 @dataclass(slots=True)
@@ -47,7 +44,7 @@ class EngineCounts:
     num_prompt_tokens: int = 0
 
 
-class SimulatedEngine(ABC, Generic[SchedulerT]):
+class SimulatedEngine(ABC):
     """One replica. key: its number among all replicas, which settles what comes first at the same instant."""
 
     pool: str
@@ -56,15 +53,14 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
         self,
         replica_id: str,
         key: int,
-        scheduler: SchedulerT,
+        scheduler: Scheduler,
         steps: StepModel,
-        lag: int,
         costs: CostModel,
         queue: EventQueue,
         machine: SharedMachine,
     ) -> None:
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
-        self.core: EngineCore[SchedulerT, StepInFlight] = EngineCore(scheduler, lag)
+        self.core: EngineCore[StepInFlight] = EngineCore(scheduler)
         self.steps, self.costs = steps, costs
         self.counts = EngineCounts()
         self.attempts: dict[str, Attempt] = {}
@@ -178,7 +174,7 @@ class SimulatedEngine(ABC, Generic[SchedulerT]):
     def num_used_blocks(self) -> int:
         return self.scheduler.allocator.num_blocks - self.scheduler.allocator.num_free
 
-    def settle(self, now_s: float) -> None:
+    def settle(self, now_s: float) -> None:  # noqa: B027
         """Bring the state up to the end of the iteration that is under way. Mutates nothing that can be seen."""
 
     # -- what differs between the pools ------------------------------------------------------------

@@ -10,11 +10,10 @@ from replicas.messages import EngineLoad
 from scheduler.engine_core import Turn
 from scheduler.outcome import PromptDone
 from scheduler.plan import SampledToken, StepOutput, StepPlan
-from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import RequestState
 
 
-class SimulatedPrefill(SimulatedEngine[PrefillScheduler]):
+class SimulatedPrefill(SimulatedEngine):
     """on_done(attempt, outcome, load, now_s): a prompt is computed, and its answer leaves now."""
 
     pool = "prefill"
@@ -23,7 +22,7 @@ class SimulatedPrefill(SimulatedEngine[PrefillScheduler]):
     def submit(self, attempt: Attempt, deadline_s: float, now_s: float) -> None:
         """A call has come. Within an iteration."""
         self.attempts[attempt.request_id] = attempt
-        self.scheduler.submit(attempt.request(deadline_s, local_prefill=True), now_s)
+        self.scheduler.submit(attempt.request(deadline_s, local_prefill=True, hands_over=True), now_s)
 
     def cancel(self, request_id: str, now_s: float) -> None:
         """The router has gone. Within an iteration; a lease goes on until its reader says so."""
@@ -47,7 +46,7 @@ class SimulatedPrefill(SimulatedEngine[PrefillScheduler]):
         return StepOutput(step.step_id, tuple(tokens))
 
     def _take(self, output: StepOutput, now_s: float) -> None:
-        for done in self.scheduler.commit(output, now_s):
+        for done in self.core.commit(output, now_s).prompts:
             self.on_done(self.attempts[done.request_id], done, self.load(), now_s)
 
     def _flush(self, now_s: float) -> None:

@@ -22,11 +22,11 @@ from cluster.simulation.simulated_prefill import SimulatedPrefill
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from replicas.messages import EngineLoad
-from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.capabilities import DECODE, PREFILL
 from scheduler.outcome import PromptDone
-from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.scheduler import Scheduler
 
-DecodeMaker = Callable[[SystemShape], DecodeScheduler]
+DecodeMaker = Callable[[SystemShape], Scheduler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class SystemRun:
     samples: list[KvSample] = field(default_factory=list)
 
 
-def shipped_decode(shape: SystemShape) -> DecodeScheduler:
+def shipped_decode(shape: SystemShape) -> Scheduler:
     """The decode scheduler as replicas.engine_builder makes it."""
-    return DecodeScheduler(shape.decode.limits, shape.admission, shape.decode.lag, shape.num_host_blocks)
+    return Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
 
 
 class SimulatedSystem:
@@ -108,7 +108,6 @@ class SimulatedSystem:
             self._num_made,
             self._make_decode(self.shape),
             self.costs.decode,
-            pool.lag,
             self.costs,
             self.queue,
             self._machine,
@@ -129,9 +128,8 @@ class SimulatedSystem:
         prefill = SimulatedPrefill(
             name,
             self._num_made,
-            PrefillScheduler(pool.limits),
+            Scheduler(pool.limits, PREFILL, lag=pool.lag),
             self.costs.prefill,
-            pool.lag,
             self.costs,
             self.queue,
             self._machine,

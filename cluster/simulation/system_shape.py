@@ -13,7 +13,7 @@ from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.pool_limits import PoolLimits
 
 
 @dataclass(frozen=True, slots=True)

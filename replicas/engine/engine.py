@@ -1,6 +1,13 @@
-"""The loop that both engines share: events in, admission, one step, tokens out. Its own thread, no Ray.
+"""One engine: calls and KV in, steps, tokens and KV out. Its own thread, no Ray.
 
     inbox -> turn (expire, admit, plan) -> launch -> commit (lag steps later) -> flush
+
+What it can do its scheduler says: compute prompts, decode, offer KV, read KV. A call's life:
+
+    generate: submit -> admitted (told in a frame) -> its prompt computed here, or its KV read -> running -> reply
+    prefill:  submit -> admitted -> its prompt computed -> offered -> reply; its blocks live on until the lease ends
+
+Tokens leave in frames, one per step and router; the reply to generate only says how many there were.
 
 Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
 put actions into its inbox and wait on futures.
@@ -11,25 +18,38 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replicas.engine.broken_output import broken_requests, without
-from replicas.engine.call_table import OpenCall
-from replicas.engine.engine_parts import EngineParts, SchedulerT
+from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_status import EngineStatus, StepClock, load_of
 from replicas.engine.inbox import Inbox
+from replicas.engine.open_call import open_call
+from replicas.engine.open_calls import OpenCalls
 from replicas.engine.step_isolation import run_isolated
 from replicas.engine.step_timer import StepTimer
-from replicas.messages import CallStatus, EngineLoad
+from replicas.engine.token_frames import TokenFrames
+from replicas.kv.handoff_actions import Event
+from replicas.messages import (
+    CallStatus,
+    EngineLoad,
+    GenerateCall,
+    GenerateReply,
+    PrefillCall,
+    PrefillReply,
+)
 from replicas.model.model_runner import StepHandle
-from scheduler.engine_core import EngineCore, Turn
+from scheduler.engine_core import EngineCore
 from scheduler.plan import StepOutput, StepPlan
-from scheduler.request import Request, RequestState
+from scheduler.request import RequestState
+
+if TYPE_CHECKING:
+    from replicas.channels.token_sender import TokenSender
+    from replicas.kv.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +58,26 @@ _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
 
 
-OpenCallT = TypeVar("OpenCallT", bound=OpenCall[Any, Any])
-
-
-class Engine(ABC, Generic[SchedulerT, OpenCallT]):
+class Engine:
     """One engine thread around a scheduler and a runner."""
 
-    def __init__(self, name: str, parts: EngineParts[SchedulerT]) -> None:
+    def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
+        """frames: what tokens leave by. Raises ValueError if it decodes and has none, or the other way round."""
+        if parts.scheduler.capabilities.decodes != (frames is not None):
+            raise ValueError(f"{name} engine: it has token frames if it decodes, and only then")
         self.name = name
+        self.frames = frames
         self.scheduler = parts.scheduler
-        self.core: EngineCore[SchedulerT, StepHandle | StepOutput] = EngineCore(parts.scheduler, parts.lag)
+        self.core: EngineCore[StepHandle | StepOutput] = EngineCore(parts.scheduler)
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
         self.recorder = parts.recorder
         self._num_threads = parts.num_threads
-        self._calls: dict[str, OpenCallT] = {}  # by request id, until their reply
+        self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load)
         self.steps = StepClock()
         self._timer = StepTimer()
-        self._inbox = Inbox(self._fail)
+        self._inbox = Inbox(self.calls.fail)
         self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
@@ -81,9 +102,26 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._inbox.put(begin)
         self._thread.join(timeout_s)
 
+    def generate(self, call: GenerateCall) -> Future[GenerateReply]:
+        """Queue a request. Any thread; does not block. The future is always answered."""
+        return self._take(call)
+
+    def prefill(self, call: PrefillCall) -> Future[PrefillReply]:
+        """Queue a prompt whose KV is handed over. As `generate`."""
+        return self._take(call)
+
+    def _take(self, call: GenerateCall | PrefillCall) -> Future[Any]:
+        opened = open_call(call, time.monotonic())
+        self._inbox.put(partial(self.calls.submit, opened))
+        return opened.future
+
+    def on_transfer_event(self, event: Event) -> None:
+        """Called by the transfer thread. Does not block."""
+        self._inbox.put(partial(self.calls.handoffs.on_event, event), event.transfer_id)
+
     def cancel(self, request_id: str) -> None:
         """The caller has gone. Does not wait; unknown and ended requests are ignored."""
-        end = partial(self._end, request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "cancelled")
+        end = partial(self.calls.end, request_id, RequestState.CANCELLED, CallStatus.CANCELLED, "cancelled")
         self._inbox.put(end, request_id)
 
     def is_healthy(self, max_silence_s: float) -> bool:
@@ -101,7 +139,23 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
-        return self.status.ledger.is_idle
+        return self.status.ledger.is_idle and not (self.frames is not None and self.frames.sender.owes_tokens)
+
+    @property
+    def transfers(self) -> TransferThread:
+        """What moves its KV."""
+        return self.calls.handoffs.transfers
+
+    @transfers.setter
+    def transfers(self, transfers: TransferThread) -> None:
+        """Before start: its events come back to this engine."""
+        self.calls.handoffs.transfers = transfers
+
+    @property
+    def sender(self) -> TokenSender:
+        """Of an engine that decodes."""
+        assert self.frames is not None, f"{self.name} sends no tokens"
+        return self.frames.sender
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -126,7 +180,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
                 # What fails with nothing open fails at once again: not a thousand times a second until it is replaced.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
-        self._close()
+        if self.frames is not None:
+            self.frames.sender.shut_down()
 
     def _iterate(self) -> None:
         self.faults.freeze(f"{self.name}.thread")
@@ -135,7 +190,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
-        self._on_turn(turn)
+        self.calls.turned(turn)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))
         has_committed = bool(self.core.in_flight)
@@ -148,15 +203,6 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
                 self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
         elif self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
-
-    def _on_turn(self, turn: Turn) -> None:
-        for request_id in turn.expired:
-            self._end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
-        self._on_admitted(turn.admitted)
-        for request in turn.evicted:
-            detail = f"{request.request_id} gave way: no KV memory, no host memory"
-            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
-            self._end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
 
     def _launch(self, plan: StepPlan) -> StepHandle | StepOutput:
         started_s = time.monotonic()
@@ -180,7 +226,7 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
     def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
         isolated = run_isolated(self.runner, plan)
         for request_id, error in isolated.errors.items():
-            self._fail(request_id, error)
+            self.calls.fail(request_id, error)
         return isolated.output
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
@@ -190,9 +236,12 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             self._count(*timed)
         broken = broken_requests(output, self.scheduler.counts)
         for request_id, (status, detail) in broken.items():
-            self._end(request_id, RequestState.FAILED, status, detail)
-        self._on_tokens(without(output, broken) if broken else output, time.monotonic())
+            self.calls.end(request_id, RequestState.FAILED, status, detail)
+        self.calls.stepped(without(output, broken) if broken else output, time.monotonic())
         self._num_loop_failures = 0
+
+    def _flush(self, now_s: float) -> None:
+        self.calls.flush(now_s)
 
     def _wait(self, longest_s: float) -> None:
         """Sleep until something arrives, the next deadline, or `longest_s`."""
@@ -201,38 +250,10 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             longest_s = max(0.0, min(longest_s, deadline_s - time.monotonic()))
         self._inbox.wait(min(longest_s, self._idle_s()))
 
+    def _idle_s(self) -> float:
+        return _MAX_IDLE_S if self.frames is None else self.frames.idle_s(_MAX_IDLE_S)
+
     # -- ends --------------------------------------------------------------------------------------
-
-    def _fail(self, request_id: str, error: Exception) -> None:
-        """What went wrong for one request costs that request only (design law 6)."""
-        self._log_failure(request_id, error)
-        self._end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
-
-    def _fail_new(self, opened: OpenCallT, error: Exception) -> None:
-        """Likewise, of one that was not taken yet: it may have come as far as the scheduler."""
-        request_id = opened.request.request_id
-        self._log_failure(request_id, error)
-        try:
-            if self.scheduler.get(request_id) is opened.request:
-                self.scheduler.end(request_id, RequestState.FAILED, time.monotonic())
-        finally:
-            self._reply(opened, CallStatus.ERROR, f"{type(error).__name__}: {error}")
-
-    def _log_failure(self, request_id: str, error: Exception) -> None:
-        extra = {"event": "request_failed", "engine": self.name, "request": request_id}
-        logger.error("a request failed", exc_info=error, extra=extra)
-
-    def _end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
-        """End a request early, whatever its phase. Ignores unknown ones.
-
-        Its call is answered in any case; raises what the scheduler raises: then its books are wrong.
-        """
-        opened = self._calls.pop(request_id, None)
-        try:
-            self._let_go(request_id, opened, state)
-        finally:
-            if opened is not None:
-                self._reply(opened, status, detail)
 
     def _end_all(self, status: CallStatus, detail: str) -> None:
         """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
@@ -241,59 +262,24 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
             self.core.abandon()
             if self._stopping:
                 self._inbox.run()  # nobody does after this
-            for request_id in list(self._calls):
-                self._end(request_id, RequestState.FAILED, status, detail)
+            for request_id in list(self.calls.by_id):
+                self.calls.end(request_id, RequestState.FAILED, status, detail)
             self._flush(time.monotonic())
         except Exception:
             self._is_broken = True
             extra = {"event": "engine_broken", "engine": self.name}
             logger.critical("the engine can't go on; it waits to be replaced", exc_info=True, extra=extra)
-            self._answer_all(status, detail)
+            self.calls.answer_all(status, detail)
 
     def _refuse_all(self) -> None:
         """What a broken engine does: answer calls, so that routers go elsewhere at once."""
         self.last_beat_s = time.monotonic()
         self._inbox.wait(_MAX_IDLE_S)
-        self._answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
-
-    def _answer_all(self, status: CallStatus, detail: str) -> None:
-        """Every open call, without a look at the scheduler. Raises nothing."""
-        while self._calls:
-            request_id, opened = self._calls.popitem()
-            try:
-                self._reply(opened, status, detail)
-            except Exception as error:
-                self._log_failure(request_id, error)
-                opened.future.set_exception(error)
+        self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
         return load_of(self.scheduler, self.steps)
 
-    # -- what differs between the engines ----------------------------------------------------------
-
-    @abstractmethod
-    def _on_admitted(self, requests: tuple[Request, ...]) -> None:
-        """Memory was promised to these requests."""
-
-    @abstractmethod
-    def _on_tokens(self, output: StepOutput, now_s: float) -> None:
-        """A step's tokens are known: commit them to the scheduler and pass on what follows."""
-
-    @abstractmethod
-    def _let_go(self, request_id: str, opened: OpenCallT | None, state: RequestState) -> None:
-        """End it in the scheduler and in the transfers. opened: None when it has been answered or is unknown."""
-
-    @abstractmethod
-    def _reply(self, opened: OpenCallT, status: CallStatus, detail: str) -> None:
-        """Answer its call."""
-
-    @abstractmethod
-    def _flush(self, now_s: float) -> None:
-        """Send what this iteration produced."""
-
-    def _idle_s(self) -> float:
-        """Longest time the loop may sleep."""
-        return _MAX_IDLE_S
-
-    def _close(self) -> None:
-        """The thread ends: release what it owns."""
+    def _known_load(self) -> EngineLoad:
+        """As long as the books can be trusted, as of now."""
+        return self.status.load if self._is_broken else self._load()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicas.messages import EngineLoad
-from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import Ledger
 from scheduler.plan import StepPlan
+from scheduler.scheduler import Scheduler
 
 _STATUS_INTERVAL_S = 0.05
 _SMOOTHING = 0.1
@@ -52,7 +52,7 @@ class StepClock:
         return True
 
 
-def load_of(scheduler: EngineScheduler, steps: StepClock) -> EngineLoad:
+def load_of(scheduler: Scheduler, steps: StepClock) -> EngineLoad:
     """What routers are told. Engine thread only."""
     return EngineLoad(
         num_running=scheduler.num_running,

@@ -8,12 +8,12 @@ import pytest
 
 from cluster.routing.routing_policy import DecodeCandidate, Need
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.request import RequestState
-from tests.scheduler.short_requests import limits, make_request, step
+from scheduler.scheduler import Scheduler
+from tests.scheduler.short_requests import decode_scheduler, limits, make_request, step
 
 
-def candidate_of(scheduler: DecodeScheduler, with_projection: bool = True) -> DecodeCandidate:
+def candidate_of(scheduler: Scheduler, with_projection: bool = True) -> DecodeCandidate:
     """As PoolView makes one of a frame."""
     return DecodeCandidate(
         replica_id="d",
@@ -31,7 +31,7 @@ def test_who_need_not_wait_is_admitted_and_the_projection_sends_more_of_them(wat
     """Outputs as long as they may be: never a promise that is not kept, seldom a wait that need not be."""
     rng = random.Random(3)
     size, num_refused, num_too_careful, num_without = 4, 0, 0, 0
-    scheduler = DecodeScheduler(limits(150, size, 64, 128), AdmissionPolicy(watermark_fraction=watermark))
+    scheduler = decode_scheduler(limits(150, size, 64, 128), AdmissionPolicy(watermark_fraction=watermark))
     for number in range(2500):
         prompt_len, max_tokens, n = rng.randint(1, 60), rng.choice([2, rng.randint(2, 150)]), rng.choice([1, 1, 2])
         request = make_request(f"r{number}", prompt_len, max_tokens, tuple(range(n)), deadline_s=1e9)
@@ -56,7 +56,7 @@ def test_who_need_not_wait_is_admitted_and_the_projection_sends_more_of_them(wat
 
 
 def test_an_expected_length_counts_for_all_of_max_tokens() -> None:
-    scheduler = DecodeScheduler(limits(10), AdmissionPolicy(quantile=0.5, min_samples=1))
+    scheduler = decode_scheduler(limits(10), AdmissionPolicy(quantile=0.5, min_samples=1))
     need = Need(prompt_tokens=4, max_tokens=32, num_choices=1, block_size=4)
     assert scheduler.expected_tokens is None
     scheduler.submit(make_request("running", 4, 5), 0.0)
@@ -70,7 +70,7 @@ def test_an_expected_length_counts_for_all_of_max_tokens() -> None:
 
 
 def test_nobody_has_room_while_somebody_waits_to_come_back() -> None:
-    scheduler = DecodeScheduler(limits(6, max_sequences=8), AdmissionPolicy(quantile=0.5, min_samples=1), 0, 20)
+    scheduler = decode_scheduler(limits(6, max_sequences=8), AdmissionPolicy(quantile=0.5, min_samples=1), 0, 20)
     for _ in range(50):
         scheduler.budget.choice_ended(2)
     for name in "ab":

@@ -19,7 +19,7 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from replicas.channels.wire import Decoder, encode
-from replicas.engine_builder import BuiltEngine, build_decode_engine, build_prefill_engine
+from replicas.engine_builder import BuiltEngine, build_engine
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
@@ -54,14 +54,12 @@ def settings(pool: str, **changes: Any) -> EngineSettings:
 class LocalPool(PoolClient):
     """One engine as a pool."""
 
-    def __init__(self, replica_id: str, built: BuiltEngine[Any]) -> None:
+    def __init__(self, replica_id: str, built: BuiltEngine) -> None:
         self._replica_id = replica_id
         self.built = built
 
     def replicas(self) -> ReplicaTable:
-        extra = (
-            {"channel_public_key": self.built.engine.sender.public_key} if hasattr(self.built.engine, "sender") else {}
-        )
+        extra = {"channel_public_key": self.built.engine.sender.public_key} if self.built.engine.frames else {}
         return {self._replica_id: {**self.built.metadata(), **extra}}
 
     async def submit(self, replica_id: str, call: Any) -> Any:
@@ -97,9 +95,9 @@ class LocalSystem:
     """Build once per module, use from one event loop at a time through `run`."""
 
     def __init__(self, decode: EngineSettings, prefill: EngineSettings | None) -> None:
-        self.decode = build_decode_engine(decode, "decode-0")
-        self.prefill = build_prefill_engine(prefill, "prefill-0") if prefill else None
-        self.engines: list[BuiltEngine[Any]] = [self.decode] + ([self.prefill] if self.prefill else [])
+        self.decode = build_engine(decode, "decode-0")
+        self.prefill = build_engine(prefill, "prefill-0") if prefill else None
+        self.engines: list[BuiltEngine] = [self.decode] + ([self.prefill] if self.prefill else [])
         for built in self.engines:
             built.start()
         self.metrics = IngressMetrics("test", "test", "test")

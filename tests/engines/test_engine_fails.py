@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from replicas import engine_builder
-from replicas.engine.decode_engine import DecodeEngine
-from replicas.engine_builder import BuiltEngine, UnhealthyEngine, build_decode_engine
+from replicas.engine.engine import Engine
+from replicas.engine_builder import BuiltEngine, UnhealthyEngine, build_engine
 from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, GenerationRequest
 from tests.engines.local_system import GREEDY
 from tests.engines.tiny_goldens import TinyGoldens
@@ -46,8 +46,8 @@ class CountedRunner:
 
 
 @pytest.fixture(name="built")
-def built_engine(tiny_goldens: TinyGoldens) -> Iterator[BuiltEngine[DecodeEngine]]:
-    built = build_decode_engine(tiny_settings("decode", tiny_goldens.folder, lag=1), "decode-0")
+def built_engine(tiny_goldens: TinyGoldens) -> Iterator[BuiltEngine]:
+    built = build_engine(tiny_settings("decode", tiny_goldens.folder, lag=1), "decode-0")
     built.engine.runner = CountedRunner(built.engine.runner)  # type: ignore[assignment]
     built.start()
     yield built
@@ -59,12 +59,12 @@ def channel() -> ChannelAddress:
     return ChannelAddress("router", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())
 
 
-def reply_of(built: BuiltEngine[DecodeEngine], channel: ChannelAddress, request_id: str) -> GenerateReply:
+def reply_of(built: BuiltEngine, channel: ChannelAddress, request_id: str) -> GenerateReply:
     request = GenerationRequest(request_id, tuple(range(1, 20)), (0,), 400, frozenset(), GREEDY, PATIENCE_S)
     return built.engine.generate(GenerateCall(request, channel, None)).result(PATIENCE_S)
 
 
-def fail_once_running(engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+def fail_once_running(engine: Engine, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     """The next plan with a step in flight raises; seen: what ran on the device when blocks were released after it."""
     plan, release, has_failed = engine.scheduler.plan, engine.scheduler._release, False
 
@@ -85,7 +85,7 @@ def fail_once_running(engine: DecodeEngine, monkeypatch: pytest.MonkeyPatch, see
 
 
 def test_steps_in_flight_are_over_before_their_blocks_are_free(
-    built: BuiltEngine[DecodeEngine], channel: ChannelAddress, monkeypatch: pytest.MonkeyPatch
+    built: BuiltEngine, channel: ChannelAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running_at_release: list[int] = []
     fail_once_running(built.engine, monkeypatch, running_at_release)
@@ -99,7 +99,7 @@ def test_steps_in_flight_are_over_before_their_blocks_are_free(
 
 @pytest.mark.parametrize("what", ["finish", "abandon", "end", "flush"])
 def test_an_engine_that_cannot_clean_up_answers_and_tells(
-    built: BuiltEngine[DecodeEngine], channel: ChannelAddress, what: str, monkeypatch: pytest.MonkeyPatch
+    built: BuiltEngine, channel: ChannelAddress, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = built.engine
     fail_once_running(engine, monkeypatch, [])
@@ -135,7 +135,7 @@ def test_an_engine_that_cannot_clean_up_answers_and_tells(
 
 
 def test_one_that_fails_each_request_is_not_healthy_though_it_idles_in_between(
-    built: BuiltEngine[DecodeEngine], channel: ChannelAddress, monkeypatch: pytest.MonkeyPatch
+    built: BuiltEngine, channel: ChannelAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(output: Any, now_s: float) -> Any:
         raise LookupError("a bug of ours")
@@ -151,7 +151,7 @@ def test_one_that_fails_each_request_is_not_healthy_though_it_idles_in_between(
 
 
 def test_one_that_fails_with_nothing_to_do_neither_spins_nor_floods_the_log(
-    built: BuiltEngine[DecodeEngine],
+    built: BuiltEngine,
     channel: ChannelAddress,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -168,7 +168,7 @@ def test_one_that_fails_with_nothing_to_do_neither_spins_nor_floods_the_log(
 
 
 def test_a_transfer_thread_that_computes_for_ever_is_not_healthy(
-    built: BuiltEngine[DecodeEngine], monkeypatch: pytest.MonkeyPatch
+    built: BuiltEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watch takes it for a long turn."""
     built.check_health()

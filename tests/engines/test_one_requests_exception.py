@@ -64,7 +64,7 @@ PLACES: dict[str, tuple[str, Callable[[Any], Any], str, Callable[..., bool]]] = 
     "decode, admission": ("decode", lambda e: e.transfers, "expect", of_id),
     "decode, handoff": ("decode", lambda e: e.scheduler, "begin_load", of_id),
     "decode, KV is there": ("decode", lambda e: e.scheduler, "kv_ready", of_id),
-    "decode, a token": ("decode", lambda e: e, "_send_token", of_request),
+    "decode, a token": ("decode", lambda e: e.calls, "_send_token", of_request),
     "prefill, submission": ("prefill", lambda e: e.scheduler, "submit", of_request),
     "prefill, offer": ("prefill", lambda e: e.transfers, "offer", of_id),
 }
@@ -94,7 +94,7 @@ async def both_replies(system: LocalSystem, golden: Golden) -> tuple[GenerateRep
     generated = decode.generate(generate)
 
     def is_admitted() -> bool:
-        opened = decode._calls.get(request_id)
+        opened = decode.calls.by_id.get(request_id)
         return generated.done() or (opened is not None and RequestState.ADMITTED in opened.request.entered_s)
 
     await until(is_admitted)

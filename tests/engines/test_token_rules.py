@@ -162,8 +162,8 @@ def lose_all(system: LocalSystem) -> None:
     engine = system.decode.engine
 
     def end() -> None:
-        for request_id in list(engine._calls):
-            engine._end(request_id, RequestState.FAILED, CallStatus.KV_LOST, "the test wants it so")
+        for request_id in list(engine.calls.by_id):
+            engine.calls.end(request_id, RequestState.FAILED, CallStatus.KV_LOST, "the test wants it so")
 
     engine._inbox.put(end)
 

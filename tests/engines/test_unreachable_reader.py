@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.api_error import ApiError
-from replicas.engine.prefill_engine import PrefillEngine
+from replicas.engine.engine import Engine
 from replicas.kv.handoff_actions import ReaderChecked
 from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.transfer_thread import TransferThread
@@ -47,7 +47,7 @@ def nobody(system: LocalSystem) -> TransferPeer:
     return replace(system.decode.peer, agent_name="nobody-1", address=address.encode())
 
 
-def engine_of(system: LocalSystem) -> PrefillEngine:
+def engine_of(system: LocalSystem) -> Engine:
     assert system.prefill is not None
     return system.prefill.engine
 

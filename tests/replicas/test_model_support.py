@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from replicas.engine_builder import build_decode_engine
+from replicas.engine_builder import build_engine
 from replicas.kv.kv_pool import KvPool
 from replicas.model.attention_trace import AttentionShape, trace_attention
 from replicas.model.model_loader import LoadedModel, load_model
@@ -183,7 +183,7 @@ def test_what_fails_before_serving_names_the_model(tmp_path: Path, monkeypatch: 
     save_random_model(tiny_config("LlamaConfig"), tmp_path)
     monkeypatch.setattr(ModelRunner, stage, _raising(RuntimeError("shapes do not fit")))
     with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM can't be served.*RuntimeError: shapes do not fit"):
-        build_decode_engine(small_engine("decode", tmp_path, 128), "decode-0")
+        build_engine(small_engine("decode", tmp_path, 128), "decode-0")
 
 
 def test_a_kind_that_transformers_does_not_know_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.pool_limits import PoolLimits
 from tests.engines.local_system import settings
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 1000

@@ -41,7 +41,7 @@ from scheduler.sampling_params import SamplingParams
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25)
 REQUEST = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
 ABSENT = ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())
-PEER = TransferPeer("r", "e", "agent", b"", "f", 0, 0, "DRAM", 1, 1)
+PEER = TransferPeer("r", "e", "agent", b"", "f", 1, 1)
 GENERATE, PREFILL = GenerateCall(REQUEST, ABSENT, None), PrefillCall(REQUEST, PEER)
 OK = GenerateReply(CallStatus.OK, "", (), 0.0, 0.0, 0.0)
 

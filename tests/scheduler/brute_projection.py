@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from scheduler.admission import num_distinct_blocks
-from scheduler.decode_scheduler import DecodeScheduler
+from scheduler.admission import ProjectedBudget, num_distinct_blocks
 from scheduler.memory_budget import num_blocks_for
 from scheduler.request import Request, RequestState, Sequence
+from scheduler.scheduler import Scheduler
+from tests.scheduler.short_requests import projected
 
 _UNSTARTED = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LOADING)
 
@@ -64,8 +65,9 @@ def search_future(request: Request, block_size: int) -> Future:
 class BruteProjection:
     """num_rows: how many rows a choice still has with so many tokens planned (the bound, or an estimate)."""
 
-    def __init__(self, scheduler: DecodeScheduler, lag: int, admitted_at: dict[str, int]) -> None:
-        self._scheduler, self._lag, self._admitted_at = scheduler, lag, admitted_at
+    def __init__(self, scheduler: Scheduler, budget: ProjectedBudget, admitted_at: dict[str, int]) -> None:
+        self._scheduler, self._budget, self._admitted_at = scheduler, budget, admitted_at
+        self._lag = scheduler.lag
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
         self.futures = [self._future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
@@ -80,6 +82,8 @@ class BruteProjection:
         scheduler = self._scheduler
         request = scheduler._requests[request_id]
         in_transfer = scheduler._transfers.get(request_id, ())
+        if request.hands_over and not request.is_over:
+            return Future(self.step, [num_blocks_for(request.prompt_len, self._block_size)], None)
         if request.search is not None and request.state in (*_UNSTARTED, RequestState.RUNNING):
             return search_future(request, self._block_size)
         if request.state in _UNSTARTED:
@@ -101,38 +105,39 @@ class BruteProjection:
         rows = self._rows(request, request.max_tokens - planned)
         tables: list[list[object]] = [list(sequence.block_ids) for sequence in request.sequences]
         counts = play(tables, live, request.prompt_len + planned - 1, rows, self._block_size)
-        profile = self._scheduler.budget.projection.get(request.request_id)
+        profile = self._budget.projection.get(request.request_id)
         assert profile is not None
-        if self._scheduler.budget.estimator is not None:
+        if self._budget.estimator is not None:
             return Future(self.step, counts, profile.until)
         last_step = self.step + rows - 1 if rows else request.last_step_id
         return Future(self.step, counts, last_step + self._lag)
 
     def _rows(self, request: Request, bound: int) -> int:
         """With estimates, their ends are given: they were made when the request changed last."""
-        if self._scheduler.budget.estimator is None:
+        if self._budget.estimator is None:
             return bound
-        profile = self._scheduler.budget.projection.get(request.request_id)
+        profile = self._budget.projection.get(request.request_id)
         assert profile is not None
         if request.state in _UNSTARTED:
             return profile.last_row - self._admitted_at[request.request_id] + 1
         return max(0, profile.last_row - self.step + 1) if profile.live else 0
 
 
-def check_projection(scheduler: DecodeScheduler, lag: int, admitted_at: dict[str, int]) -> None:
+def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
     """Fast equals slow: the peak as it is, and the answer for the one that waits first."""
-    brute = BruteProjection(scheduler, lag, admitted_at)
-    assert scheduler.budget.promised == brute.peak(), "the projection differs from playing it forward"
+    budget = projected(scheduler)
+    brute = BruteProjection(scheduler, budget, admitted_at)
+    assert budget.promised == brute.peak(), "the projection differs from playing it forward"
     with closing(scheduler._queue.in_order()) as waiting:
         head = next(waiting, None)
     if head is not None:
-        profile = scheduler.budget.newcomer(head)
+        profile = budget.newcomer(head)
         if head.search is not None:
             slow = brute.peak(search_future(head, scheduler.limits.block_size))
-            assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
+            assert budget.projection.peak_with(profile, brute.step) == slow
             return
         rows = profile.last_row - brute.step + 1
         slow = brute.peak(newcomer_future(head, rows, brute.step, scheduler.limits.block_size))
-        assert scheduler.budget.projection.peak_with(profile, brute.step) == slow
-        if scheduler.budget.estimator is None:
+        assert budget.projection.peak_with(profile, brute.step) == slow
+        if budget.estimator is None:
             assert rows == head.max_tokens - 1

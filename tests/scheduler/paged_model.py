@@ -12,8 +12,8 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
 from scheduler.beam_search import BeamSearch, Candidate
-from scheduler.engine_scheduler import PoolLimits
 from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
 

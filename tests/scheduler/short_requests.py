@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.admission import AdmissionPolicy, ProjectedBudget
+from scheduler.capabilities import DECODE, PREFILL
 from scheduler.outcome import TokenEvent
 from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, Sequence
 from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 
 STOP = 999
 
@@ -19,6 +21,7 @@ def make_request(
     choices: tuple[int, ...] = (0,),
     deadline_s: float = 100.0,
     local_prefill: bool = True,
+    hands_over: bool = False,
 ) -> Request:
     """Prompt tokens 100, 101, ...; STOP is its only stop token."""
     return Request(
@@ -30,11 +33,28 @@ def make_request(
         sampling=SamplingParams(seed=1),
         deadline_s=deadline_s,
         local_prefill=local_prefill,
+        hands_over=hands_over,
     )
 
 
 def limits(num_blocks: int = 20, block_size: int = 4, max_sequences: int = 4, max_step_tokens: int = 16) -> PoolLimits:
     return PoolLimits(num_blocks, block_size, max_sequences, max_step_tokens)
+
+
+def decode_scheduler(
+    size: PoolLimits, admission: AdmissionPolicy | None = None, lag: int = 0, num_host_blocks: int = 0
+) -> Scheduler:
+    return Scheduler(size, DECODE, admission, lag, num_host_blocks)
+
+
+def prefill_scheduler(size: PoolLimits, lag: int = 0) -> Scheduler:
+    return Scheduler(size, PREFILL, lag=lag)
+
+
+def projected(scheduler: Scheduler) -> ProjectedBudget:
+    """The budget of one that decodes."""
+    assert isinstance(scheduler.budget, ProjectedBudget)
+    return scheduler.budget
 
 
 def sampled(plan: StepPlan, token_id: int = 7, **of_request: int) -> StepOutput:
@@ -50,7 +70,7 @@ def works_on(plan: StepPlan) -> list[str]:
     return [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
 
 
-def running(scheduler: DecodeScheduler, request: Request) -> Request:
+def running(scheduler: Scheduler, request: Request) -> Request:
     """Submit, admit and load it; the first token of each choice is 7."""
     assert not request.local_prefill
     scheduler.submit(request, 0.0)
@@ -60,11 +80,11 @@ def running(scheduler: DecodeScheduler, request: Request) -> Request:
     return request
 
 
-def step(scheduler: DecodeScheduler, token_id: int = 7, **of_request: int) -> tuple[StepPlan, tuple[TokenEvent, ...]]:
+def step(scheduler: Scheduler, token_id: int = 7, **of_request: int) -> tuple[StepPlan, tuple[TokenEvent, ...]]:
     """Plan and commit one step without lag."""
     plan = scheduler.plan(0.0)
     assert plan is not None
-    return plan, scheduler.commit(sampled(plan, token_id, **of_request), 0.0)
+    return plan, scheduler.commit(sampled(plan, token_id, **of_request), 0.0).tokens
 
 
 def written_blocks(request: Request, plan: StepPlan, block_size: int) -> dict[int, int]:

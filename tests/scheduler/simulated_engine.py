@@ -10,16 +10,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 
+from scheduler.admission import ProjectedBudget
 from scheduler.block_allocator import BlockCounts
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.engine_core import EngineCore
-from scheduler.engine_scheduler import EngineScheduler
+from scheduler.memory_budget import MemoryBudget
 from scheduler.outcome import Ledger, PromptDone, TokenEvent
 from scheduler.plan import StepOutput, StepPlan
-from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import TERMINAL_STATES, Request, RequestState
+from scheduler.scheduler import Scheduler
 from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
@@ -32,8 +31,6 @@ _ACTIVE = (
     RequestState.RUNNING,
     RequestState.PREEMPTED,
 )
-
-SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 
 
 @dataclass(slots=True)
@@ -57,11 +54,11 @@ class _EngineFails(Exception):
     """Stands for a bug somewhere in the loop."""
 
 
-class _CheckedCore(EngineCore[SchedulerT, _Step]):
+class _CheckedCore(EngineCore[_Step]):
     """Looks at everything between the parts of a turn."""
 
-    def __init__(self, engine: SimulatedEngine[SchedulerT], lag: int) -> None:
-        super().__init__(engine.scheduler, lag)
+    def __init__(self, engine: SimulatedEngine) -> None:
+        super().__init__(engine.scheduler)
         self._engine = engine
 
     def _expire(self, now_s: float) -> tuple[str, ...]:
@@ -82,28 +79,26 @@ class _CheckedCore(EngineCore[SchedulerT, _Step]):
         return super()._plan(now_s)
 
 
-class SimulatedEngine(Generic[SchedulerT]):
+class SimulatedEngine:
     """`on_event` hears what commits report, `on_end` of requests that the engine itself ended early."""
 
     def __init__(
         self,
-        scheduler: SchedulerT,
+        scheduler: Scheduler,
         max_blocks: int,
-        lag: int,
         rng: random.Random,
         faults: FaultRates,
         on_event: Callable[[TokenEvent | PromptDone], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.scheduler = scheduler
-        num_host_blocks = scheduler.preemption.num_host_blocks if isinstance(scheduler, DecodeScheduler) else 0
-        self.runner = PagedRunner(scheduler.limits, max_blocks, num_host_blocks)
+        self.runner = PagedRunner(scheduler.limits, max_blocks, scheduler.preemption.num_host_blocks)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
         self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
         self.num_beams_swapped = 0  # plans in which a search was out of memory's way
-        self._lag, self._rng, self._faults, self._on_event, self._on_end = lag, rng, faults, on_event, on_end
-        self._core = _CheckedCore(self, lag)
+        self._rng, self._faults, self._on_event, self._on_end = rng, faults, on_event, on_end
+        self._core = _CheckedCore(self)
         self.num_overtaken: Counter[str] = Counter()
         self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
@@ -189,14 +184,14 @@ class SimulatedEngine(Generic[SchedulerT]):
             self._check_head(waiting[0])
         if admitted:
             self.check()
-        if isinstance(self.scheduler, DecodeScheduler):
-            check_projection(self.scheduler, self._lag, self._admitted_at)
+        if isinstance(self.scheduler.budget, ProjectedBudget):
+            check_projection(self.scheduler, self._admitted_at)
 
     def fails_now(self) -> bool:
         """Whether the engine fails at this turn, sometimes in the middle of a plan."""
         if self._rng.random() >= self._faults.engine:
             return False
-        if isinstance(self.scheduler, DecodeScheduler) and self._rng.random() < 0.7:
+        if self.scheduler.capabilities.decodes and self._rng.random() < 0.7:
             scheduler = self.scheduler
             scheduler.batch.plan_rows(scheduler.builder.next_step_id, scheduler._num_available)
         return True
@@ -209,11 +204,12 @@ class SimulatedEngine(Generic[SchedulerT]):
         blocks, slots = needs_of(scheduler, head)
         if slots > scheduler.limits.max_sequences - scheduler.num_running:
             return
-        if isinstance(scheduler, PrefillScheduler):
-            assert blocks > scheduler.budget.available, "the head would have fitted"
-        elif not scheduler.preemption:
-            peak = scheduler.budget.projection.peak_with(scheduler.budget.newcomer(head), scheduler.budget.step)
-            assert peak > scheduler.budget.limit or scheduler.budget.estimator, "the head would have fitted"
+        budget = scheduler.budget
+        if isinstance(budget, MemoryBudget):
+            assert blocks > budget.available, "the head would have fitted"
+        elif isinstance(budget, ProjectedBudget) and not scheduler.preemption:
+            peak = budget.projection.peak_with(budget.newcomer(head), budget.step)
+            assert peak > budget.limit or budget.estimator, "the head would have fitted"
 
     def _launch(self, plan: StepPlan, now_s: float) -> None:
         self._check_plan(plan)
@@ -256,7 +252,8 @@ class SimulatedEngine(Generic[SchedulerT]):
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
         self._count_beams(output)
-        for event in self.scheduler.commit(output, now_s):
+        events = self._core.commit(output, now_s)
+        for event in (*events.tokens, *events.prompts):
             self._on_event(event)
         self.check()
 
@@ -337,13 +334,13 @@ class SimulatedEngine(Generic[SchedulerT]):
             is_over = request.is_over
             if request.local_prefill and not is_over:
                 num_unplanned += request.prompt_len - request.num_prefilled
-            if isinstance(scheduler, PrefillScheduler):
-                self._check_promise(scheduler, request, own, is_over)
+            if isinstance(scheduler.budget, MemoryBudget):
+                self._check_promise(scheduler.budget, request, own, is_over)
         num_of_requests = len(set(held))
-        if isinstance(scheduler, DecodeScheduler):
+        if isinstance(scheduler.budget, ProjectedBudget):
             held += [block_id for cooling in scheduler.preemption._cooling for block_id in cooling.device_refs]
-            self._check_budget(scheduler, num_of_requests)
-            self._check_host(scheduler)
+            self._check_budget(scheduler.budget, num_of_requests)
+        self._check_host(scheduler)
         assert scheduler.allocator._request_refs == Counter(held)
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
@@ -365,18 +362,19 @@ class SimulatedEngine(Generic[SchedulerT]):
             used_slots=len(slots) - len(scheduler._free_slots),
         )
 
-    def _check_budget(self, scheduler: DecodeScheduler, num_held: int) -> None:
+    def _check_budget(self, budget: ProjectedBudget, num_held: int) -> None:
         """Everybody is in the projection; with bounds instead of estimates it never exceeds the pool."""
-        known = scheduler.budget.projection._profiles.keys()
+        scheduler = self.scheduler
+        known = budget.projection._profiles.keys()
         admitted = {rid for rid in scheduler._requests if rid not in scheduler._queue}
         out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}
         assert known == admitted - out
         assert scheduler._num_available >= 0, "a read that may begin would find no blocks"
-        if scheduler.budget.estimator is None:
-            assert num_held <= scheduler.budget.promised <= scheduler.limits.num_blocks, "over the budget"
+        if budget.estimator is None:
+            assert num_held <= budget.promised <= scheduler.limits.num_blocks, "over the budget"
             assert not scheduler.preemption.num_swapped + scheduler.preemption.num_evicted + scheduler.num_stalls
 
-    def _check_host(self, scheduler: DecodeScheduler) -> None:
+    def _check_host(self, scheduler: Scheduler) -> None:
         preemption = scheduler.preemption
         used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
         used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
@@ -384,10 +382,11 @@ class SimulatedEngine(Generic[SchedulerT]):
         for step in self._core.in_flight:
             assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
 
-    def _check_promise(self, scheduler: PrefillScheduler, request: Request, own: list[int], is_over: bool) -> None:
-        num_promised = scheduler.budget._promised.get(request.request_id, 0)
-        assert scheduler.budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
-        assert scheduler.budget.promised == sum(scheduler.budget._promised.values()) <= scheduler.limits.num_blocks
+    def _check_promise(self, budget: MemoryBudget, request: Request, own: list[int], is_over: bool) -> None:
+        scheduler = self.scheduler
+        num_promised = budget._promised.get(request.request_id, 0)
+        assert budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
+        assert budget.promised == sum(budget._promised.values()) <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
         num_held = len({*own, *in_transfer})
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
@@ -400,16 +399,17 @@ class SimulatedEngine(Generic[SchedulerT]):
         assert self.scheduler.ledger() == self.baseline
         assert not self.scheduler._requests
         assert not self.scheduler._ending
-        if isinstance(self.scheduler, DecodeScheduler):
-            preemption = self.scheduler.preemption
-            assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
+        preemption = self.scheduler.preemption
+        assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
+        if isinstance(self.scheduler.budget, ProjectedBudget):
             assert not self.scheduler.budget.projection._profiles
-            assert not self.scheduler._unloaded
+        assert not self.scheduler._unloaded
+        assert not self.scheduler._handing_over
         assert len(self.scheduler._deadlines) == len(self.scheduler.prompts) == 0
         assert self.scheduler.next_deadline_s is None
 
 
-def needs_of(scheduler: EngineScheduler, request: Request) -> tuple[int, int]:
+def needs_of(scheduler: Scheduler, request: Request) -> tuple[int, int]:
     """Blocks and slots."""
-    slots = len(request.choices) if isinstance(scheduler, DecodeScheduler) else 1
+    slots = 1 if request.hands_over else len(request.choices)
     return scheduler.blocks_needed(request), slots

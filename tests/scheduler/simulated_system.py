@@ -14,13 +14,12 @@ from math import inf
 
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import PoolLimits
 from scheduler.outcome import NeverFits, PromptDone, TokenEvent
-from scheduler.prefill_scheduler import PrefillScheduler
+from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
 from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
+from tests.scheduler.short_requests import decode_scheduler, prefill_scheduler
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
 _LONGEST_PROMPT = 30
@@ -93,14 +92,12 @@ class SimulatedSystem:
         self.num_handed_over = 0
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
-        scheduler = DecodeScheduler(
+        scheduler = decode_scheduler(
             decode, workload.admission, workload.lag, num_host_blocks=int(decode_blocks * workload.host_share)
         )
-        self.decode = SimulatedEngine(
-            scheduler, max_blocks, workload.lag, rng, workload.faults, self._on_decode, self._end_both
-        )
+        self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
         self.prefill = SimulatedEngine(
-            PrefillScheduler(prefill), max_blocks, workload.lag, rng, workload.faults, self._on_prefill, self._end_both
+            prefill_scheduler(prefill, workload.lag), max_blocks, rng, workload.faults, self._on_prefill, self._end_both
         )
 
     def run(self) -> None:
@@ -210,6 +207,7 @@ class SimulatedSystem:
             request.stop_token_ids,
             request.sampling,
             request.deadline_s + self.rng.uniform(-2.0, 2.0),
+            hands_over=True,
             search=request.search,
             num_returned=request.num_returned,
             priority=request.priority,

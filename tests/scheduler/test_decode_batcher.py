@@ -1,21 +1,29 @@
-"""Running sequences, through DecodeScheduler: growth, copy-on-write, ends, surplus tokens."""
+"""Running sequences, through Scheduler: growth, copy-on-write, ends, surplus tokens."""
 
 from __future__ import annotations
 
 import pytest
 
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.outcome import TokenEvent
 from scheduler.plan import BlockCopy, DecodeRow, RuleContext, SampledToken, SlotInit, StepOutput, TableWrite
 from scheduler.request import RequestState
-from tests.scheduler.short_requests import STOP, limits, make_request, running, sampled, step, written_blocks
+from tests.scheduler.short_requests import (
+    STOP,
+    decode_scheduler,
+    limits,
+    make_request,
+    running,
+    sampled,
+    step,
+    written_blocks,
+)
 
 B = 4
 
 
 @pytest.mark.parametrize("prompt_len", [B - 1, B, B + 1, 2 * B])
 def test_growth_at_block_boundaries(prompt_len: int) -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(prompt_len=prompt_len, max_tokens=7, local_prefill=False))
     (sequence,) = request.sequences
     for index in range(6):
@@ -37,7 +45,7 @@ def test_growth_at_block_boundaries(prompt_len: int) -> None:
 
 
 def test_the_first_plan_tells_the_runner_all_it_needs() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(prompt_len=5, choices=(2, 3), local_prefill=False))
     first, second = request.sequences
     prompt_blocks = tuple(first.block_ids)
@@ -57,7 +65,7 @@ def test_the_first_plan_tells_the_runner_all_it_needs() -> None:
 
 
 def test_copy_on_write_leaves_every_writer_its_own_block() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(prompt_len=6, choices=(0, 1, 2), local_prefill=False))
     full, partial = request.sequences[0].block_ids
     plan, _ = step(scheduler)
@@ -76,7 +84,7 @@ def test_copy_on_write_leaves_every_writer_its_own_block() -> None:
 
 
 def test_full_blocks_stay_shared() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(prompt_len=8, choices=(0, 1), local_prefill=False))
     plan, _ = step(scheduler)
     assert plan.copies == ()
@@ -87,7 +95,7 @@ def test_full_blocks_stay_shared() -> None:
 
 
 def test_a_choice_that_ended_with_its_first_token_keeps_its_share_and_gets_no_row() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = make_request(prompt_len=6, choices=(0, 1), local_prefill=False)
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
@@ -101,7 +109,7 @@ def test_a_choice_that_ended_with_its_first_token_keeps_its_share_and_gets_no_ro
 
 
 def test_a_local_prompt_forks_when_its_last_chunk_is_planned() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = make_request(prompt_len=5, choices=(0, 1))
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
@@ -115,7 +123,7 @@ def test_a_local_prompt_forks_when_its_last_chunk_is_planned() -> None:
 
 
 def test_rows_come_before_prompts_in_the_budget() -> None:
-    scheduler = DecodeScheduler(limits(max_sequences=4, max_step_tokens=6))
+    scheduler = decode_scheduler(limits(max_sequences=4, max_step_tokens=6))
     running(scheduler, make_request("a", choices=(0, 1, 2), local_prefill=False))
     scheduler.submit(make_request("b", prompt_len=9), 0.0)
     scheduler.admit(0.0)
@@ -125,75 +133,75 @@ def test_rows_come_before_prompts_in_the_budget() -> None:
 
 def test_prompts_cannot_starve_beside_running_sequences() -> None:
     with pytest.raises(ValueError, match="3 step tokens for 4 sequences"):
-        DecodeScheduler(limits(max_sequences=4, max_step_tokens=3))
+        decode_scheduler(limits(max_sequences=4, max_step_tokens=3))
 
 
 def test_finish_by_length_leaves_nothing_in_flight() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(max_tokens=3, local_prefill=False))
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
     assert first is not None
     assert second is not None
     assert scheduler.plan(0.0) is None, "max_tokens is planned, never exceeded"
-    assert scheduler.commit(sampled(first), 0.0) == (TokenEvent("r", 0, 1, 7, None),)
-    assert scheduler.commit(sampled(second), 0.0) == (TokenEvent("r", 0, 2, 7, "length"),)
+    assert scheduler.commit(sampled(first), 0.0).tokens == (TokenEvent("r", 0, 1, 7, None),)
+    assert scheduler.commit(sampled(second), 0.0).tokens == (TokenEvent("r", 0, 2, 7, "length"),)
     assert request.state is RequestState.FINISHED
     assert (scheduler.batch.num_forwarded_tokens, scheduler.batch.num_surplus_tokens) == (2, 0)
-    assert scheduler.ledger() == DecodeScheduler(limits()).ledger()
+    assert scheduler.ledger() == decode_scheduler(limits()).ledger()
 
 
 def test_finish_by_stop_drops_and_counts_what_lies_behind() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(max_tokens=9, local_prefill=False))
     plans = [scheduler.plan(0.0) for _ in range(3)]
     assert all(plan is not None for plan in plans)
     outputs = [sampled(plan, token_id) for plan, token_id in zip(plans, (STOP, 8, STOP), strict=True) if plan]
-    assert scheduler.commit(outputs[0], 0.0) == (TokenEvent("r", 0, 1, STOP, "stop"),)
+    assert scheduler.commit(outputs[0], 0.0).tokens == (TokenEvent("r", 0, 1, STOP, "stop"),)
     assert request.state is RequestState.FINISHED
     assert scheduler.get("r") is None
     assert scheduler.allocator.num_free < 20, "two steps still compute on its blocks"
     assert scheduler.plan(0.0) is None
-    assert scheduler.commit(outputs[1], 0.0) == ()
+    assert scheduler.commit(outputs[1], 0.0).tokens == ()
     assert scheduler.allocator.num_free < 20
-    assert scheduler.commit(outputs[2], 0.0) == ()
+    assert scheduler.commit(outputs[2], 0.0).tokens == ()
     assert (scheduler.batch.num_forwarded_tokens, scheduler.batch.num_surplus_tokens) == (1, 2)
-    assert scheduler.ledger() == DecodeScheduler(limits()).ledger()
+    assert scheduler.ledger() == decode_scheduler(limits()).ledger()
 
 
 def test_one_choice_stops_and_the_others_go_on() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = running(scheduler, make_request(max_tokens=5, choices=(0, 1), local_prefill=False))
     plan = scheduler.plan(0.0)
     ahead = scheduler.plan(0.0)
     assert plan is not None
     assert ahead is not None
     output = StepOutput(plan.step_id, (SampledToken("r", 0, STOP), SampledToken("r", 1, 8)))
-    events = scheduler.commit(output, 0.0)
+    events = scheduler.commit(output, 0.0).tokens
     assert [(event.choice, event.finish_reason) for event in events] == [(0, "stop"), (1, None)]
     assert request.state is RequestState.RUNNING
     later = scheduler.plan(0.0)
     assert later is not None
     assert [row.choice for row in later.rows] == [1]
-    events = scheduler.commit(sampled(ahead), 0.0)
+    events = scheduler.commit(sampled(ahead), 0.0).tokens
     assert [(event.choice, event.index) for event in events] == [(1, 2)]
     assert scheduler.batch.num_surplus_tokens == 1
 
 
 def test_tokens_of_unknown_and_cancelled_requests_are_surplus() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     running(scheduler, make_request(local_prefill=False))
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert scheduler.end("r", RequestState.CANCELLED, 0.0)
     output = StepOutput(plan.step_id, (*sampled(plan).tokens, SampledToken("stranger", 0, 1)))
-    assert scheduler.commit(output, 0.0) == ()
+    assert scheduler.commit(output, 0.0).tokens == ()
     assert (scheduler.batch.num_forwarded_tokens, scheduler.batch.num_surplus_tokens) == (0, 2)
     assert scheduler.allocator.num_free == 20
 
 
 def test_what_comes_behind_a_choices_end_does_not_count() -> None:
     """At lag 1 its row is launched already: whatever it brings must not end the other choices."""
-    scheduler = DecodeScheduler(limits(), lag=1)
+    scheduler = decode_scheduler(limits(), lag=1)
     running(scheduler, make_request(prompt_len=3, choices=(0, 1), max_tokens=9, local_prefill=False))
     first = scheduler.plan(0.0)
     assert first is not None

@@ -8,24 +8,32 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
-from scheduler.engine_scheduler import EngineScheduler
 from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone, TokenEvent
 from scheduler.plan import StepPlan
-from scheduler.prefill_scheduler import PrefillScheduler
 from scheduler.request import Request, RequestState
-from tests.scheduler.short_requests import STOP, limits, make_request, running, sampled, step, works_on
+from scheduler.scheduler import Scheduler
+from tests.scheduler.short_requests import (
+    STOP,
+    decode_scheduler,
+    limits,
+    make_request,
+    prefill_scheduler,
+    running,
+    sampled,
+    step,
+    works_on,
+)
 
 ENDS = [RequestState.CANCELLED, RequestState.FAILED]
 
 
-def at_baseline(scheduler: EngineScheduler) -> bool:
+def at_baseline(scheduler: Scheduler) -> bool:
     scheduler.allocator.check_integrity()
-    fresh = type(scheduler)(scheduler.limits)
+    fresh = Scheduler(scheduler.limits, scheduler.capabilities)
     return scheduler.ledger() == fresh.ledger() and scheduler.next_deadline_s is None
 
 
-def planned(scheduler: EngineScheduler) -> StepPlan:
+def planned(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.plan(0.0)
     assert plan is not None
     return plan
@@ -35,7 +43,7 @@ def planned(scheduler: EngineScheduler) -> StepPlan:
 
 
 def test_first_come_first_served_and_the_head_is_not_overtaken() -> None:
-    scheduler = DecodeScheduler(limits(num_blocks=6), AdmissionPolicy(max_overtakes=0))
+    scheduler = decode_scheduler(limits(num_blocks=6), AdmissionPolicy(max_overtakes=0))
     for request_id, prompt_len in (("small", 4), ("large", 16), ("tiny", 1)):
         scheduler.submit(make_request(request_id, prompt_len, max_tokens=4), 0.0)
     assert [request.request_id for request in scheduler.admit(1.0)] == ["small"]
@@ -47,7 +55,7 @@ def test_first_come_first_served_and_the_head_is_not_overtaken() -> None:
 
 @pytest.mark.parametrize(("leaves", "then"), [("a", ["b", "c"]), ("b", ["c"])])
 def test_a_head_that_waits_for_slots_is_not_overtaken_either(leaves: str, then: list[str]) -> None:
-    scheduler = DecodeScheduler(limits(max_sequences=3), AdmissionPolicy(max_overtakes=0))
+    scheduler = decode_scheduler(limits(max_sequences=3), AdmissionPolicy(max_overtakes=0))
     for request_id, choices in (("a", (0, 1)), ("b", (0, 1)), ("c", (0,))):
         scheduler.submit(make_request(request_id, choices=choices), 0.0)
     assert [request.request_id for request in scheduler.admit(0.0)] == ["a"]
@@ -57,37 +65,38 @@ def test_a_head_that_waits_for_slots_is_not_overtaken_either(leaves: str, then: 
 
 
 def test_the_head_alone_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = PrefillScheduler(limits(num_blocks=4))
+    scheduler = prefill_scheduler(limits(num_blocks=4))
     for number in range(1000):
-        scheduler.submit(make_request(f"r{number}", prompt_len=16), 0.0)
+        scheduler.submit(make_request(f"r{number}", prompt_len=16, hands_over=True), 0.0)
     scheduler.admit(0.0)
     asked: list[str] = []
+    promise = scheduler._promise
 
-    def needed(request: Request) -> int:
+    def asking(request: Request) -> bool:
         asked.append(request.request_id)
-        return 4
+        return promise(request)
 
-    monkeypatch.setattr(scheduler, "blocks_needed", needed)
+    monkeypatch.setattr(scheduler, "_promise", asking)
     assert scheduler.admit(0.0) == ()
     assert asked == ["r1"]
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    decode = DecodeScheduler(limits(num_blocks=5, max_sequences=2))
+    decode = decode_scheduler(limits(num_blocks=5, max_sequences=2))
     with pytest.raises(NeverFits, match="needs 24 tokens of KV memory, the pool has 20"):
         decode.submit(make_request(prompt_len=19, max_tokens=3), 0.0)
     with pytest.raises(NeverFits, match="needs 3 sequence slots, the pool has 2"):
         decode.submit(make_request(choices=(0, 1, 2), max_tokens=1), 0.0)
     decode.submit(make_request(prompt_len=19, max_tokens=2), 0.0)
-    prefill = PrefillScheduler(limits(num_blocks=5, max_sequences=1))
-    prefill.submit(make_request(prompt_len=20, max_tokens=99, choices=(0, 1, 2)), 0.0)
+    prefill = prefill_scheduler(limits(num_blocks=5, max_sequences=1))
+    prefill.submit(make_request(prompt_len=20, max_tokens=99, choices=(0, 1, 2), hands_over=True), 0.0)
     with pytest.raises(NeverFits):
-        prefill.submit(make_request("b", prompt_len=21), 0.0)
+        prefill.submit(make_request("b", prompt_len=21, hands_over=True), 0.0)
     assert (decode.num_queued, prefill.num_queued) == (1, 1)
 
 
 def test_queued_prompt_tokens_are_those_to_compute_here() -> None:
-    scheduler = DecodeScheduler(limits(max_step_tokens=5))
+    scheduler = decode_scheduler(limits(max_step_tokens=5))
     scheduler.submit(make_request("a", 9, max_tokens=1), 0.0)
     scheduler.submit(make_request("b", 7), 0.0)
     scheduler.submit(make_request("c", 11, local_prefill=False), 0.0)
@@ -108,7 +117,7 @@ def test_queued_prompt_tokens_are_those_to_compute_here() -> None:
 
 
 def test_a_known_id_is_refused_and_the_first_one_lives_on() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     first = running(scheduler, make_request(local_prefill=False))
     with pytest.raises(DuplicateRequest, match="request r was submitted before"):
         scheduler.submit(make_request(), 0.0)
@@ -117,7 +126,7 @@ def test_a_known_id_is_refused_and_the_first_one_lives_on() -> None:
 
 
 def test_an_id_may_come_again_when_everything_was_let_go() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     running(scheduler, make_request(local_prefill=False, deadline_s=10.0))
     plan = planned(scheduler)
     scheduler.end("r", RequestState.CANCELLED, 0.0)
@@ -134,9 +143,9 @@ def test_an_id_may_come_again_when_everything_was_let_go() -> None:
 # -- ends in every state -------------------------------------------------------------------------------
 
 
-def decode_in(state: RequestState, choices: tuple[int, ...] = (0, 1)) -> DecodeScheduler:
+def decode_in(state: RequestState, choices: tuple[int, ...] = (0, 1)) -> Scheduler:
     """A decode scheduler with one request "r" in this state, no step in flight."""
-    scheduler = DecodeScheduler(limits(max_step_tokens=5))
+    scheduler = decode_scheduler(limits(max_step_tokens=5))
     local = state is RequestState.PREFILLING
     scheduler.submit(make_request(prompt_len=7, choices=choices, local_prefill=local), 0.0)
     if state is not RequestState.QUEUED:
@@ -154,9 +163,9 @@ def decode_in(state: RequestState, choices: tuple[int, ...] = (0, 1)) -> DecodeS
     return scheduler
 
 
-def prefill_in(state: RequestState) -> PrefillScheduler:
-    scheduler = PrefillScheduler(limits(max_step_tokens=5))
-    scheduler.submit(make_request(prompt_len=7), 0.0)
+def prefill_in(state: RequestState) -> Scheduler:
+    scheduler = prefill_scheduler(limits(max_step_tokens=5))
+    scheduler.submit(make_request(prompt_len=7, hands_over=True), 0.0)
     if state is not RequestState.QUEUED:
         scheduler.admit(0.0)
     if state is RequestState.PREFILLING:
@@ -178,7 +187,7 @@ _DECODE_STATES = [
     RequestState.RUNNING,
 ]
 _PREFILL_STATES = [RequestState.QUEUED, RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED]
-IN_STATE: list[tuple[Callable[[RequestState], EngineScheduler], RequestState]] = [
+IN_STATE: list[tuple[Callable[[RequestState], Scheduler], RequestState]] = [
     *((decode_in, state) for state in _DECODE_STATES),
     *((prefill_in, state) for state in _PREFILL_STATES),
 ]
@@ -190,7 +199,7 @@ in_every_state = pytest.mark.parametrize(
 @in_every_state
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
 def test_end_in_every_state(
-    scheduler_in: Callable[[RequestState], EngineScheduler], state: RequestState, end: RequestState
+    scheduler_in: Callable[[RequestState], Scheduler], state: RequestState, end: RequestState
 ) -> None:
     scheduler = scheduler_in(state)
     request = scheduler.get("r")
@@ -210,11 +219,10 @@ def test_end_in_every_state(
 
 
 @in_every_state
-def test_end_while_a_step_is_in_flight(
-    scheduler_in: Callable[[RequestState], EngineScheduler], state: RequestState
-) -> None:
+def test_end_while_a_step_is_in_flight(scheduler_in: Callable[[RequestState], Scheduler], state: RequestState) -> None:
     scheduler = scheduler_in(state)
-    scheduler.submit(make_request("other", prompt_len=9), 0.0)
+    hands_over = not scheduler.capabilities.decodes
+    scheduler.submit(make_request("other", prompt_len=9, hands_over=hands_over), 0.0)
     scheduler.admit(0.0)
     plan = planned(scheduler)
     free_before, promised_before = scheduler.allocator.num_free, scheduler.budget.promised
@@ -222,12 +230,12 @@ def test_end_while_a_step_is_in_flight(
     scheduler.transfer_ended("r")
     if "r" in works_on(plan):
         assert scheduler.allocator.num_free == free_before
-        if isinstance(scheduler, DecodeScheduler):
+        if scheduler.capabilities.decodes:
             assert 0 < scheduler.budget.promised <= promised_before
         else:
             assert scheduler.budget.promised == promised_before
     scheduler.end("other", RequestState.CANCELLED, 0.0)
-    scheduler.commit(sampled(plan), 0.0)  # type: ignore[attr-defined]
+    scheduler.commit(sampled(plan), 0.0)
     assert at_baseline(scheduler)
 
 
@@ -277,7 +285,7 @@ def test_a_read_that_ended_before_it_was_confirmed() -> None:
 def test_first_tokens_that_make_no_sense_change_nothing(
     max_tokens: int, firsts: dict[int, tuple[int, str | None]]
 ) -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     request = make_request(max_tokens=max_tokens, choices=(0, 1), local_prefill=False)
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
@@ -296,11 +304,11 @@ def test_first_tokens_that_make_no_sense_change_nothing(
 
 
 def test_a_finished_prompt_is_leased_without_its_slot() -> None:
-    scheduler = PrefillScheduler(limits(max_sequences=1))
-    request = make_request(prompt_len=5, choices=(0, 3))
+    scheduler = prefill_scheduler(limits(max_sequences=1))
+    request = make_request(prompt_len=5, choices=(0, 3), hands_over=True)
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
-    (done,) = scheduler.commit(sampled(planned(scheduler)), 2.0)
+    (done,) = scheduler.commit(sampled(planned(scheduler)), 2.0).prompts
     events = (TokenEvent("r", 0, 0, 7, None), TokenEvent("r", 3, 0, 7, None))
     assert done == PromptDone("r", events, (0, 1))
     assert request.state is RequestState.LEASED
@@ -315,10 +323,10 @@ def test_a_finished_prompt_is_leased_without_its_slot() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "token_id", "reason"), [(1, 7, "length"), (4, STOP, "stop"), (1, STOP, "stop")])
 def test_a_prompt_whose_choices_all_ended_leaves_nothing(max_tokens: int, token_id: int, reason: str) -> None:
-    scheduler = PrefillScheduler(limits())
-    scheduler.submit(make_request(max_tokens=max_tokens), 0.0)
+    scheduler = prefill_scheduler(limits())
+    scheduler.submit(make_request(max_tokens=max_tokens, hands_over=True), 0.0)
     scheduler.admit(0.0)
-    (done,) = scheduler.commit(sampled(planned(scheduler), token_id), 0.0)
+    (done,) = scheduler.commit(sampled(planned(scheduler), token_id), 0.0).prompts
     assert done == PromptDone("r", (TokenEvent("r", 0, 0, token_id, reason),), ())
     assert at_baseline(scheduler)
 
@@ -335,9 +343,9 @@ def test_the_end_of_a_lease_that_does_not_exist_ends_nothing(state: RequestState
 
 
 def test_blocks_of_a_lease_are_not_given_away() -> None:
-    scheduler = PrefillScheduler(limits(num_blocks=3))
-    scheduler.submit(make_request("a", prompt_len=8), 0.0)
-    scheduler.submit(make_request("b", prompt_len=8), 0.0)
+    scheduler = prefill_scheduler(limits(num_blocks=3))
+    scheduler.submit(make_request("a", prompt_len=8, hands_over=True), 0.0)
+    scheduler.submit(make_request("b", prompt_len=8, hands_over=True), 0.0)
     scheduler.admit(0.0)
     scheduler.commit(sampled(planned(scheduler)), 0.0)
     assert scheduler.admit(0.0) == ()
@@ -350,7 +358,7 @@ def test_blocks_of_a_lease_are_not_given_away() -> None:
 
 
 @in_every_state
-def test_deadline_in_every_state(scheduler_in: Callable[[RequestState], EngineScheduler], state: RequestState) -> None:
+def test_deadline_in_every_state(scheduler_in: Callable[[RequestState], Scheduler], state: RequestState) -> None:
     scheduler = scheduler_in(state)
     assert scheduler.next_deadline_s == 100.0
     assert scheduler.expired(99.9) == ()
@@ -368,7 +376,7 @@ def test_a_lease_that_ended_has_no_deadline_left() -> None:
 
 
 def test_deadlines_come_in_order() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     for request_id, deadline_s in (("a", 30.0), ("b", 10.0), ("c", 20.0)):
         scheduler.submit(make_request(request_id, deadline_s=deadline_s), 0.0)
     scheduler.end("b", RequestState.CANCELLED, 0.0)
@@ -381,7 +389,7 @@ def test_deadlines_come_in_order() -> None:
 
 @pytest.mark.parametrize("half_planned", [False, True])
 def test_nothing_waits_for_abandoned_steps(half_planned: bool) -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     for request_id in "ab":
         running(scheduler, make_request(request_id, prompt_len=6, choices=(0, 1), local_prefill=False))
     if half_planned:
@@ -404,7 +412,7 @@ def test_nothing_waits_for_abandoned_steps(half_planned: bool) -> None:
 
 
 def test_step_ids_are_never_used_twice() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     running(scheduler, make_request("a", local_prefill=False))
     seen = [planned(scheduler).step_id]
     scheduler.steps_abandoned()
@@ -415,7 +423,7 @@ def test_step_ids_are_never_used_twice() -> None:
 
 
 def test_requests_that_had_not_started_survive_a_failed_step() -> None:
-    scheduler = DecodeScheduler(limits())
+    scheduler = decode_scheduler(limits())
     waiting: Request = make_request("a", prompt_len=6)
     scheduler.submit(waiting, 0.0)
     scheduler.admit(0.0)

@@ -74,7 +74,7 @@ def test_num_blocks_for(num_tokens: int, blocks: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_promises_against_a_plain_dict(seed: int) -> None:
     rng = random.Random(seed)
-    budget, expected = MemoryBudget(20), dict[str, int]()
+    budget, expected = MemoryBudget(20, 4), dict[str, int]()
     for number in range(200):
         if expected and rng.random() < 0.5:
             request_id = rng.choice(list(expected))
@@ -87,7 +87,7 @@ def test_promises_against_a_plain_dict(seed: int) -> None:
         else:
             blocks = rng.randint(0, 12)
             fits = sum(expected.values()) + blocks <= 20
-            assert budget.promise(f"r{number}", blocks) == fits
+            assert budget.promise_blocks(f"r{number}", blocks) == fits
             if fits:
                 expected[f"r{number}"] = blocks
         assert budget.promised == sum(expected.values())
@@ -95,10 +95,10 @@ def test_promises_against_a_plain_dict(seed: int) -> None:
 
 
 def test_a_promise_is_made_once_and_never_grows() -> None:
-    budget = MemoryBudget(10)
-    assert budget.promise("a", 4)
+    budget = MemoryBudget(10, 4)
+    assert budget.promise_blocks("a", 4)
     with pytest.raises(AssertionError):
-        budget.promise("a", 1)
+        budget.promise_blocks("a", 1)
     with pytest.raises(AssertionError):
         budget.shrink("a", 5)
     with pytest.raises(KeyError):

@@ -8,7 +8,6 @@ from collections import Counter, deque
 import pytest
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.length_estimator import LengthEstimator
 from scheduler.memory_budget import blocks_for_generation
 from scheduler.memory_projection import MemoryProjection, constant, unstarted
@@ -16,7 +15,7 @@ from scheduler.outcome import NeverFits
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 from tests.scheduler.brute_projection import check_projection
-from tests.scheduler.short_requests import STOP, limits, make_request, running, step
+from tests.scheduler.short_requests import STOP, decode_scheduler, limits, make_request, running, step
 
 
 class Traffic:
@@ -28,7 +27,7 @@ class Traffic:
         self.max_overtakes = rng.choice([0, 2, 8])
         policy = AdmissionPolicy(quantile, rng.choice([0.0, 0.05]), self.max_overtakes, min_samples=8)
         size = limits(rng.randint(20, 60), rng.choice([1, 3, 4, 16]), rng.randint(4, 12), 64)
-        self.scheduler = DecodeScheduler(size, policy, self.lag, num_host_blocks=100)
+        self.scheduler = decode_scheduler(size, policy, self.lag, num_host_blocks=100)
         self.left = num_requests
         self.cost: dict[str, int] = {}  # of those that wait
         self.bound: dict[str, int] = {}  # what may be served of its priority before it
@@ -44,7 +43,7 @@ class Traffic:
         while self.left or scheduler._requests:
             self._arrive()
             self._admit()
-            check_projection(scheduler, self.lag, self.admitted_at)
+            check_projection(scheduler, self.admitted_at)
             self.num_checked += 1
             plan = scheduler.plan(0.0)
             if plan is not None:
@@ -155,7 +154,7 @@ def test_a_newcomer_peaks_at_what_was_promised_before(seed: int) -> None:
 
 
 def test_a_newcomer_grows_into_what_others_release() -> None:
-    scheduler = DecodeScheduler(limits(num_blocks=11, max_sequences=2))
+    scheduler = decode_scheduler(limits(num_blocks=11, max_sequences=2))
     running(scheduler, make_request("old", prompt_len=16, max_tokens=9, local_prefill=False))  # 4, at last 6 blocks
     scheduler.submit(make_request("new", prompt_len=8, max_tokens=21, local_prefill=False), 0.0)  # 2, at last 7
     (new,) = scheduler.admit(0.0)
@@ -165,7 +164,7 @@ def test_a_newcomer_grows_into_what_others_release() -> None:
 
 def test_the_watermark_stays_free_but_not_for_one_that_is_alone() -> None:
     policy = AdmissionPolicy(watermark_fraction=0.2)
-    scheduler = DecodeScheduler(limits(num_blocks=10), policy)
+    scheduler = decode_scheduler(limits(num_blocks=10), policy)
     scheduler.submit(make_request("whole", prompt_len=40, max_tokens=1), 0.0)
     assert len(scheduler.admit(0.0)) == 1
     scheduler.end("whole", RequestState.CANCELLED, 0.0)
@@ -176,7 +175,7 @@ def test_the_watermark_stays_free_but_not_for_one_that_is_alone() -> None:
 
 
 def test_nobody_is_overtaken_more_often_than_configured() -> None:
-    scheduler = DecodeScheduler(limits(num_blocks=10, max_sequences=4), AdmissionPolicy(max_overtakes=2))
+    scheduler = decode_scheduler(limits(num_blocks=10, max_sequences=4), AdmissionPolicy(max_overtakes=2))
     scheduler.submit(make_request("first", prompt_len=4, max_tokens=9), 0.0)  # it runs when "large" comes
     scheduler.submit(make_request("large", prompt_len=36, max_tokens=1), 0.0)
     order = []

@@ -7,24 +7,24 @@ import itertools
 import pytest
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.plan import StepPlan
 from scheduler.request import Request, RequestState
-from tests.scheduler.short_requests import limits, make_request, running, sampled, step
+from scheduler.scheduler import Scheduler
+from tests.scheduler.short_requests import decode_scheduler, limits, make_request, running, sampled, step
 
 SHORT = AdmissionPolicy(quantile=0.5, min_samples=1)
 
 
-def optimist(num_blocks: int, num_host_blocks: int = 20, lag: int = 0) -> DecodeScheduler:
+def optimist(num_blocks: int, num_host_blocks: int = 20, lag: int = 0) -> Scheduler:
     """Takes every output to be two tokens long."""
-    scheduler = DecodeScheduler(limits(num_blocks=num_blocks, max_sequences=8), SHORT, lag, num_host_blocks)
+    scheduler = decode_scheduler(limits(num_blocks=num_blocks, max_sequences=8), SHORT, lag, num_host_blocks)
     for _ in range(50):
         scheduler.budget.choice_ended(2)
     return scheduler
 
 
 def load(
-    scheduler: DecodeScheduler, name: str, priority: int = 0, choices: tuple[int, ...] = (0,), max_tokens: int = 17
+    scheduler: Scheduler, name: str, priority: int = 0, choices: tuple[int, ...] = (0,), max_tokens: int = 17
 ) -> Request:
     """Running, two blocks of four tokens full: its next row takes one more block for each choice."""
     request = make_request(name, prompt_len=8, max_tokens=max_tokens, choices=choices, local_prefill=False)
@@ -32,7 +32,7 @@ def load(
     return running(scheduler, request)
 
 
-def planned(scheduler: DecodeScheduler) -> StepPlan:
+def planned(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.plan(0.0)
     assert plan is not None
     return plan

@@ -12,7 +12,7 @@ from cluster.simulation.simulated_router import RouterTimes
 from cluster.simulation.step_model import StepModel
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from scheduler.admission import AdmissionPolicy
-from scheduler.engine_scheduler import PoolLimits
+from scheduler.pool_limits import PoolLimits
 
 # Powers of two: sums of them are exact.
 COSTS = CostModel(

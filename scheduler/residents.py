@@ -1,152 +1,153 @@
-"""What the schedulers of both pools share: queue, admission by memory, ends, and safe release.
+"""The requests of one engine from submission until their last block is free: queue, memory, slots, ends, safe release.
 
-Subclasses say how much a request needs and what running it means. All methods run on the engine thread;
-none blocks; `now_s` is monotonic.
+All methods run on the engine thread; none blocks; `now_s` is monotonic.
 """
 
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
-from contextlib import closing
-from dataclasses import dataclass
 
+from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
 from scheduler.block_allocator import BlockAllocator
+from scheduler.capabilities import Capabilities
 from scheduler.deadlines import Deadlines
-from scheduler.memory_budget import Budget
-from scheduler.outcome import DuplicateRequest, Ledger, NeverFits
-from scheduler.plan import SampledToken, StepPlan
+from scheduler.decode_batcher import DecodeBatcher
+from scheduler.memory_budget import Budget, MemoryBudget, blocks_needed, num_blocks_for
+from scheduler.outcome import DuplicateRequest, Ledger, NeverFits, NotCapable
 from scheduler.plan_builder import PlanBuilder
+from scheduler.pool_limits import PoolLimits
+from scheduler.preemption import Preemption
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
 from scheduler.waiting_queue import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """Size of one engine. max_step_tokens bounds prompt tokens plus rows of one step."""
-
-    num_blocks: int
-    block_size: int
-    max_sequences: int
-    max_step_tokens: int
-
-
-class EngineScheduler(ABC):
-    """Requests of one engine from submission until their last block is free."""
+class Residents:
+    """Who waits, who was promised memory, who still holds some. The Scheduler, built on it, says what they compute."""
 
     budget: Budget
 
-    def __init__(self, limits: PoolLimits, budget: Budget, max_overtakes: int = 0) -> None:
-        """max_overtakes: requests behind one that does not fit yet that may be admitted before it."""
-        self.limits = limits
-        self.budget = budget
-        self._max_overtakes = max_overtakes
-        self._num_admitted = 0
-        self.allocator = BlockAllocator(limits.num_blocks)
+    def __init__(
+        self,
+        limits: PoolLimits,
+        capabilities: Capabilities,
+        admission: AdmissionPolicy | None = None,
+        lag: int = 0,
+        num_host_blocks: int = 0,
+    ) -> None:
+        """lag: steps that may be in flight when one is planned. num_host_blocks: room for those that give way.
+
+        Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
+        when running sequences alone could fill a step, so that prompts would starve.
+        """
+        if capabilities.decodes and limits.max_step_tokens < limits.max_sequences:
+            raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
+        self.limits, self.capabilities, self.lag = limits, capabilities, lag
+        num_blocks, block_size = limits.num_blocks, limits.block_size
+        admission = admission or AdmissionPolicy()
+        if capabilities.decodes:
+            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag)
+            self._max_overtakes = admission.max_overtakes
+        else:
+            self.budget = MemoryBudget(num_blocks, block_size)
+            self._max_overtakes = 0
+        self.allocator = BlockAllocator(num_blocks)
         self.builder = PlanBuilder()
         self.prompts = PrefillBatcher()
+        self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
+        self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
+        self._num_admitted = 0
         self._queue = WaitingQueue()
-        self._num_queued_tokens = 0
         self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
         self._ending: list[Request] = []  # over, but a step in flight still computes on their blocks
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
+        self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
+        self._handing_over: dict[str, Request] = {}  # the step that completes their prompts is in flight
+        self._evicted: list[Request] = []  # not named yet
         self._deadlines = Deadlines()
         self._committed_step_id = -1
 
-    # -- what differs between the pools ------------------------------------------------------------
-
-    @abstractmethod
     def blocks_needed(self, request: Request) -> int:
         """Most blocks the request can ever need."""
-
-    @abstractmethod
-    def _promise(self, request: Request) -> bool:
-        """Promise memory if there is any for it; mutates only then."""
-
-    @abstractmethod
-    def _slots_needed(self, request: Request) -> int:
-        """Runner slots taken at admission."""
-
-    @abstractmethod
-    def _cost(self, request: Request) -> int:
-        """What its client is charged for it, in tokens."""
-
-    @abstractmethod
-    def _on_admitted(self, request: Request) -> None:
-        """Memory is promised; start what can start."""
-
-    @abstractmethod
-    def _on_ending(self, request: Request) -> None:
-        """The request is over, but keeps its blocks until a step in flight has run."""
-
-    @abstractmethod
-    def plan(self, now_s: float) -> StepPlan | None:
-        """What the next step does, or None when there is nothing to compute. Mutates."""
+        return blocks_needed(request, self.limits.block_size)
 
     # -- arrival and admission ---------------------------------------------------------------------
 
     def submit(self, request: Request, now_s: float) -> None:
-        """Queue a request. Raises NeverFits when waiting could not help, DuplicateRequest for a known id."""
+        """Queue a request. Raises NeverFits when waiting could not help, NotCapable when this engine has no such half,
+        DuplicateRequest for a known id.
+        """
         if request.request_id in self._requests:
             raise DuplicateRequest(request.request_id)
+        if (missing := self.capabilities.missing(request)) is not None:
+            raise NotCapable(request.request_id, missing)
         needed = self.blocks_needed(request)
         if not self.budget.fits_ever(needed):
             block_size = self.limits.block_size
             raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
-        if self._slots_needed(request) > self.limits.max_sequences:
-            raise NeverFits("sequence slots", self._slots_needed(request), self.limits.max_sequences)
+        num_slots = len(request.slot_choices)
+        if num_slots > self.limits.max_sequences:
+            raise NeverFits("sequence slots", num_slots, self.limits.max_sequences)
         request.entered_s[RequestState.QUEUED] = now_s
         self._queue.add(request, self._cost(request))
-        self._num_queued_tokens += _tokens_to_prefill(request)
         self._requests[request.request_id] = request
         self._deadlines.add(request.request_id, request.deadline_s)
 
-    def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, in the order of the queue. Mutates.
+    def _cost(self, request: Request) -> int:
+        """What its client is charged for it, in tokens."""
+        if request.hands_over:
+            return request.prompt_len
+        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
+        return request.prompt_len + len(request.choices) * length
 
-        One that does not fit yet may be passed by at most max_overtakes requests behind it, ever: then nobody behind
-        it is admitted before it. So what it waits for is those before it (waiting_queue has the bound), these few,
-        and memory and slots, which come as running requests end. Looks at no more than max_overtakes + 1 that do not
-        fit, however many wait.
-        """
-        admitted: list[Request] = []
-        passed: list[Request] = []
-        with closing(self._queue.in_order()) as waiting_in_order:
-            for request in waiting_in_order:
-                if any(waiting.num_overtaken >= self._max_overtakes for waiting in passed):
-                    break
-                if self._slots_needed(request) <= len(self._free_slots) and self._promise(request):
-                    for waiting in passed:
-                        waiting.num_overtaken += 1
-                    self._let_in(request, now_s)
-                    admitted.append(request)
-                    continue
-                passed.append(request)
-                if len(passed) > self._max_overtakes:
-                    break
-        for request in admitted:
-            self._queue.take(request.request_id)
-            self._num_queued_tokens -= _tokens_to_prefill(request)
-        return tuple(admitted)
+    def admit(self, now_s: float) -> tuple[Request, ...]:
+        """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates."""
+        self._project_from_now()
+
+        def lets_in(request: Request) -> bool:
+            if len(request.slot_choices) > len(self._free_slots) or not self._promise(request):
+                return False
+            self._let_in(request, now_s)
+            return True
+
+        return self._queue.admit(lets_in, self._max_overtakes)
+
+    def _promise(self, request: Request) -> bool:
+        """Promise memory if there is any for it; mutates only then."""
+        if self.preemption:
+            return False  # who gave way comes back first
+        num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
+        is_there = num_prompt_blocks <= self._num_available - self.preemption.num_protected_blocks()
+        return is_there and self.budget.promise(request)
 
     def _let_in(self, request: Request, now_s: float) -> None:
         request.enter(RequestState.ADMITTED, now_s)
         request.admission_number = self._num_admitted
         self._num_admitted += 1
-        choices = request.choices[: self._slots_needed(request)]
-        request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in choices]
-        self._on_admitted(request)
+        request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in request.slot_choices]
+        if not request.local_prefill:
+            self._unloaded[request.request_id] = num_blocks_for(request.prompt_len, self.limits.block_size)
+            return
+        block_ids = self._allocate_prompt(request)
+        for sequence in request.sequences:
+            self.builder.init_slot(request.slot_init(sequence))
+        self.builder.write_table(request.sequences[0].slot, 0, block_ids)
+        self.prompts.add(request)
 
-    def counts(self, token: SampledToken) -> bool:
-        """Whether a sampled token is one of its request's, and not surplus."""
-        return self.get(token.request_id) is not None
+    def _allocate_prompt(self, request: Request) -> tuple[int, ...]:
+        block_ids = self.allocator.allocate(num_blocks_for(request.prompt_len, self.limits.block_size))
+        request.sequences[0].block_ids = list(block_ids)
+        return block_ids
 
     def get(self, request_id: str) -> Request | None:
         """The request, while it holds anything and is not over."""
         request = self._requests.get(request_id)
         return None if request is None or request.is_over else request
+
+    def _project_from_now(self) -> None:
+        """The next step is where the projection begins. Called when commits have released what they release."""
+        self.budget.move_to(self.builder.next_step_id, self.get)
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -171,19 +172,23 @@ class EngineScheduler(ABC):
         return self._deadlines.next_s
 
     def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
+        self.batch.discard(request.request_id)
+        self._unloaded.pop(request.request_id, None)
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
-        if self._queue.discard(request.request_id):
-            self._num_queued_tokens -= _tokens_to_prefill(request)
+        self._queue.discard(request.request_id)
         self.prompts.discard(request)
         if request.last_step_id <= self._committed_step_id:
             self._release(request)
-        else:
-            self._ending.append(request)
-            self._on_ending(request)
+            return
+        self._ending.append(request)
+        if request.request_id not in self.preemption:
+            self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
 
     def _step_committed(self, step_id: int) -> None:
-        """Everything up to `step_id` has run: blocks of ended requests that waited for it go back."""
+        """Everything up to `step_id` has run: blocks that waited for it go back."""
+        for request_id in self.preemption.step_committed(step_id):
+            self.budget.end(request_id)  # nothing of it is left in the pool
         self._committed_step_id = step_id
         due = [request for request in self._ending if request.last_step_id <= step_id]
         if due:
@@ -198,9 +203,12 @@ class EngineScheduler(ABC):
         """
         self.builder.abandon()
         self._step_committed(self.builder.next_step_id - 1)
+        self._project_from_now()
 
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""
+        self.preemption.discard(request.request_id)
+        self._handing_over.pop(request.request_id, None)
         for sequence in request.sequences:
             self.allocator.release(sequence.block_ids)
             sequence.block_ids = []
@@ -238,9 +246,10 @@ class EngineScheduler(ABC):
         if request.is_over and not request.sequences:
             self._forget(request_id)
 
-    def take_evicted(self) -> tuple[Request, ...]:
-        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
-        return ()
+    @property
+    def _num_available(self) -> int:
+        """Free blocks but those that are kept for reads to come."""
+        return self.allocator.num_free - sum(self._unloaded.values())
 
     # -- load, as policies see it ------------------------------------------------------------------
 
@@ -256,22 +265,21 @@ class EngineScheduler(ABC):
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens yet to be computed here, queued ones included."""
-        return self._num_queued_tokens + self.prompts.num_pending_tokens
+        return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
 
     def free_blocks(self) -> int:
         """Blocks that a newcomer may use at every step to come."""
-        return self.budget.available
+        return 0 if self.preemption else self.budget.free_from(0)
 
     def later_free_blocks(self) -> tuple[int, ...]:
         """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""
-        return ()
+        later = self.budget.later_free()
+        return (0,) * len(later) if self.preemption else later
 
     @property
     def expected_tokens(self) -> int | None:
         """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
-        return None
-
-    # -- what is held ------------------------------------------------------------------------------
+        return self.budget.expected_tokens
 
     def ledger(self) -> Ledger:
         """Everything held. O(requests): for now and then, not for every step."""
@@ -289,8 +297,3 @@ class EngineScheduler(ABC):
             num_ending=num_over,
             used_slots=self.limits.max_sequences - len(self._free_slots),
         )
-
-
-def _tokens_to_prefill(request: Request) -> int:
-    """Prompt tokens that will be computed here rather than loaded."""
-    return request.prompt_len if request.local_prefill else 0

@@ -1,4 +1,4 @@
-"""Scheduler of a decode engine: admission by projected memory, KV loaded or prefilled here, then the running batch.
+"""Scheduler of an engine: prompts computed here or KV read, then tokens decoded here or KV offered; any mix of them.
 
 When memory runs short all the same (outputs are longer than estimated), the least important request gives way: to
 host memory, or, when that is full, by an early end after which its router replays it.
@@ -6,84 +6,24 @@ host memory, or, when that is full, by an early end after which its router repla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from scheduler.admission import LATER_STEPS, AdmissionPolicy, ProjectedBudget, num_distinct_blocks
+from scheduler.admission import num_distinct_blocks
 from scheduler.beam_batcher import hypothesis_events
 from scheduler.beam_search import Candidate
-from scheduler.decode_batcher import DecodeBatcher
-from scheduler.engine_scheduler import EngineScheduler, PoolLimits
-from scheduler.memory_budget import blocks_for_generation, num_blocks_for
-from scheduler.outcome import TokenEvent
+from scheduler.outcome import PromptDone, StepEvents, TokenEvent
 from scheduler.plan import SampledToken, StepOutput, StepPlan
-from scheduler.preemption import Preemption, growth_blocks, importance, num_planned
+from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
+from scheduler.residents import Residents
 
 
-class DecodeScheduler(EngineScheduler):
-    """lag: steps that may be in flight when one is planned. num_host_blocks: room for blocks of preempted requests."""
+class Scheduler(Residents):
+    """What the requests of one engine compute, step by step, and what passes between it and other engines."""
 
-    budget: ProjectedBudget
+    num_stalls = 0  # times that a request had to wait a step for a free block
 
-    def __init__(
-        self, limits: PoolLimits, admission: AdmissionPolicy | None = None, lag: int = 0, num_host_blocks: int = 0
-    ) -> None:
-        """Raises ValueError when running sequences alone could fill a step, so that prompts would starve."""
-        if limits.max_step_tokens < limits.max_sequences:
-            raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
-        admission = admission or AdmissionPolicy()
-        budget = ProjectedBudget(limits.num_blocks, limits.block_size, admission, lag)
-        super().__init__(limits, budget, admission.max_overtakes)
-        self.batch = DecodeBatcher(self.allocator, self.builder, limits.block_size)
-        self.preemption = Preemption(self.allocator, self.builder, limits.block_size, num_host_blocks)
-        self.num_stalls = 0  # times that a request had to wait a step for a free block
-        self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
-        self._evicted: list[Request] = []
-
-    def blocks_needed(self, request: Request) -> int:
-        return blocks_for_generation(
-            request.prompt_len, request.max_tokens, len(request.choices), self.limits.block_size
-        )
-
-    def admit(self, now_s: float) -> tuple[Request, ...]:
-        self._project_from_now()
-        return super().admit(now_s)
-
-    def _promise(self, request: Request) -> bool:
-        if self.preemption:
-            return False  # who gave way comes back first
-        num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
-        is_there = num_prompt_blocks <= self._num_available - self.preemption.num_protected_blocks()
-        return is_there and self.budget.promise(request)
-
-    def free_blocks(self) -> int:
-        return 0 if self.preemption else self.budget.free_from(0)
-
-    def later_free_blocks(self) -> tuple[int, ...]:
-        return tuple(0 if self.preemption else self.budget.free_from(num_steps) for num_steps in LATER_STEPS)
-
-    @property
-    def expected_tokens(self) -> int | None:
-        return self.budget.expected_tokens
-
-    def _slots_needed(self, request: Request) -> int:
-        return len(request.choices)
-
-    def _cost(self, request: Request) -> int:
-        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
-        return request.prompt_len + len(request.choices) * length
-
-    def _on_admitted(self, request: Request) -> None:
-        if request.local_prefill:
-            self._allocate_prompt(request)
-            for sequence in request.sequences:
-                self.builder.init_slot(request.slot_init(sequence))
-            self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
-            self.prompts.add(request)
-        else:
-            self._unloaded[request.request_id] = num_blocks_for(request.prompt_len, self.limits.block_size)
-
-    # -- KV that comes from a source ---------------------------------------------------------------
+    # -- the handoff: these tokens, and these blocks ---------------------------------------------------------------
 
     def begin_load(self, request_id: str, now_s: float) -> tuple[int, ...]:
         """Allocate the prompt's blocks and hold them for the read; the ids, in prompt order. Mutates."""
@@ -132,9 +72,17 @@ class DecodeScheduler(EngineScheduler):
         self.batch.beams.take(request, first, candidates)
         self.batch.beams.select()
 
+    def lease_ended(self, request_id: str, now_s: float) -> None:
+        """The reader confirmed, dropped or died, or the lease expired: the blocks are free. Idempotent."""
+        request = self.get(request_id)
+        if request is not None and request.state is RequestState.LEASED:
+            self._finish(request, RequestState.FINISHED, now_s)
+        self.transfer_ended(request_id)
+
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
+        """What the next step does, or None when there is nothing to compute. Mutates."""
         self._project_from_now()
         step_id = self.builder.next_step_id
         self._bring_back(step_id, now_s)
@@ -143,6 +91,9 @@ class DecodeScheduler(EngineScheduler):
         token_budget = self.limits.max_step_tokens - len(rows)
         chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for request in completed:
+            if request.hands_over:
+                self._handing_over[request.request_id] = request
+                continue
             request.enter(RequestState.RUNNING, now_s)
             for sequence in request.sequences:
                 sequence.num_planned = 1
@@ -153,13 +104,18 @@ class DecodeScheduler(EngineScheduler):
             self.budget.running(request, self.builder.next_step_id)
         return plan
 
-    def commit(self, output: StepOutput, now_s: float) -> tuple[TokenEvent, ...]:
-        """A step has run: the tokens that count. Requests with all choices ended are released. Mutates.
+    def commit(self, output: StepOutput, now_s: float) -> StepEvents:
+        """A step has run: the tokens that count, and the prompts that it completed, each with its blocks held for the
+        transfer to come. Requests with all choices ended are released. Mutates.
 
         A beam search has no tokens until it is over, and then all of them.
         """
+        tokens, firsts = output.tokens, []
+        if self._handing_over:
+            firsts = [token for token in tokens if token.request_id in self._handing_over]
+            tokens = tuple([token for token in tokens if token.request_id not in self._handing_over])
         events: list[TokenEvent] = []
-        for token in output.tokens:
+        for token in tokens:
             event = self.batch.commit(token)
             if event is not None:
                 events.append(event)
@@ -171,11 +127,14 @@ class DecodeScheduler(EngineScheduler):
             if event.finish_reason is not None:
                 self.budget.choice_ended(event.index + 1)
                 self._choice_ended(event.request_id, now_s)
+        prompts = self._prompts_done(firsts, now_s) if firsts else ()
         self._project_from_now()
-        return tuple(events)
+        return StepEvents(tuple(events), prompts)
 
     def counts(self, token: SampledToken) -> bool:
-        return self.batch.counts(token)
+        """Whether a sampled token is one of its request's, and not surplus."""
+        request = self._handing_over.get(token.request_id)
+        return self.batch.counts(token) if request is None else not request.is_over
 
     def _choice_ended(self, request_id: str, now_s: float) -> None:
         request = self.get(request_id)
@@ -187,50 +146,53 @@ class DecodeScheduler(EngineScheduler):
             self.budget.running(request, self.builder.next_step_id)
 
     def take_evicted(self) -> tuple[Request, ...]:
+        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
-    def steps_abandoned(self) -> None:
-        super().steps_abandoned()
-        self._project_from_now()
+    # -- prompts that are handed over --------------------------------------------------------------
 
-    def _project_from_now(self) -> None:
-        """The next step is where the projection begins. Called when commits have released what they release."""
-        self.budget.step = step = self.builder.next_step_id
-        for request_id in self.budget.projection.overdue(step):
-            request = self.get(request_id)
-            if request is not None and request.state is RequestState.RUNNING:
-                self.budget.running(request, step)  # it is longer than was estimated
-            profile = self.budget.projection.get(request_id)
-            if profile is not None and profile.until < step:
-                self.budget.shrink(request_id, profile.peak(self.limits.block_size))
+    def _prompts_done(self, tokens: Iterable[SampledToken], now_s: float) -> tuple[PromptDone, ...]:
+        """tokens: the first ones of prompts that the committed step completed. Mutates."""
+        firsts: dict[str, list[TokenEvent]] = {}
+        searches: list[PromptDone] = []
+        for token in tokens:
+            request = self.get(token.request_id)
+            if request is not None and request.search is not None:
+                searches.append(self._search_begun(request, token, now_s))
+            elif request is not None:
+                reason = request.finish_reason_of(token.token_id, num_known=1)
+                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason, token.logprobs)
+                firsts.setdefault(token.request_id, []).append(event)
+        done = [self._prompt_done(self._requests[rid], tuple(events), now_s) for rid, events in firsts.items()]
+        return (*done, *searches)
 
-    def _step_committed(self, step_id: int) -> None:
-        for request_id in self.preemption.step_committed(step_id):
-            self.budget.end(request_id)  # nothing of it is left in the pool
-        super()._step_committed(step_id)
+    def _prompt_done(self, request: Request, first_tokens: tuple[TokenEvent, ...], now_s: float) -> PromptDone:
+        if all(event.finish_reason for event in first_tokens):
+            self._finish(request, RequestState.FINISHED, now_s)
+            return PromptDone(request.request_id, first_tokens, ())
+        return PromptDone(request.request_id, first_tokens, self._lease(request, now_s))
 
-    # -- ends --------------------------------------------------------------------------------------
+    def _search_begun(self, request: Request, token: SampledToken, now_s: float) -> PromptDone:
+        """A beam search ends here only if its first tokens end it; else the reader chooses among the candidates."""
+        assert request.search is not None
+        assert token.logprobs is not None, "a search begins with its tokens' log-probabilities"
+        candidates = token.logprobs.top
+        request.search = request.search.advance([candidates])
+        if request.search.is_over:
+            self._finish(request, RequestState.FINISHED, now_s)
+            return PromptDone(request.request_id, tuple(hypothesis_events(request)), ())
+        return PromptDone(request.request_id, (), self._lease(request, now_s), candidates)
 
-    def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
-        self.batch.discard(request.request_id)
-        self._unloaded.pop(request.request_id, None)
-        super()._finish(request, state, now_s)
-
-    def _on_ending(self, request: Request) -> None:
-        if request.request_id not in self.preemption:
-            self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
-
-    def _release(self, request: Request) -> None:
-        self.preemption.discard(request.request_id)
-        super()._release(request)
+    def _lease(self, request: Request, now_s: float) -> tuple[int, ...]:
+        """Its blocks, in prompt order: from now on the transfer holds them. Mutates."""
+        block_ids = tuple(request.sequences[0].block_ids)
+        self._hold(request.request_id, block_ids)
+        request.enter(RequestState.LEASED, now_s)
+        self._release(request)
+        return block_ids
 
     # -- memory that runs short --------------------------------------------------------------------
-
-    @property
-    def _num_available(self) -> int:
-        """Free blocks but those that are kept for reads to come."""
-        return self.allocator.num_free - sum(self._unloaded.values())
 
     def _bring_back(self, step_id: int, now_s: float) -> None:
         """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""
@@ -281,11 +243,6 @@ class DecodeScheduler(EngineScheduler):
             self.preemption.num_evicted += 1
             self._evicted.append(request)
             self._finish(request, RequestState.EVICTED, now_s)
-
-    def _allocate_prompt(self, request: Request) -> tuple[int, ...]:
-        block_ids = self.allocator.allocate(num_blocks_for(request.prompt_len, self.limits.block_size))
-        request.sequences[0].block_ids = list(block_ids)
-        return block_ids
 
     def _start(self, request: Request, first_step: int) -> None:
         """Fork the prompt's blocks to the other choices (a search forks by itself) and join the running batch."""

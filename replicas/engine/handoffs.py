@@ -1,0 +1,181 @@
+"""What passes between engines, seen from one of them: KV that it reads, KV that it offers. These tokens, these blocks.
+
+Reading: admitted -> expected -> the handoff arrives -> read -> confirmed -> running.
+Offering: admitted -> its reader is looked for -> computed -> offered under a lease -> released.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from replicas.engine.open_call import OpenCall
+from replicas.kv.handoff_actions import (
+    CommandRefused,
+    Event,
+    HandoffArrived,
+    KvLost,
+    KvReady,
+    LossReason,
+    ReaderChecked,
+    ReadReleased,
+    SourceReleased,
+)
+from replicas.messages import CallStatus, FinishReason, FirstToken, Handoff, PrefillCall
+from scheduler.memory_budget import num_blocks_for
+from scheduler.outcome import PromptDone
+from scheduler.request import Request, RequestState
+from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from replicas.engine.open_calls import OpenCalls
+    from replicas.kv.transfer_thread import TransferThread
+
+logger = logging.getLogger(__name__)
+
+
+class Handoffs:
+    """Engine thread only. on_joined: is told whose KV was read, and runs."""
+
+    transfers: TransferThread  # set by the builder before start: its events come back to this engine
+
+    def __init__(self, scheduler: Scheduler, calls: OpenCalls, on_joined: Callable[[OpenCall], None]) -> None:
+        self._scheduler, self._calls, self._on_joined = scheduler, calls, on_joined
+
+    def admitted(self, opened: OpenCall) -> None:
+        """Memory was promised to it: its source, or its reader, is looked for while it waits.
+
+        A router would wait long for a handoff that never comes.
+        """
+        request, call = opened.request, opened.call
+        if isinstance(call, PrefillCall):
+            if request.max_tokens > 1:
+                self.transfers.check_reader(request.request_id, call.reader)
+            else:  # nothing will be handed over
+                opened.is_reader_checked = True
+        elif call.source is not None:
+            self.transfers.expect(
+                request.request_id,
+                source=call.source,
+                prompt_len=request.prompt_len,
+                num_blocks=num_blocks_for(request.prompt_len, self._scheduler.limits.block_size),
+                deadline_s=request.deadline_s,
+            )
+
+    def prompt_done(self, done: PromptDone) -> None:
+        """Its blocks are offered, if there are any. Raises what the transfers raise: then nothing was offered."""
+        opened = self._calls.by_id[done.request_id]
+        opened.first_tokens = first_tokens = _first_tokens(done)
+        if done.block_ids:
+            assert isinstance(opened.call, PrefillCall)
+            self.transfers.offer(
+                done.request_id,
+                reader=opened.call.reader,
+                block_ids=done.block_ids,
+                prompt_len=opened.request.prompt_len,
+                first_tokens=tuple(replace(token, logprobs=None) for token in first_tokens),
+                deadline_s=opened.request.deadline_s,
+                candidates=done.candidates,
+            )
+
+    def let_go(self, request_id: str, opened: OpenCall | None, state: RequestState) -> None:
+        """End it in the scheduler and in the transfers. opened: None when it has been answered or is unknown."""
+        request = self._scheduler.get(request_id)
+        if request is not None and request.state is RequestState.LEASED:
+            # The reader holds the other end: the transfer thread tells it, and reports the release.
+            self.transfers.cancel(request_id)
+            return
+        self._scheduler.end(request_id, state, time.monotonic())
+        if opened is not None and opened.is_read:
+            entered_s = opened.request.entered_s
+            if RequestState.ADMITTED in entered_s and RequestState.RUNNING not in entered_s:
+                self.transfers.cancel(request_id)
+
+    def on_event(self, event: Event) -> None:
+        """The transfers report."""
+        match event:
+            case HandoffArrived(transfer_id, handoff):
+                self._on_handoff(transfer_id, handoff)
+            case KvReady(transfer_id):
+                self._on_kv_ready(transfer_id)
+            case KvLost(transfer_id, reason, detail):
+                if reason is not LossReason.CANCELLED:
+                    text = f"{reason}: {detail}" if detail else str(reason)
+                    self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, text)
+            case ReadReleased(transfer_id):
+                self._scheduler.transfer_ended(transfer_id)
+            case ReaderChecked(transfer_id, problem):
+                self._on_reader_checked(transfer_id, problem)
+            case SourceReleased(transfer_id):
+                self._scheduler.lease_ended(transfer_id, time.monotonic())
+            case CommandRefused(transfer_id, command, detail):
+                self._on_refused(transfer_id, f"{command}: {detail}")
+
+    # -- what is read ------------------------------------------------------------------------------
+
+    def _on_handoff(self, transfer_id: str, handoff: Handoff) -> None:
+        if self._scheduler.get(transfer_id) is None:
+            return  # ended meanwhile; its cancel is on the way to the transfer thread
+        self._calls.by_id[transfer_id].handoff = handoff
+        block_ids = self._scheduler.begin_load(transfer_id, time.monotonic())
+        self.transfers.read_into(transfer_id, block_ids)
+
+    def _on_kv_ready(self, transfer_id: str) -> None:
+        if self._scheduler.get(transfer_id) is None:
+            return
+        opened = self._calls.by_id[transfer_id]
+        assert opened.handoff is not None, "KV was read without a handoff"
+        try:
+            self._join_batch(opened.request, opened.handoff)
+        except ValueError as error:  # the handoff's first tokens are not those of this request
+            self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
+            return
+        self._on_joined(opened)
+
+    def _join_batch(self, request: Request, handoff: Handoff) -> None:
+        """Raises ValueError."""
+        if request.search is not None:
+            self._scheduler.beams_ready(request.request_id, handoff.candidates, time.monotonic())
+            return
+        firsts = handoff.first_tokens
+        by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
+        self._scheduler.kv_ready(request.request_id, by_choice, time.monotonic())
+
+    # -- what is offered ---------------------------------------------------------------------------
+
+    def _on_reader_checked(self, request_id: str, problem: str) -> None:
+        opened = self._calls.by_id.get(request_id)
+        if opened is None:
+            return
+        opened.is_reader_checked = True
+        if problem:
+            logger.warning("no handoff", extra={"event": "reader_lost", "request": request_id, "reason": problem})
+            detail = f"decode cannot be reached to hand the KV over: {problem}"
+            self._calls.end(request_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
+        elif opened.first_tokens is not None:
+            self._calls.answer(opened)
+
+    def _on_refused(self, transfer_id: str, detail: str) -> None:
+        """What was asked of the transfers was impossible; they hold nothing of it."""
+        opened, request = self._calls.by_id.get(transfer_id), self._scheduler.get(transfer_id)
+        known = opened.request if opened is not None else request
+        if known is not None and known.hands_over:
+            self._scheduler.lease_ended(transfer_id, time.monotonic())
+            return
+        self._scheduler.transfer_ended(transfer_id)
+        self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
+
+
+def _first_tokens(done: PromptDone) -> tuple[FirstToken, ...]:
+    return tuple(
+        FirstToken(
+            event.choice,
+            event.token_id,
+            FinishReason(event.finish_reason) if event.finish_reason else None,
+            event.logprobs,
+        )
+        for event in done.first_tokens
+    )

@@ -1,0 +1,140 @@
+"""A router's call, from submission until its reply: the call, what the scheduler keeps of it, and the future."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicas.messages import (
+    CallStatus,
+    EngineLoad,
+    FirstToken,
+    GenerateCall,
+    GenerateReply,
+    GenerationRequest,
+    Handoff,
+    PrefillCall,
+    PrefillReply,
+)
+from scheduler.beam_search import BeamSearch
+from scheduler.outcome import NeverFits
+from scheduler.request import Request, RequestState
+from scheduler.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """Engine thread only, but for the future. A GenerateCall is decoded here, a PrefillCall's KV is handed over."""
+
+    call: GenerateCall | PrefillCall
+    request: Request
+    future: Future[Any] = field(default_factory=Future)  # of the call's kind of reply
+    # Of a GenerateCall.
+    first_token_s: float | None = None  # when the first token of a prompt that was computed here was known
+    handoff: Handoff | None = None  # once it has arrived
+    num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
+    # Of a PrefillCall.
+    scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
+    is_reader_checked: bool = False  # nobody would read from it in vain
+    first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
+
+    @property
+    def router_id(self) -> str | None:
+        """Whose token channel its tokens take; None when they are handed over."""
+        return self.call.channel.router_id if isinstance(self.call, GenerateCall) else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its KV comes from a source."""
+        return isinstance(self.call, GenerateCall) and self.call.source is not None
+
+    def refusal(self, error: NeverFits) -> str:
+        """What its router is told of a request that is too large."""
+        if isinstance(self.call, PrefillCall):
+            return f"a prompt of {self.request.prompt_len} tokens {error}"
+        needs = f"{self.request.prompt_len} prompt tokens and max_tokens {self.request.max_tokens}"
+        return f"{needs}, {len(self.request.choices)} choices: {error}"
+
+    def reply(self, reply: GenerateReply | PrefillReply) -> None:
+        """Answer. The other side may have gone (a cancelled future); that is not an error."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(reply)
+
+    def generate_reply(self, status: CallStatus, detail: str) -> GenerateReply:
+        return GenerateReply(
+            status=status,
+            detail=detail,
+            num_tokens_sent=tuple(sorted(self.num_sent.items())),
+            queue_s=self.time_between(RequestState.QUEUED, RequestState.ADMITTED),
+            transfer_s=self.time_between(RequestState.LOADING, RequestState.RUNNING),
+            decode_s=self.decode_s(),
+            prefill_s=self.prefill_s(),
+        )
+
+    def prefill_reply(self, status: CallStatus, detail: str, load: EngineLoad) -> PrefillReply:
+        queue_s = self.time_between(RequestState.QUEUED, RequestState.ADMITTED)
+        done_state = RequestState.LEASED if RequestState.LEASED in self.request.entered_s else RequestState.FINISHED
+        prefill_s = self.time_between(RequestState.ADMITTED, done_state)
+        is_ok = status is CallStatus.OK
+        first_tokens = self.first_tokens or () if is_ok else ()
+        return PrefillReply(status, detail, first_tokens, queue_s, prefill_s, load, tuple(self.scores) if is_ok else ())
+
+    def time_between(self, start: RequestState, end: RequestState) -> float:
+        """Seconds from entering one state to entering another; 0.0 when either was never entered."""
+        entered_s = self.request.entered_s
+        return entered_s[end] - entered_s[start] if start in entered_s and end in entered_s else 0.0
+
+    def prefill_s(self) -> float:
+        """From admission to the first token, of a prompt that was computed where it is decoded; else 0.0."""
+        if self.first_token_s is None:
+            return 0.0
+        return self.first_token_s - self.request.entered_s[RequestState.ADMITTED]
+
+    def decode_s(self) -> float:
+        """From there, or from KV in place, to the last token; 0.0 without one.
+
+        A beam search has no first token before its end: where decode computes its prompt, that counts in here.
+        """
+        if self.first_token_s is not None:
+            return max(0.0, self.request.entered_s.get(RequestState.FINISHED, 0.0) - self.first_token_s)
+        is_prompt_own = RequestState.PREFILLING in self.request.entered_s
+        began = RequestState.ADMITTED if is_prompt_own else RequestState.RUNNING
+        return self.time_between(began, RequestState.FINISHED)
+
+
+def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
+    """Of a call that arrived at `now_s`."""
+    hands_over = isinstance(call, PrefillCall)
+    local_prefill = isinstance(call, PrefillCall) or call.source is None
+    return OpenCall(call, _scheduler_request(call.request, now_s, local_prefill, hands_over))
+
+
+def _scheduler_request(request: GenerationRequest, now_s: float, local_prefill: bool, hands_over: bool) -> Request:
+    """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline.
+
+    A beam search samples nothing: of each row it wants the most likely tokens, by the model's own logits.
+    """
+    sampling, search = request.sampling, None
+    if request.beam is not None:
+        search = BeamSearch(request.beam, request.stop_token_ids, request.max_tokens)
+        num_candidates = request.beam.num_candidates(len(request.stop_token_ids))
+        scores = request.sampling.num_prompt_logprobs
+        sampling = SamplingParams(temperature=0.0, num_logprobs=num_candidates, num_prompt_logprobs=scores)
+    return Request(
+        request_id=request.request_id,
+        prompt_ids=request.prompt_ids,
+        choices=request.choices,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        sampling=sampling,
+        deadline_s=now_s + request.timeout_s,
+        local_prefill=local_prefill,
+        hands_over=hands_over,
+        priority=request.priority,
+        client=request.client,
+        num_output_in_prompt=request.num_output_in_prompt,
+        search=search,
+        num_returned=request.num_returned,
+    )

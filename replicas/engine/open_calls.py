@@ -1,0 +1,205 @@
+"""Everybody who waits for an answer of an engine, and how each gets one: at its end, early, or in spite of a fault."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replicas.channels.wire import encode_scores
+from replicas.engine.handoffs import Handoffs
+from replicas.engine.open_call import OpenCall
+from replicas.engine.token_frames import TokenFrames
+from replicas.messages import CallStatus, EngineLoad, GenerateCall, PromptLogprobs
+from replicas.metrics.engine_metrics import EngineMetrics
+from scheduler.engine_core import EngineCore, Turn
+from scheduler.outcome import NeverFits, PromptDone, TokenEvent
+from scheduler.plan import StepOutput
+from scheduler.request import RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class OpenCalls:
+    """Engine thread only. by_id: by request id, until their reply."""
+
+    def __init__(
+        self,
+        engine: str,
+        core: EngineCore[Any],
+        metrics: EngineMetrics,
+        frames: TokenFrames | None,
+        load: Callable[[], EngineLoad],
+    ) -> None:
+        """engine: its name in logs. frames: what tokens leave by. load: the engine's, as far as it is known."""
+        self.by_id: dict[str, OpenCall] = {}
+        self.handoffs = Handoffs(core.scheduler, self, self._joined)
+        self._finished: list[OpenCall] = []  # to be answered after this iteration's frames
+        self._engine, self._core, self._scheduler = engine, core, core.scheduler
+        self._metrics, self._frames, self._load = metrics, frames, load
+
+    # -- arrival, and what comes of it -------------------------------------------------------------
+
+    def submit(self, opened: OpenCall) -> None:
+        """A call has come. Answers it if it cannot be taken."""
+        call, request = opened.call, opened.request
+        try:
+            if self._frames is not None and isinstance(call, GenerateCall):
+                self._frames.sender.open(call.channel)
+            self._scheduler.submit(request, time.monotonic())
+        except NeverFits as error:
+            self.reply(opened, CallStatus.REJECTED, opened.refusal(error))
+        except ValueError as error:  # an unusable channel address, a known id, or something this engine has no half for
+            self.reply(opened, CallStatus.ERROR, str(error))
+        except Exception as error:
+            self._fail_new(opened, error)
+        else:
+            self.by_id[request.request_id] = opened
+
+    def turned(self, turn: Turn) -> None:
+        """What a turn decided is told to those concerned."""
+        for request_id in turn.expired:
+            self.end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
+        for request in turn.admitted:
+            try:
+                self._on_admitted(self.by_id[request.request_id])
+            except Exception as error:
+                self.fail(request.request_id, error)
+        for request in turn.evicted:
+            detail = f"{request.request_id} gave way: no KV memory, no host memory"
+            logger.warning("request evicted", extra={"event": "evicted", "request": request.request_id})
+            self.end(request.request_id, RequestState.EVICTED, CallStatus.EVICTED, detail)
+
+    def _on_admitted(self, opened: OpenCall) -> None:
+        self.handoffs.admitted(opened)
+        if self._frames is not None and not opened.request.hands_over:
+            self._frames.add_admitted(opened)
+
+    def _joined(self, opened: OpenCall) -> None:
+        """Its KV was read, and it runs."""
+        if self._frames is not None and opened.request.search is not None:  # it has had no first token that says so
+            self._frames.add_admitted(opened)
+        self._metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
+
+    def stepped(self, output: StepOutput, now_s: float) -> None:
+        """A step's tokens are known: commit them, and pass on what follows."""
+        for prompt in output.prompts:
+            try:
+                self._pass_on_scores(prompt)
+            except Exception as error:
+                self.fail(prompt.request_id, error)
+        events = self._core.commit(output, now_s)
+        for event in events.tokens:
+            try:
+                self._send_token(event)
+            except Exception as error:
+                self.fail(event.request_id, error)
+        for request_id in {event.request_id for event in events.tokens if event.finish_reason}:
+            if request_id in self.by_id and self._scheduler.get(request_id) is None:
+                self._finished.append(self.by_id.pop(request_id))
+        for done in events.prompts:
+            self._on_prompt_done(done)
+
+    def _pass_on_scores(self, prompt: PromptLogprobs) -> None:
+        opened = self.by_id.get(prompt.request_id)
+        if opened is not None and opened.request.hands_over:
+            opened.scores += encode_scores(prompt)
+        elif opened is not None and self._frames is not None:
+            self._frames.add_scores(opened, prompt)
+
+    def _send_token(self, event: TokenEvent) -> None:
+        opened = self.by_id.get(event.request_id)
+        if opened is not None and self._frames is not None:  # else it has failed a token ago
+            self._frames.add_token(opened, event)
+
+    def _on_prompt_done(self, done: PromptDone) -> None:
+        try:
+            self.handoffs.prompt_done(done)
+        except Exception as error:  # nothing was offered: no transfer will tell when its lease is over
+            self._scheduler.lease_ended(done.request_id, time.monotonic())
+            self.fail(done.request_id, error)
+            return
+        opened = self.by_id[done.request_id]
+        if opened.is_reader_checked or not done.block_ids:
+            self.answer(opened)
+
+    def flush(self, now_s: float) -> None:
+        """What this iteration produced leaves; then the replies, which say how many tokens were sent."""
+        if self._frames is not None:
+            self._frames.flush(self._load(), now_s, self._give_up)
+        for opened in self._finished:
+            self.reply(opened, CallStatus.OK, "")
+        self._finished.clear()
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """What went wrong for one request costs that request only (design law 6)."""
+        self._log_failure(request_id, error)
+        self.end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+
+    def _fail_new(self, opened: OpenCall, error: Exception) -> None:
+        """Likewise, of one that was not taken yet: it may have come as far as the scheduler."""
+        request_id = opened.request.request_id
+        self._log_failure(request_id, error)
+        try:
+            if self._scheduler.get(request_id) is opened.request:
+                self._scheduler.end(request_id, RequestState.FAILED, time.monotonic())
+        finally:
+            self.reply(opened, CallStatus.ERROR, f"{type(error).__name__}: {error}")
+
+    def _log_failure(self, request_id: str, error: Exception) -> None:
+        extra = {"event": "request_failed", "engine": self._engine, "request": request_id}
+        logger.error("a request failed", exc_info=error, extra=extra)
+
+    def end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None:
+        """End a request early, whatever its phase. Ignores unknown ones.
+
+        Its call is answered in any case; raises what the scheduler raises: then its books are wrong.
+        """
+        opened = self.by_id.pop(request_id, None)
+        try:
+            self.handoffs.let_go(request_id, opened, state)
+        finally:
+            if opened is not None:
+                self.reply(opened, status, detail)
+
+    def reply(self, opened: OpenCall, status: CallStatus, detail: str) -> None:
+        """Answer its call."""
+        if isinstance(opened.call, GenerateCall):
+            generated = opened.generate_reply(status, detail)
+            self._metrics.generation_done(generated)
+            opened.reply(generated)
+        else:
+            prefilled = opened.prefill_reply(status, detail, self._load())
+            self._metrics.prompt_done(status, prefilled.queue_s, prefilled.prefill_s)
+            opened.reply(prefilled)
+
+    def answer(self, opened: OpenCall) -> None:
+        """A prompt is done, and its reader, if it needs one, can be reached."""
+        del self.by_id[opened.request.request_id]
+        self.reply(opened, CallStatus.OK, "")
+
+    def _give_up(self, router_id: str, status: CallStatus, detail: str) -> None:
+        """This router is gone, whatever Serve believes: its requests end."""
+        assert self._frames is not None, "only a router that is sent frames is given up"
+        theirs = [request_id for request_id, opened in self.by_id.items() if opened.router_id == router_id]
+        extra = {"event": "router_given_up", "router": router_id, "num_requests": len(theirs)}
+        logger.warning("a router is given up: %s", detail, extra=extra)
+        for request_id in theirs:
+            self.end(request_id, RequestState.CANCELLED, status, detail)
+        self._frames.close(router_id)
+
+    def answer_all(self, status: CallStatus, detail: str) -> None:
+        """Every open call, without a look at the scheduler. Raises nothing."""
+        for opened in self._finished:
+            self.by_id.setdefault(opened.request.request_id, opened)
+        self._finished.clear()
+        while self.by_id:
+            request_id, opened = self.by_id.popitem()
+            try:
+                self.reply(opened, status, detail)
+            except Exception as error:
+                self._log_failure(request_id, error)
+                opened.future.set_exception(error)

@@ -1,0 +1,31 @@
+"""What an engine can do with requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """A request's prompt is computed here or its KV read from another engine; then its tokens are decoded here, or its
+    KV is offered to another engine. Any combination will do.
+    """
+
+    computes: bool = False
+    decodes: bool = False
+    offers: bool = False
+    reads: bool = False
+
+    def missing(self, request: Request) -> str | None:
+        """What a request asks for that is not here, or None."""
+        if not (self.computes if request.local_prefill else self.reads):
+            return "compute prompts" if request.local_prefill else "read KV"
+        if not (self.offers if request.hands_over else self.decodes):
+            return "offer KV" if request.hands_over else "decode"
+        return None
+
+
+PREFILL = Capabilities(computes=True, offers=True)
+DECODE = Capabilities(computes=True, decodes=True, reads=True)

@@ -1,0 +1,15 @@
+"""How large one engine is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """max_step_tokens bounds prompt tokens plus rows of one step."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_step_tokens: int
