@@ -10,7 +10,8 @@ from benchmarks.control_path.stub_replicas import StubDecodeReplica, StubPrefill
 from cluster.configuration.config import Config
 from cluster.configuration.config_file import load_config
 from cluster.ingress import Ingress, model_source
-from replicas.model_identity import ModelIdentity, tokenizer_digest
+from replicas.identity_digests import tokenizer_digest
+from replicas.model_identity import ModelIdentity
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 _REQUEST_ROUTER = "cluster.routing.registry_feed:RegistryFeed"
