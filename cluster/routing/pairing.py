@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
 
 from cluster.routing.policies.policy_table import POLICIES
 from cluster.routing.routing_policy import (
+    CandidateT,
     Costs,
     DecodeCandidate,
     Need,
@@ -21,6 +21,7 @@ from cluster.routing.routing_policy import (
     RouteKind,
     RoutingRules,
     Unavailable,
+    cheapest,
 )
 
 
@@ -89,7 +90,7 @@ def choose_decode(
 ) -> DecodeCandidate | NeverFits | Unavailable:
     """Who generates."""
     policy = POLICIES[rules.policy]
-    return _cheapest(
+    return _choose(
         "decode", need.decode_blocks, candidates, excluded, lambda those: policy.decode_costs(need, those, rules)
     )
 
@@ -104,29 +105,18 @@ def choose_prefill(
     """Who computes the prompt for this decode replica: one of those that are like it."""
     alike = [prefill for prefill in candidates if prefill.fingerprint == decode.fingerprint]
     policy = POLICIES[rules.policy]
-    return _cheapest(
+    return _choose(
         "prefill", need.prefill_blocks, alike, excluded, lambda those: policy.prefill_costs(need, those, decode, rules)
     )
 
 
-class _Candidate(Protocol):
-    @property
-    def replica_id(self) -> str: ...
-
-    @property
-    def total_blocks(self) -> int: ...
-
-
-_CandidateT = TypeVar("_CandidateT", bound=_Candidate)
-
-
-def _cheapest(
+def _choose(
     pool: str,
     needed_blocks: int,
-    candidates: Sequence[_CandidateT],
+    candidates: Sequence[CandidateT],
     excluded: Collection[str],
-    costs: Callable[[Sequence[_CandidateT]], Costs],
-) -> _CandidateT | NeverFits | Unavailable:
+    costs: Callable[[Sequence[CandidateT]], Costs],
+) -> CandidateT | NeverFits | Unavailable:
     """The cheapest of those large enough that have not failed, or, without one, that have. Equal ones: by name."""
     if not candidates:
         return Unavailable(pool)
@@ -136,7 +126,4 @@ def _cheapest(
     fresh = ([c for c in fitting if c.replica_id not in excluded] or fitting) if excluded else fitting
     if len(fresh) == 1:
         return fresh[0]
-    found = costs(fresh)
-    least = min(found)
-    cheapest = [c for c, cost in zip(fresh, found, strict=True) if cost == least]
-    return min(cheapest, key=lambda c: c.replica_id) if len(cheapest) > 1 else cheapest[0]
+    return cheapest(fresh, costs(fresh))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
+from typing import Protocol, TypeVar
 
 from replicas.model_identity import model_of
 from scheduler.admission import LATER_STEPS
@@ -171,3 +173,24 @@ class RoutingPolicy:
     decode_costs: Callable[[Need, Sequence[DecodeCandidate], RoutingRules], Costs]
     # The decode replica has been chosen: it reads what this one has computed.
     prefill_costs: Callable[[Need, Sequence[PrefillCandidate], DecodeCandidate, RoutingRules], Costs]
+
+
+class _Candidate(Protocol):
+    @property
+    def replica_id(self) -> str: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+
+CandidateT = TypeVar("CandidateT", bound=_Candidate)
+
+
+def cheapest(candidates: Sequence[CandidateT], costs: Costs) -> CandidateT:
+    """Of equally cheap ones the first by name. Raises ValueError for another number of costs than of candidates."""
+    if len(costs) != len(candidates):
+        raise ValueError(f"the routing policy gave {len(costs)} costs for {len(candidates)} replicas")
+    least = min(costs)
+    if costs.count(least) == 1:
+        return candidates[costs.index(least)]
+    return min([c for c, cost in zip(candidates, costs, strict=True) if cost == least], key=attrgetter("replica_id"))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.routing.routing_policy import Costs, DecodeCandidate, Need, PrefillCandidate, RoutingPolicy, RoutingRules
+from cluster.routing.routing_policy import (
+    Costs,
+    DecodeCandidate,
+    Need,
+    PrefillCandidate,
+    RoutingPolicy,
+    RoutingRules,
+    cheapest,
+)
 
 
 def roomiest(need: Need, candidates: Sequence[DecodeCandidate], rules: RoutingRules) -> Costs:
@@ -12,12 +20,8 @@ def roomiest(need: Need, candidates: Sequence[DecodeCandidate], rules: RoutingRu
     our requests, then the quickest steps.
     """
     costs = [(-found.free_blocks, found.num_in_flight, found.step_s) for found in candidates]
-    least = min(costs)
     # Mostly whoever has the most room admits it at once: then nobody else need be asked whether he would.
-    for found, cost in zip(candidates, costs, strict=True):
-        if cost == least and found.must_wait(need):
-            break
-    else:
+    if not cheapest(candidates, costs).must_wait(need):
         return costs
     return [(found.must_wait(need), *cost) for found, cost in zip(candidates, costs, strict=True)]
 
