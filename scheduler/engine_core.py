@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from scheduler.outcome import StepEvents
 from scheduler.plan import StepOutput, StepPlan
@@ -21,8 +20,7 @@ from scheduler.scheduler import Scheduler
 StepT = TypeVar("StepT")
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """What one turn decided. plan: to be launched now; None: there is nothing to compute.
 
     expired: whose time is up. They are over, but for those whose blocks a reader has under a lease: the transfer ends

@@ -162,6 +162,8 @@ class Preemption:
 
     def num_protected_blocks(self) -> int:
         """Blocks that must stay free so that the protected ones reach the end of their protection."""
+        if not self._protected:
+            return 0
         self._protected = {rid: request for rid, request in self._protected.items() if self.is_protected(request)}
         return sum(
             growth_blocks(request, request.protected_until - num_planned(request), self._block_size)

@@ -249,7 +249,8 @@ class Residents:
     @property
     def _num_available(self) -> int:
         """Free blocks but those that are kept for reads to come."""
-        return self.allocator.num_free - sum(self._unloaded.values())
+        num_free = self.allocator.num_free
+        return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
 
     # -- load, as policies see it ------------------------------------------------------------------
 

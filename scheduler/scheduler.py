@@ -12,7 +12,7 @@ from scheduler.admission import num_distinct_blocks
 from scheduler.beam_batcher import hypothesis_events
 from scheduler.beam_search import Candidate
 from scheduler.outcome import PromptDone, StepEvents, TokenEvent
-from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.plan import DecodeRow, SampledToken, StepOutput, StepPlan
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 from scheduler.residents import Residents
@@ -85,9 +85,12 @@ class Scheduler(Residents):
         """What the next step does, or None when there is nothing to compute. Mutates."""
         self._project_from_now()
         step_id = self.builder.next_step_id
-        self._bring_back(step_id, now_s)
-        self._make_room(step_id, now_s)
-        rows, stalled = self.batch.plan_rows(step_id, self._num_available)
+        rows: list[DecodeRow] = []
+        stalled: list[Request] = []
+        if len(self.batch) or self.preemption:
+            self._bring_back(step_id, now_s)
+            self._make_room(step_id, now_s)
+            rows, stalled = self.batch.plan_rows(step_id, self._num_available)
         token_budget = self.limits.max_step_tokens - len(rows)
         chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for request in completed:

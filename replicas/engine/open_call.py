@@ -32,6 +32,7 @@ class OpenCall:
     request: Request
     future: Future[Any] = field(default_factory=Future)  # of the call's kind of reply
     # Of a GenerateCall.
+    router_id: str = ""  # whose token channel its tokens take
     first_token_s: float | None = None  # when the first token of a prompt that was computed here was known
     handoff: Handoff | None = None  # once it has arrived
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
@@ -39,11 +40,6 @@ class OpenCall:
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
     first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
-
-    @property
-    def router_id(self) -> str | None:
-        """Whose token channel its tokens take; None when they are handed over."""
-        return self.call.channel.router_id if isinstance(self.call, GenerateCall) else None
 
     @property
     def is_read(self) -> bool:
@@ -106,12 +102,13 @@ class OpenCall:
 
 def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
     """Of a call that arrived at `now_s`."""
-    hands_over = isinstance(call, PrefillCall)
-    local_prefill = isinstance(call, PrefillCall) or call.source is None
-    return OpenCall(call, _scheduler_request(call.request, now_s, local_prefill, hands_over))
+    if isinstance(call, PrefillCall):
+        return OpenCall(call, _scheduler_request(call.request, now_s, local_prefill=True, hands_over=True))
+    request = _scheduler_request(call.request, now_s, local_prefill=call.source is None, hands_over=False)
+    return OpenCall(call, request, router_id=call.channel.router_id)
 
 
-def _scheduler_request(request: GenerationRequest, now_s: float, local_prefill: bool, hands_over: bool) -> Request:
+def _scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool, hands_over: bool) -> Request:
     """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline.
 
     A beam search samples nothing: of each row it wants the most likely tokens, by the model's own logits.

@@ -34,10 +34,10 @@ class TokenFrames:
     # What leaves with the next flush.
 
     def add_admitted(self, opened: OpenCall) -> None:
-        self._outbox[_router_of(opened)].admitted.append(opened.request.request_id)
+        self._outbox[opened.router_id].admitted.append(opened.request.request_id)
 
     def add_scores(self, opened: OpenCall, prompt: PromptLogprobs) -> None:
-        self._outbox[_router_of(opened)].prompts.append(prompt)
+        self._outbox[opened.router_id].prompts.append(prompt)
 
     def add_token(self, opened: OpenCall, event: TokenEvent) -> None:
         reason = FinishReason(event.finish_reason) if event.finish_reason else None
@@ -45,7 +45,7 @@ class TokenFrames:
         opened.num_sent[event.choice] += 1
         if not event.index and opened.first_token_s is None and opened.request.search is None:
             opened.first_token_s = time.monotonic()
-        self._outbox[_router_of(opened)].tokens.append(item)
+        self._outbox[opened.router_id].tokens.append(item)
 
     def flush(self, load: EngineLoad, now_s: float, give_up: Callable[[str, CallStatus, str], None]) -> None:
         """A frame or some per router that has something, or that has not heard of us for a while. give_up: is told of
@@ -87,8 +87,3 @@ class TokenFrames:
         except Exception as error:  # what is wrong with one router's frames is no other's
             logger.exception("frames could not be sent", extra={"event": "send_failed", "router": router_id})
             give_up(router_id, CallStatus.ERROR, f"its router's channel failed: {type(error).__name__}")
-
-
-def _router_of(opened: OpenCall) -> str:
-    assert opened.router_id is not None, "what is handed over leaves in no frames"
-    return opened.router_id

@@ -62,6 +62,11 @@ def search_future(request: Request, block_size: int) -> Future:
     return Future(0, [max(counts)], None)
 
 
+def prompt_future(request: Request, block_size: int) -> Future:
+    """What is handed over needs its prompt's blocks, until its reader is done."""
+    return Future(0, [num_blocks_for(request.prompt_len, block_size)], None)
+
+
 class BruteProjection:
     """num_rows: how many rows a choice still has with so many tokens planned (the bound, or an estimate)."""
 
@@ -83,7 +88,7 @@ class BruteProjection:
         request = scheduler._requests[request_id]
         in_transfer = scheduler._transfers.get(request_id, ())
         if request.hands_over and not request.is_over:
-            return Future(self.step, [num_blocks_for(request.prompt_len, self._block_size)], None)
+            return prompt_future(request, self._block_size)
         if request.search is not None and request.state in (*_UNSTARTED, RequestState.RUNNING):
             return search_future(request, self._block_size)
         if request.state in _UNSTARTED:
@@ -132,6 +137,10 @@ def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
         head = next(waiting, None)
     if head is not None:
         profile = budget.newcomer(head)
+        if head.hands_over:
+            slow = brute.peak(prompt_future(head, scheduler.limits.block_size))
+            assert budget.projection.peak_with(profile, brute.step) == slow
+            return
         if head.search is not None:
             slow = brute.peak(search_future(head, scheduler.limits.block_size))
             assert budget.projection.peak_with(profile, brute.step) == slow

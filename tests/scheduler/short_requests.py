@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.admission import AdmissionPolicy, ProjectedBudget
-from scheduler.capabilities import DECODE, PREFILL
+from scheduler.capabilities import DECODE, PREFILL, Capabilities
 from scheduler.outcome import TokenEvent
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
@@ -12,6 +12,7 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 
 STOP = 999
+ALL_ABLE = Capabilities(computes=True, decodes=True, offers=True, reads=True)
 
 
 def make_request(

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import inf
 
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
+from scheduler.capabilities import DECODE
 from scheduler.outcome import NeverFits, PromptDone, TokenEvent
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
 from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
-from tests.scheduler.short_requests import decode_scheduler, prefill_scheduler
+from tests.scheduler.short_requests import ALL_ABLE, prefill_scheduler
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
 _LONGEST_PROMPT = 30
@@ -42,6 +44,7 @@ class Workload:
     host_share: float = 0.0  # size of the host's memory for preempted requests, relative to the pool's
     scarcity: float = 1.0  # divides decode's blocks
     beam_rate: float = 0.0  # part of the requests that are beam searches
+    all_able: bool = False  # both engines can do everything
 
 
 class Status(Enum):
@@ -92,13 +95,19 @@ class SimulatedSystem:
         self.num_handed_over = 0
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
-        scheduler = decode_scheduler(
-            decode, workload.admission, workload.lag, num_host_blocks=int(decode_blocks * workload.host_share)
+        scheduler = Scheduler(
+            decode,
+            ALL_ABLE if workload.all_able else DECODE,
+            workload.admission,
+            workload.lag,
+            num_host_blocks=int(decode_blocks * workload.host_share),
         )
+        source = prefill_scheduler(prefill, workload.lag)
+        if workload.all_able:
+            prefill = replace(prefill, max_step_tokens=prefill.max_step_tokens + prefill.max_sequences)
+            source = Scheduler(prefill, ALL_ABLE, workload.admission, workload.lag)
         self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
-        self.prefill = SimulatedEngine(
-            prefill_scheduler(prefill, workload.lag), max_blocks, rng, workload.faults, self._on_prefill, self._end_both
-        )
+        self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
     def run(self) -> None:
         rng = self.rng

@@ -1,4 +1,4 @@
-"""Both schedulers under random traffic, against a model in which any scheduling mistake changes the text.
+"""Schedulers of both pools under random traffic, against a model in which any scheduling mistake changes the text.
 
 Each run checks, after every move, blocks, references, promises, slots, queue order and the ledger against a
 recount from nothing, and at the end every text and that nothing is left. See simulated_system.py.
@@ -48,3 +48,11 @@ def test_split_and_local_with_failing_steps(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_longer_lag(seed: int) -> None:
     run(Workload(seed, lag=3, local_share=0.5, faults=FAULTS))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_engines_that_can_do_everything(seed: int, lag: int) -> None:
+    """What is offered is promised by the projection too."""
+    system = run(Workload(seed, lag, local_share=0.3, faults=FAULTS, beam_rate=0.2, all_able=True))
+    assert system.num_handed_over > 20
