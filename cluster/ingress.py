@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import os
@@ -79,7 +80,7 @@ class Ingress:
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = RoutingRules(
@@ -95,7 +96,7 @@ class Ingress:
             limits=_router_limits(config),
             metrics=self.metrics,
             channel_host=channel_host(config),
-            tokenizer=await asyncio.to_thread(tokenizer_digest, folder),
+            tokenizer=digest,
         )
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
@@ -273,11 +274,14 @@ def model_source(config: SharedConfig) -> str:
     return str(path) if path is not None else config.model.source
 
 
-def _load_tokenizer(folder: str, trust_remote_code: bool) -> Tokenizer:
-    if trust_remote_code:  # which may want torch
-        return Tokenizer(folder, trust_remote_code)
-    with no_torch():
-        return Tokenizer(folder)
+def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, str]:
+    """And its digest. Raises ValueError if files were replaced meanwhile: nobody knows whose digest that would be."""
+    with contextlib.nullcontext() if trust_remote_code else no_torch():  # remote code may want torch
+        digest = tokenizer_digest(folder)
+        tokenizer = Tokenizer(folder, trust_remote_code)
+    if tokenizer_digest(folder) != digest:
+        raise ValueError(f"the tokenizer's files in {folder} changed while they were read; start again")
+    return tokenizer, digest
 
 
 def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:

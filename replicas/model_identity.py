@@ -56,27 +56,50 @@ class ModelIdentity:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
 
 
+class UnlikeModels(Exception):
+    """KV never goes from one to the other; the message names what differs."""
+
+
+def refuse_unlike(fingerprint: str, other: str) -> None:
+    """Raises UnlikeModels unless they are equal."""
+    if fingerprint != other:
+        parts = ModelIdentity.parse(fingerprint).differences(ModelIdentity.parse(other))
+        raise UnlikeModels(f"it has another model or layout: unlike {', '.join(parts)}")
+
+
 def model_of(fingerprint: str) -> str:
     """The text of all but the layout: who shares it gives the same answers."""
     return fingerprint.partition(" kv=")[0]
 
 
-def config_digest(config: Any) -> str:
+def config_text(config: Any) -> str:
     """Of a PretrainedConfig: all that it says but names, versions and what an engine sets itself."""
     described = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_NOISE and not k.startswith("_attn")}
-    return _digest(json.dumps(described, sort_keys=True, default=str).encode())
+    return json.dumps(described, sort_keys=True, default=str)
+
+
+def config_digest(text: str, code: bytes) -> str:
+    """Of what `config_text` says, and of the model's own code if it brings some."""
+    return _digest(text.encode() + code)
 
 
 def tokenizer_digest(folder_or_hub_id: str) -> str:
     """Of the files that say which text a token id stands for; "none" where there are none. Reads files, perhaps from
-    the Hub. Raises OSError, ValueError for a tokenizer_config.json that is no JSON."""
+    the Hub. Raises OSError; ValueError for a tokenizer_config.json that is no JSON object."""
     contents = [(name, content) for name in _VOCABULARY_FILES if (content := _content(folder_or_hub_id, name))]
     if content := _content(folder_or_hub_id, _TOKENIZER_CONFIG):
-        said = {k: v for k, v in json.loads(content).items() if k not in ("chat_template", "name_or_path")}
-        contents.append((_TOKENIZER_CONFIG, json.dumps(said, sort_keys=True).encode()))
+        contents.append((_TOKENIZER_CONFIG, _without_template(content)))
     if not contents:
         return "none"
     return _digest(b"".join(name.encode() + hashlib.sha256(content).digest() for name, content in contents))
+
+
+def _without_template(content: bytes) -> bytes:
+    try:
+        said = {k: v for k, v in json.loads(content).items() if k not in ("chat_template", "name_or_path")}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{_TOKENIZER_CONFIG} of the model is no JSON object: {error}") from error
+    return json.dumps(said, sort_keys=True).encode()
 
 
 def _content(folder_or_hub_id: str, name: str) -> bytes:

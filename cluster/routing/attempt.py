@@ -10,16 +10,16 @@ their own: Serve cancels what a request's context started when the client goes; 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_mailboxes import Mailboxes
 from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
+from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
@@ -100,7 +100,7 @@ class Attempt:
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
         call = GenerateCall(self._request, self._channel, self._source)
-        self._generate = _start(self._decode.submit(self.route.decode_id, call))
+        self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         try:
             await self._wait_admitted()
@@ -138,13 +138,13 @@ class Attempt:
         assert self._reader is not None
         num_tokens = len(self._request.prompt_ids)
         self._view.prompt_sent(prefill_id, num_tokens)
-        call = _start(self._prefill.submit(prefill_id, PrefillCall(self._request, self._reader)))
+        call = start_detached(self._prefill.submit(prefill_id, PrefillCall(self._request, self._reader)))
         try:
-            await _wait(call, generate, timeout_s=handoff_by_s - time.monotonic())
+            await wait_for_any(call, generate, timeout_s=handoff_by_s - time.monotonic())
             if not call.done() and generate.done():
                 # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
                 self._check_generate(Stage.DECODE)
-                await _wait(call, timeout_s=self._limits.tail_s)
+                await wait_for_any(call, timeout_s=self._limits.tail_s)
             if not call.done():
                 raise self._failed(CallStatus.TIMEOUT, "prefill has not answered in time")
             reply: PrefillReply = self._result(call, Stage.PREFILL)
@@ -216,13 +216,13 @@ class Attempt:
     async def _wait_for(self, awaited: asyncio.Future[Any], timeout_s: float | None) -> None:
         """Until frames make it done. Raises AttemptFailed when decode's call ended and they can't, or not in time."""
         assert self._generate is not None
-        await _wait(awaited, self._generate, timeout_s=timeout_s)
+        await wait_for_any(awaited, self._generate, timeout_s=timeout_s)
         if not awaited.done() and self._generate.done():
             # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
             reply = self._check_generate(self.stage)
             if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
                 raise self._failed(CallStatus.ERROR, "decode ended without the last token")
-            await _wait(awaited, timeout_s=self._limits.tail_s)
+            await wait_for_any(awaited, timeout_s=self._limits.tail_s)
             if not awaited.done():
                 raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
         if not awaited.done():
@@ -280,21 +280,3 @@ class Attempt:
         self, status: CallStatus, detail: str, stage: Stage | None = None, may_retry: bool = True
     ) -> AttemptFailed:
         return AttemptFailed(stage or self.stage, status, detail, may_retry)
-
-
-def _start(coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    task = asyncio.create_task(coroutine, context=contextvars.Context())
-    task.add_done_callback(retrieve)
-    return task
-
-
-async def _wait(*futures: asyncio.Future[Any], timeout_s: float | None) -> None:
-    """Until one of them is done, or the time is up."""
-    timeout_s = None if timeout_s is None else max(0.0, timeout_s)
-    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-def retrieve(future: asyncio.Future[Any]) -> None:
-    """Perhaps nobody waits for this result any more: do not let asyncio log it as never retrieved."""
-    if not future.cancelled():
-        future.exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cluster.routing.attempt_failed import AttemptFailed
+from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import ReplicaLost
 from cluster.routing.routing_policy import Route
 from replicas.messages import CallStatus
@@ -34,6 +35,9 @@ class AttemptHistory:
                 return replace(self, num_failed=self.num_failed + 1)
             return replace(self, num_barren=0 if has_advanced else self.num_barren + 1)
         cause = failure.__cause__
+        if isinstance(cause, OtherModel):
+            # Nor is this a fault: another part of the request was quicker. From now on this one goes where that went.
+            return self
         if isinstance(cause, ReplicaLost) and cause.has_left and cause.replica_id not in self.excluded:
             # It was about to leave and had begun nothing. Each leaves once, so that this comes to an end.
             return replace(self, excluded=self.excluded | {cause.replica_id})

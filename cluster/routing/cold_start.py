@@ -45,14 +45,15 @@ class ColdStart:
                 return name
         return None
 
-    async def wait(self, need: Need, max_held: int, deadline_s: float) -> None:
+    async def wait(self, need: Need, max_held: int | None, deadline_s: float) -> None:
         """Until every pool that the request needs has a replica. deadline_s: monotonic, of the whole request.
+        max_held: None for one that was let in before, and has lost its replica.
 
         Raises ApiError: 429 when max_held wait already, 503 when none comes in time.
         """
         if (pool := self.empty_pool(need)) is None:
             return
-        if self.num_held >= max_held:
+        if max_held is not None and self.num_held >= max_held:
             self._metrics.rejected("queue_full")
             raise ApiError(
                 429,

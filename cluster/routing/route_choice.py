@@ -31,9 +31,9 @@ class RouteChoice:
 
     def decide(self, leg: Leg, excluded: Collection[str] = ()) -> Route | NeverFits | Unavailable:
         need, leaning = self.need(leg), leg.spec.binding.model
-        if leaning != need.model:  # to where other parts of the request have gone, if that can be
+        if leaning != need.model:  # to where other parts of the request have gone, unless it has failed there
             decided = self._choose(replace(need, model=leaning), excluded)
-            if isinstance(decided, Route):
+            if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & set(excluded):
                 return decided
         return self._choose(need, excluded)
 

@@ -6,7 +6,6 @@ Nothing of it is visible to the client but the tokens and, at the end, one error
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 import uuid
@@ -16,13 +15,14 @@ from dataclasses import dataclass
 from cluster.api_error import ApiError
 from cluster.autoscaling.demand_meter import DemandMeter
 from cluster.monitoring.ingress_metrics import IngressMetrics
-from cluster.routing.attempt import Attempt, AttemptLimits, retrieve
+from cluster.routing.attempt import Attempt, AttemptLimits
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_history import AttemptHistory
 from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
+from cluster.routing.detached_tasks import start_detached
 from cluster.routing.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
@@ -117,10 +117,9 @@ class Router:
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
-        tables = {pool.name: pool.replicas() for pool in self.pools}
-        self._unlike.look(tables)
+        self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
-        self._view.left({name for table in tables.values() for name in table})
+        self._view.left({name for pool in self.pools for name in pool.replicas()})
         self._cold_start.wake()
 
     def usable(self, pool_name: str) -> ReplicaTable:
@@ -153,17 +152,14 @@ class Router:
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued - self.num_waiting, deadline_s)
-            # Decided and counted before anything more is awaited: a refusal costs nobody anything, and of requests that
-            # come together each sees those before it.
-            route = self._routes.route(leg)
+            # Decided and counted before anything more waits: a refusal costs nobody anything, and of requests that come
+            # together each sees those before it.
+            route = await self._route(leg, AttemptHistory(), deadline_s)
             self._check_room(route)
             first = self._open_attempt(leg, route, deadline_s)
-            run = asyncio.create_task(
-                self._run_leg(leg, deadline_s, AttemptHistory(), first), context=contextvars.Context()
-            )
+            run = start_detached(self._run_leg(leg, deadline_s, AttemptHistory(), first))
             run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
             run.add_done_callback(lambda _: output.close())
-            run.add_done_callback(retrieve)
             try:
                 while items := await output.take():
                     demand.prompt_done()
@@ -178,8 +174,8 @@ class Router:
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
             if attempt is None:
-                await self._cold_start.wait(self._routes.need(leg), self._limits.max_queued, deadline_s)
-                attempt = self._open_attempt(leg, await self._route_again(leg, past, deadline_s), deadline_s)
+                await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
+                attempt = self._open_attempt(leg, await self._route(leg, past, deadline_s), deadline_s)
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
@@ -268,8 +264,8 @@ class Router:
                 retry_after_s=self._retry_after_s(),
             )
 
-    async def _route_again(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
-        """Likewise after a failure. A stream that has begun waits for who replaces the replicas that died."""
+    async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
+        """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_s)
         while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
@@ -294,9 +290,8 @@ class Router:
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
         how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
-        where = {"decode": route.decode_id, "prefill": route.prefill_id}
-        extra = {"event": "attempt_failed", "generation": leg.spec.generation_id, **how, **where}
-        logger.warning("attempt failed", extra=extra)
+        where = {"generation": leg.spec.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
+        logger.warning("attempt failed", extra={"event": "attempt_failed", **how, **where})
         cause = failure.__cause__
         if isinstance(cause, ReplicaLost) and cause.is_dead:
             self._dead.found(cause.replica_id)

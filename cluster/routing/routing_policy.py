@@ -164,7 +164,7 @@ def choose_route(
     """
     able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
     is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
-    decode = choose_decode(need, able if is_local else _with_partner(able, prefills), excluded)
+    decode = choose_decode(need, able, excluded) if is_local else _choose_paired(need, able, prefills, excluded)
     if not isinstance(decode, DecodeCandidate):
         return decode
 
@@ -183,12 +183,27 @@ def choose_route(
     return prefill
 
 
-def _with_partner(
-    decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
-) -> Sequence[DecodeCandidate]:
-    """Those that some prefill replica can hand its KV to; all, if there are none."""
-    fingerprints = {prefill.fingerprint for prefill in prefills}
-    return [decode for decode in decodes if decode.fingerprint in fingerprints] or decodes
+def _choose_paired(
+    need: Need, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate], excluded: Collection[str]
+) -> DecodeCandidate | NeverFits | Unavailable:
+    """One that some prefill replica can hand its KV to, if it fits there. Of a pair that has failed in a part, rather
+    one that has no partner, and has not failed.
+    """
+    known = {prefill.fingerprint for prefill in prefills}
+    fresh = {prefill.fingerprint for prefill in prefills if prefill.replica_id not in excluded}
+
+    def rank(decode: DecodeCandidate) -> int:
+        if decode.replica_id in excluded:
+            return 2
+        if decode.fingerprint in fresh:
+            return 0
+        return 2 if decode.fingerprint in known else 1
+
+    for worst in (0, 1, 2):
+        decided = choose_decode(need, [decode for decode in decodes if rank(decode) <= worst], excluded)
+        if isinstance(decided, DecodeCandidate):
+            return decided
+    return decided
 
 
 def choose_decode(

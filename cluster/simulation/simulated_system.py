@@ -20,7 +20,7 @@ from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
 from cluster.simulation.simulated_prefill import SimulatedPrefill
 from cluster.simulation.simulated_router import SimulatedRouter
-from cluster.simulation.system_shape import SystemShape
+from cluster.simulation.system_shape import PoolShape, SystemShape
 from replicas.messages import EngineLoad
 from scheduler.decode_scheduler import DecodeScheduler
 from scheduler.outcome import PromptDone
@@ -118,7 +118,7 @@ class SimulatedSystem:
         decode.prepare()
         self._num_made += 1
         self.decodes[name] = decode
-        self.decode_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self.decode_table[name] = _metadata(pool)
         self._wake_routers()
         return name
 
@@ -139,7 +139,7 @@ class SimulatedSystem:
         prefill.on_done = self._prompt_done
         self._num_made += 1
         self.prefills[name] = prefill
-        self.prefill_table[name] = {"num_blocks": pool.limits.num_blocks}
+        self.prefill_table[name] = _metadata(pool)
         self._wake_routers()
         return name
 
@@ -284,6 +284,11 @@ class SimulatedSystem:
             prefill.key,
             lambda at_s: prefill.post(at_s, lambda taken_s: prefill.lease_ended(attempt.request_id, taken_s)),
         )
+
+
+def _metadata(pool: PoolShape) -> Mapping[str, Any]:
+    """What routers are told of a replica; all have the same model."""
+    return {"num_blocks": pool.limits.num_blocks, "peer": {"fingerprint": ""}}
 
 
 def _first_token(attempt: Attempt, time_s: float) -> None:

@@ -37,16 +37,15 @@ class Tokenizer:
     visible_bytes: the bytes of each other token. bytes_of_token: the bytes of every token.
     """
 
-    def __init__(self, folder_or_hub_id: str, trust_remote_code: bool = False, gguf_file: str | None = None) -> None:
-        """Reads files, perhaps from the Hub; takes seconds. gguf_file: read the tokenizer out of that file instead.
+    def __init__(self, folder_or_hub_id: str, trust_remote_code: bool = False) -> None:
+        """Reads files, perhaps from the Hub; takes seconds. A GGUF's are those of the folder it is converted into.
 
         Raises OSError when it finds no tokenizer, ValueError when it can't handle it faithfully.
         """
         # Imported here because it takes seconds, and because it loads torch where torch is installed.
         from transformers import AutoTokenizer
 
-        options = {"gguf_file": gguf_file} if gguf_file else {}
-        loaded: Any = AutoTokenizer.from_pretrained(folder_or_hub_id, trust_remote_code=trust_remote_code, **options)
+        loaded: Any = AutoTokenizer.from_pretrained(folder_or_hub_id, trust_remote_code=trust_remote_code)
         if not loaded.is_fast:
             raise ValueError(f"{type(loaded).__name__} is not supported: it has no Rust implementation")
         spec = orjson.loads(loaded.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}

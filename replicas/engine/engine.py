@@ -124,6 +124,8 @@ class Engine(ABC, Generic[SchedulerT, OpenCallT]):
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
                 self._end_all(CallStatus.ERROR, "the engine failed; see its log")
+                # What fails with nothing open fails at once again: not a thousand times a second until it is replaced.
+                time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
         self._close()
 

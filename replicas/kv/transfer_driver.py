@@ -1,8 +1,7 @@
 """Carries out what the two halves of the handoff protocol order, over one transport. No thread, no sleeping.
 
-The transfer thread turns the crank; a test may turn it by hand with a fake transport and clock. Whatever the
-transport, the engine's callback, a peer's bytes or a test hook do wrong is counted, logged and confined to the
-transfer it belongs to.
+The transfer thread turns the crank; a test may turn it by hand with a fake transport and clock. Whatever the transport,
+the engine's callback, a peer's bytes or a test hook do wrong is counted, logged and costs the transfer it belongs to.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, R
 from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.messages import Handoff, TransferPeer
+from replicas.model_identity import UnlikeModels, refuse_unlike
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +96,15 @@ class TransferDriver:
     # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
     def check_reader(self, transfer_id: str, reader: TransferPeer) -> None:
-        """Tell by a ReaderChecked whether this reader can be reached, before there is anything to offer."""
+        """Tell by a ReaderChecked whether this reader may be and can be reached, before there is anything to offer."""
+        problem = ""
         try:
+            refuse_unlike(self.local_peer.fingerprint, reader.fingerprint)
             self.peers.check(reader)
         except Exception as error:
-            self._report("unreachable", f"reader of {transfer_id}: {error}")
-            self._emit(ReaderChecked(transfer_id, str(error) or repr(error)))
-        else:
-            self._emit(ReaderChecked(transfer_id))
+            problem = str(error) or repr(error)
+            self._report("refused" if isinstance(error, UnlikeModels) else "unreachable", f"{transfer_id}: {problem}")
+        self._emit(ReaderChecked(transfer_id, problem))
 
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
         """Digest the blocks if verification is on (blocks for that long), then offer them."""
@@ -183,9 +184,8 @@ class TransferDriver:
         self._transport.close()
 
     def _receive(self, agent_name: str, payload: bytes) -> list[Action]:
-        now_s = self._now_s()
         try:
-            message = decode_notification(payload)
+            message, now_s = decode_notification(payload), self._now_s()
         except MalformedMessage as error:
             self._report("malformed", f"notification of {agent_name}: {error}")
             return []
@@ -260,8 +260,7 @@ class TransferDriver:
     def _start_read(self, order: StartRead) -> list[Action]:
         transfer_id, now_s = order.transfer_id, self._now_s()
         try:
-            done = encode(order.done)
-            local, remote = order.local_block_ids, order.remote_block_ids
+            local, remote, done = order.local_block_ids, order.remote_block_ids, encode(order.done)
             handle = self._transport.start_read(order.peer, local, remote, done)
         except Exception as error:
             self._report("read", f"read of {transfer_id}: {error}")

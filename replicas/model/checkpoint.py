@@ -6,21 +6,25 @@ would be served as fluent wrong text, and by two replicas as two different ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
+from replicas.model.checkpoint_files import number_types, weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
 
-_SUFFIXES = (".safetensors", ".bin", ".json")
+_SUFFIXES = (".safetensors", ".bin", ".json", ".py")
 _NUMBER_TYPES = ("F64", "F32", "F16", "BF16")
+# What models once kept in their files and make anew now, beside what transformers knows of that kind.
+_MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.masked_bias$")
 
 
 def read_checkpoint(
@@ -45,8 +49,10 @@ def read_checkpoint(
         raise CheckpointMismatch(
             f"a *.safetensors file of {folder} is not whole: {error}; was it copied or downloaded to its end?"
         ) from error
-    _refuse_mismatch(report)
-    _refuse_number_types(_files_of(folder))
+    is_made_anew = _made_anew(model)
+    _refuse_mismatch(report, is_made_anew)
+    files = weight_files(_files_of(folder), getattr(config, "transformers_weights", None))
+    _refuse_number_types(number_types(files), model, is_made_anew)
     _refuse_untied(model)
     if device.type == "cpu":
         _own_memory(model)
@@ -71,8 +77,8 @@ class FilesAsRead:
 
     @staticmethod
     def now(folder: str) -> FilesAsRead:
-        files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
-        stats = [(file.name, file.stat()) for file in files if file.suffix in _SUFFIXES]
+        files = {*Path(folder).iterdir(), *weight_files(Path(folder))} if Path(folder).is_dir() else set()
+        stats = [(file.name, file.stat()) for file in sorted(files) if file.suffix in _SUFFIXES and file.is_file()]
         marks = tuple((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
         return FilesAsRead(folder, marks)
 
@@ -86,22 +92,28 @@ class FilesAsRead:
             )
 
 
-def _refuse_number_types(files: Path) -> None:
+def _made_anew(model: Any) -> re.Pattern[str]:
+    """Names of tensors in a file that count for nothing: masks and tables, of whatever type."""
+    return re.compile("|".join([*_MADE_ANEW, *(model._keys_to_ignore_on_load_unexpected or ())]))
+
+
+def _refuse_number_types(kinds: dict[str, str], model: nn.Module, is_made_anew: re.Pattern[str]) -> None:
     """transformers makes floats of integers and of 8-bit floats as they are, whatever scale they were meant with."""
-    others: list[str] = []
-    for path in sorted(files.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  # it is no mapping
-        others += [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _NUMBER_TYPES]
+    whole = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}  # as are meant
+    others = [
+        f"{name} ({kind})"
+        for name, kind in kinds.items()
+        if kind not in _NUMBER_TYPES and name not in whole and not is_made_anew.search(name)
+    ]
     if others:
         raise CheckpointMismatch(f"weights stored quantised, without a config that says how: {name_some(others)}")
 
 
-def _refuse_mismatch(report: dict[str, Any]) -> None:
+def _refuse_mismatch(report: dict[str, Any], is_made_anew: re.Pattern[str]) -> None:
     problems = []
     if missing := _names(report["missing_keys"]):
         problems.append(f"it lacks {name_some(missing)}")
-    if unexpected := _names(report["unexpected_keys"]):
+    if unexpected := [name for name in _names(report["unexpected_keys"]) if not is_made_anew.search(name)]:
         problems.append(f"the model has no place for {name_some(unexpected)}")
     if mismatched := sorted(report["mismatched_keys"], key=str):
         shapes = [f"{name} ({list(found)} instead of {list(wanted)})" for name, found, wanted in mismatched]

@@ -23,7 +23,7 @@ from replicas.model.model_support import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # raise when what is written changes
+_FORMAT = 3  # raise when what is written changes
 _COMPLETE = "complete"
 _CHUNK_BYTES = 1 << 24
 _PROGRESS_S = 5.0

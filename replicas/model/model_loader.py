@@ -22,10 +22,11 @@ from replicas.model.gguf_conversion import resolve_source
 from replicas.model.model_support import model_name, naming_failures, refuse_unsupported
 from replicas.model.output_head import lay_out_head
 from replicas.model.reference_logits import CheckedPrompt
+from replicas.model.remote_code import remote_code
 from replicas.model.rotary_positions import refuse_step_dependent
 from replicas.model.untouched_model import examine
 from replicas.model.weights_digest import digest_weights
-from replicas.model_identity import ModelIdentity, config_digest, tokenizer_digest
+from replicas.model_identity import ModelIdentity, config_digest, config_text, tokenizer_digest
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -69,13 +70,14 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     refuse_step_dependent(config, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
-    identity_of_config = config_digest(config)  # before anything is set in it
+    config_said = config_text(config)  # before anything is set in it
     with naming_failures(model_name(config), "loading it"):
         if settings.load_format == "dummy":
             model = random_model(config, dtype, device, settings.trust_remote_code)
         else:
             model = read_checkpoint(folder, config, dtype, device, settings.trust_remote_code)
-        identity = ModelIdentity(digest_weights(model), identity_of_config, tokenizer_digest(folder), settings.dtype)
+        of_config = config_digest(config_said, remote_code(model))
+        identity = ModelIdentity(digest_weights(model), of_config, tokenizer_digest(folder), settings.dtype)
         files.refuse_change()
         model = model.to(device).eval().requires_grad_(False)
     with naming_failures(model_name(config), "a first forward pass"):

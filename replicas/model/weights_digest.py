@@ -2,7 +2,7 @@
 
 Each tensor is read as a matrix of integer words, and both its row sums and its column sums are digested: a word that
 changes shows in both, rows or columns that change places show in one. Integer sums wrap and have no order, so every
-device gives the same. Measured: 0.17 s for 135M float32 weights on one core (docs/performance has the card's figure).
+device gives the same. Figures: benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations

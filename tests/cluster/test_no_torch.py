@@ -14,8 +14,11 @@ from tests.model_folder import model_folder
 _PROGRAM = """
 import json, sys
 from cluster.ingress import _load_tokenizer
+from replicas.model.gguf_conversion import resolve_source
+from replicas.model_identity import tokenizer_digest
 from cluster.text.chat_template import TemplateOptions
-tokenizer = _load_tokenizer(sys.argv[1], False)
+tokenizer, digest = _load_tokenizer(resolve_source(sys.argv[1], "/nowhere"), False)
+assert digest == tokenizer_digest(sys.argv[1]) != "none"
 text, messages = json.loads(sys.argv[2])
 ids = tokenizer.encode(text, add_special_tokens=True)
 chat_ids = tokenizer.apply_chat_template(messages, options=TemplateOptions())

@@ -167,6 +167,57 @@ async def test_the_prompts_of_one_request_are_answered_by_one_model() -> None:
         assert sent == {"decode-0", "decode-1"}, "none of them was sent to the other model"
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("ab", "ab"), ("a", "ab")])
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_what_failed_at_one_model_is_tried_at_the_other(prefill: str, decode: str, pool: str) -> None:
+    """Nobody has got anything of it yet: that it went to A is no reason to stay where it fails again and again."""
+    async with running_router(cluster_of(prefill, decode), max_retries=1) as rig:
+        sick = rig.cluster.decode if pool == "decode" else rig.cluster.prefill
+        assert sick is not None
+        submit = sick.submit
+        failed = []
+
+        async def fail_at_a(replica_id: str, call: Any) -> Any:
+            if replica_id == f"{pool}-0":
+                failed.append(replica_id)
+                raise RuntimeError("sick")
+            return await submit(replica_id, call)
+
+        sick.submit = fail_at_a  # type: ignore[method-assign]
+        spec = spec_of(5)
+        assert whose(spec, await rig.tokens(spec)) == "b"
+        assert len(failed) == 1
+
+
+async def test_who_was_slower_at_another_model_has_not_failed() -> None:
+    """Its tokens are dropped and generated again: that is no retry of those that the config counts."""
+    async with running_router(cluster_of("ab", "ab"), max_retries=0) as rig:
+        scripts = {(1,): PLAIN, (2,): Script(prefill_s=0.1)}
+        rig.cluster.script = lambda request: scripts[request.prompt_ids]
+        binding = ModelBinding()
+        specs = [replace(spec_of(i), binding=binding) for i in (1, 2)]
+        texts = []
+        for spec in specs:
+            texts.append(rig.start(spec))
+            await asyncio.sleep(0)
+            binding.lean("")  # as if the other had found no room at the first one's model
+        assert len({whose(spec, await text) for spec, text in zip(specs, texts, strict=True)}) == 1
+        assert {call.replica_id for call in rig.cluster.of("generate")} == {"decode-0", "decode-1"}
+
+
+async def test_a_prompt_waits_for_the_model_that_has_begun_its_request() -> None:
+    """It comes late (it needed a pool that was empty), and the only replica of that model is being replaced."""
+    async with running_router(cluster_of("ab", "ab"), recovery_s=5.0) as rig:
+        binding = ModelBinding()
+        first, late = (replace(spec_of(i), binding=binding) for i in (1, 2))
+        assert whose(first, await rig.tokens(first)) == "a"
+        rig.cluster.remove("decode-0")
+        task = rig.start(late)
+        await asyncio.sleep(0.2)
+        join(rig, "decode", "decode-9", A)
+        assert whose(late, await task) == "a"
+
+
 async def test_a_replica_with_another_tokenizer_gets_no_request(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with running_router(cluster_of("as", "as"), max_retries=0, tokenizer="t") as rig:

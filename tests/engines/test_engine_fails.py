@@ -150,6 +150,23 @@ def test_one_that_fails_each_request_is_not_healthy_though_it_idles_in_between(
     monkeypatch.undo()
 
 
+def test_one_that_fails_with_nothing_to_do_neither_spins_nor_floods_the_log(
+    built: BuiltEngine[DecodeEngine],
+    channel: ChannelAddress,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing() -> Any:
+        raise AssertionError("blocks that nobody holds")
+
+    monkeypatch.setattr(built.engine.scheduler, "ledger", failing)
+    time.sleep(1.5)
+    assert not built.engine.is_healthy(PATIENCE_S)
+    assert 3 <= len([record for record in caplog.records if vars(record).get("event") == "loop_failed"]) <= 12
+    assert reply_of(built, channel, "a").status in (CallStatus.ERROR, CallStatus.OK), "it still answers"
+    monkeypatch.undo()
+
+
 def test_a_transfer_thread_that_computes_for_ever_is_not_healthy(
     built: BuiltEngine[DecodeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from tests.golden.golden_prompts import GoldenPrompt, all_prompts  # noqa: E402
+from tests.model_folder import model_folder as converted_folder  # noqa: E402
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_NEW_TOKENS = 64
@@ -123,7 +124,8 @@ def main() -> None:
     path = parser.parse_args().output
     torch.set_num_threads(parser.parse_args().threads)
     folder = model_folder()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
+    # transformers alone would split digits otherwise than the model was trained: see gguf_tokenizer.
+    tokenizer: Any = AutoTokenizer.from_pretrained(converted_folder())
     model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype=torch.float32)
     model.eval()
     # On the model's own defaults: generate() fills what its arguments leave at None from there.

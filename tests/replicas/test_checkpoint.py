@@ -20,6 +20,7 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
 from tests.engines.local_system import LocalSystem
+from tests.engines.random_model import save_random_model, tiny_config
 from tests.engines.tiny_model import tiny_settings
 
 Tensors = dict[str, torch.Tensor]
@@ -57,7 +58,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path) -> LoadedModel:
-    return load_model(ModelSettings(str(folder), "", "float32", 512, "auto", False), CPU)
+    return load_model(ModelSettings(str(folder), "", "float32", 256, "auto", False), CPU)
 
 
 def tensors(edit: Callable[[Tensors], Tensors | None]) -> Callable[[Path], None]:
@@ -89,14 +90,35 @@ def _cut_file(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4096])
 
 
-def _shards(folder: Path, *, lose: str) -> None:
-    """Two shards and their index; then one of them, or a tensor within one, is lost."""
-    whole = load_file(folder / "model.safetensors")
+def _as_integers(t: Tensors) -> Tensors:
+    return {k: (v * 100).to(torch.int8) if v.dim() > 1 else v for k, v in t.items()}
+
+
+def _pickled(folder: Path, change: Callable[[Tensors], Tensors] = dict) -> None:
+    torch.save(change(load_file(folder / "model.safetensors")), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def _two_checkpoints(folder: Path) -> None:
+    """Shards of one beside the single file of another, as a download over an old folder leaves them."""
+    other = (folder / "model.safetensors").read_bytes()
+    _set(Q, _first_to(1.0))(folder)
+    _shards(folder)
+    (folder / "model.safetensors").write_bytes(other)
+
+
+def _shards(folder: Path, *, lose: str = "", twice: str = "", within: str = "", integers: bool = False) -> None:
+    """Two shards and their index; then one of them, or a tensor within one, is lost, or is in both, unlike."""
+    whole = load_file(folder / "model.safetensors")
+    if integers:
+        whole = _as_integers(whole)
+    (folder / "model.safetensors").unlink()
+    (folder / within).mkdir(exist_ok=True)
+    shards = (f"{within}model-00001-of-00002.safetensors", f"{within}model-00002-of-00002.safetensors")
     of = {name: shards[i % 2] for i, name in enumerate(sorted(whole))}
     for shard in shards:
-        save_file({k: v for k, v in whole.items() if of[k] == shard and k != lose}, folder / shard, {"format": "pt"})
+        held = {k: v if of[k] == shard else v + 1 for k, v in whole.items() if of[k] == shard or k == twice}
+        save_file({k: v for k, v in held.items() if k != lose}, folder / shard, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
     if lose in shards:
         (folder / lose).unlink()
@@ -163,6 +185,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
     "integers for weights": ({}, _set(Q, lambda t: (t * 100).to(torch.int8)), f"{Q} .I8"),
     "8-bit floats without their scales": ({}, _set(Q, lambda t: t.to(torch.float8_e4m3fn)), f"{Q} .F8_E4M3"),
     "a tensor missing in one of two shards": ({}, lambda f: _shards(f, lose=Q), f"lacks {Q}"),
+    "a tensor in both of two shards": ({}, lambda f: _shards(f, twice=Q), f"several files of the checkpoint have {Q}"),
+    "integers in shards that lie elsewhere": ({}, lambda f: _shards(f, within="w/", integers=True), "stored quantised"),
+    "integers in a file of PyTorch": ({}, lambda f: _pickled(f, _as_integers), "stored quantised"),
+    "a file beside the shards of another": ({}, _two_checkpoints, r"two checkpoints, model\.safetensors and"),
 }
 
 
@@ -206,6 +232,11 @@ def _old_frequencies(t: Tensors) -> Tensors:
     return t | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(3)}
 
 
+def _only_file_indexed(folder: Path) -> None:
+    of = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+
+
 RIGHT: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
     "a tied model": ({"tie_word_embeddings": True}, lambda folder: None),
     "a tied model that has its head too": (
@@ -218,7 +249,11 @@ RIGHT: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
     ),
     "a tied model saved without its head's class": ({"tie_word_embeddings": True}, tensors(_as_base_model)),
     "frequencies that old checkpoints have": ({}, tensors(_old_frequencies)),
-    "two shards": ({}, lambda folder: _shards(folder, lose="nothing")),
+    "two shards": ({}, _shards),
+    "shards that lie elsewhere": ({}, lambda folder: _shards(folder, within="weights/")),
+    "a file of PyTorch": ({}, _pickled),
+    "an index of the only file": ({}, _only_file_indexed),
+    "a link to nowhere beside it": ({}, lambda folder: (folder / "old.json").symlink_to("/nowhere/old.json")),
     "half precision in the file": ({}, tensors(lambda t: {k: v.half() for k, v in t.items()})),
 }
 
@@ -254,6 +289,25 @@ def greedy(folder: Path) -> list[list[int]]:
 
 
 # -- what is loaded stays what was loaded --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config_class", "key"),
+    [
+        ("GPTNeoXConfig", "gpt_neox.layers.0.attention.bias"),
+        ("GPT2Config", "transformer.h.0.attn.bias"),
+        ("GPT2Config", "transformer.h.0.attn.masked_bias"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_that_old_checkpoints_have_count_for_nothing(
+    config_class: str, key: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Those of Pythia have them as booleans."""
+    save_random_model(tiny_config(config_class), tmp_path)
+    without = load(tmp_path).identity
+    edit_tensors(tmp_path, lambda t: t | {key: torch.ones(1, 1, 8, 8).to(dtype)})
+    assert load(tmp_path).identity == without
 
 
 def test_writing_to_the_file_does_not_change_what_runs(tmp_path: Path) -> None:

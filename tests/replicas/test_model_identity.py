@@ -22,8 +22,8 @@ from tests.engines.tiny_model import save_tiny_model
 Change = Callable[[dict[str, torch.Tensor]], None]
 
 
-def identity(folder: Path, dtype: str = "float32") -> ModelIdentity:
-    settings = ModelSettings(str(folder), "", dtype, 128, "auto", trust_remote_code=False)
+def identity(folder: Path, dtype: str = "float32", *, trusted: bool = False) -> ModelIdentity:
+    settings = ModelSettings(str(folder), "", dtype, 128, "auto", trust_remote_code=trusted)
     return load_model(settings, torch.device("cpu")).identity
 
 
@@ -104,6 +104,34 @@ def test_the_number_type_and_the_config_count(tiny: Path, other: Path) -> None:
     assert identity(tiny).differences(identity(other)) == ("config",)
 
 
+_CODE = """
+from transformers import LlamaForCausalLM
+from .scale import SCALE
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, *arguments, **named):
+        output = super().forward(*arguments, **named)
+        output.logits = output.logits * SCALE
+        return output
+"""
+
+
+def test_code_that_a_model_brings_counts(tiny: Path, other: Path) -> None:
+    """Replaced under a running server, it would be the same weights with other texts."""
+    config = json.loads((other / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "own.py").write_text(_CODE)
+    (other / "scale.py").write_text("SCALE = 1.0")
+    first = identity(other, trusted=True)
+    copy = other.with_name("copy")
+    shutil.copytree(other, copy)
+    assert identity(copy, trusted=True) == first
+    (other / "scale.py").write_text("SCALE = -1.0")
+    assert identity(other, trusted=True).differences(first) == ("config",)
+    assert first.differences(identity(tiny)) == ("config",)
+
+
 def test_another_vocabulary_counts_and_another_chat_template_does_not(tiny: Path, other: Path) -> None:
     (other / "tokenizer_config.json").write_text('{"chat_template": "y", "bos_token": "a"}')
     assert tokenizer_digest(str(tiny)) == tokenizer_digest(str(other))
@@ -112,6 +140,13 @@ def test_another_vocabulary_counts_and_another_chat_template_does_not(tiny: Path
     (other / "tokenizer.json").unlink()
     (other / "tokenizer_config.json").unlink()
     assert tokenizer_digest(str(other)) == "none"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_broken_file_of_the_tokenizer_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json of the model is no JSON object"):
+        tokenizer_digest(str(tmp_path))
 
 
 def test_tensors_of_odd_sizes_and_types_are_digested() -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -311,3 +312,16 @@ def test_a_transport_that_cannot_start_is_the_callers_exception() -> None:
         thread.start()
     assert thread.stop()
     assert not thread.is_alive()
+
+
+def test_a_reader_of_another_model_is_refused_before_the_prompt_is_computed() -> None:
+    network = FakeNetwork()
+    pair = Pair(fake_engine(network, "prefill"), fake_engine(network, "decode"))
+    ours = "weights=aa config=cc tokenizer=tt dtype=float32 kv=k"
+    pair.source.thread._running().local_peer = replace(pair.source.peer, fingerprint=ours)
+    pair.source.thread.check_reader("t", replace(pair.reader.peer, fingerprint=ours.replace("aa", "bb")))
+    event = pair.source.await_event(ReaderChecked, "t")
+    assert isinstance(event, ReaderChecked)
+    assert event.problem == "it has another model or layout: unlike weights"
+    for engine in (pair.source, pair.reader):
+        assert engine.thread.stop()

@@ -18,6 +18,15 @@ END, END_OF_TURN, PAD = 259, 260, 261
 VOCAB_SIZE = 262
 _CONTROL = 3
 
+# Bytes and a few words; nothing begins or ends a text.
+TOKENIZER: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "gpt-2",
+    "tokenizer.ggml.tokens": [*bytes_to_unicode().values(), *_WORDS],
+    "tokenizer.ggml.token_type": [1] * END + [_CONTROL] * (VOCAB_SIZE - END),
+    "tokenizer.ggml.merges": ["t h", "h e", "a n"],
+}
+
 TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -53,7 +62,7 @@ _TRANSPOSED = ("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_do
 @dataclass
 class TinyGguf:
     """What is written, for a test to change first. settings: without the architecture in front; None leaves one out.
-    metadata: whole keys. tensors: in torch's shapes.
+    metadata: whole keys, also such as TOKENIZER has. tensors: in torch's shapes.
     """
 
     architecture: str
@@ -68,9 +77,10 @@ class TinyGguf:
         for key, value in self.settings.items():
             if value is not None:
                 _add(writer, f"{self.architecture}.{key}", value)
-        _add_tokenizer(writer)
-        for key, value in self.metadata.items():
-            _add(writer, key, value)
+        own = {"tokenizer.ggml.pre": "qwen2"} if self.architecture == "qwen2" else {}
+        for key, value in (TOKENIZER | own | self.metadata).items():
+            if value is not None:
+                _add(writer, key, value)
         for name, values in self.tensors.items():
             if values.ndim > 1 and self.tensor_type is not GGMLQuantizationType.F32:
                 packed = quants.quantize(values, self.tensor_type)
@@ -158,15 +168,6 @@ def _tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, Any]]:
             values = rows.swapaxes(1, 2).reshape(values.shape)  # as in Meta's files
         tensors[stored] = values[0] if stored.endswith("ffn_gate_inp_shexp.weight") else values
     return tensors
-
-
-def _add_tokenizer(writer: GGUFWriter) -> None:
-    """Bytes and a few words; nothing begins or ends a text."""
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*bytes_to_unicode().values(), *_WORDS])
-    writer.add_token_types([1] * END + [_CONTROL] * (VOCAB_SIZE - END))
-    writer.add_token_merges(["t h", "h e", "a n"])
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

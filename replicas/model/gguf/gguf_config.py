@@ -12,11 +12,12 @@ from replicas.model.gguf.gguf_architecture import GGUF_ARCHITECTURES, GgufArchit
 from replicas.model.gguf.gguf_file import GgufFile
 from replicas.model.gguf.gguf_rope import ROPE_SETTINGS, rope_parameters
 from replicas.model.gguf.gguf_settings import check_settings
+from replicas.model.gguf.gguf_tokenizer import BYTE_LEVEL, SENTENCEPIECE
 from replicas.model.model_support import UnsupportedModel
 
 _EMBEDDING = "token_embd.weight"
 _TOKENIZER = "tokenizer.ggml.model"
-_TOKENIZERS = ("gpt2", "llama")  # BPE of bytes, and SentencePiece
+_TOKENIZERS = (BYTE_LEVEL, SENTENCEPIECE)
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -95,10 +96,12 @@ def _vocabulary(file: GgufFile) -> dict[str, Any]:
         raise UnsupportedModel(f"{file.path}: {_TOKENIZER} is {kind!r}; supported are {', '.join(_TOKENIZERS)}")
     if _EMBEDDING not in file.shapes:
         raise UnsupportedModel(f"{file.path}: the tensor {_EMBEDDING} is missing")
-    if file.num_tokens > file.shapes[_EMBEDDING][0]:
-        raise file.tensor_refusal(_EMBEDDING, f"the vocabulary has {file.num_tokens} tokens")
+    if len(file.tokens) > file.shapes[_EMBEDDING][0]:
+        raise file.tensor_refusal(_EMBEDDING, f"the vocabulary has {len(file.tokens)} tokens")
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}") for name in ("bos_token_id", *_END_TOKENS)}
-    ends = list(dict.fromkeys(ids[name] for name in _END_TOKENS if ids[name] is not None))
+    further = file.metadata.get("tokenizer.ggml.eos_token_ids", [])  # in files that Ollama wrote
+    named = [ids[name] for name in _END_TOKENS if ids[name] is not None]
+    ends = list(dict.fromkeys([*named, *(further if isinstance(further, list) else [further])]))
     return {
         "vocab_size": file.shapes[_EMBEDDING][0],
         "bos_token_id": ids["bos_token_id"],

@@ -9,22 +9,25 @@ from typing import Any
 
 from replicas.model.model_support import UnsupportedModel
 
-# Longer arrays are the vocabulary: the tokenizer's business.
+# Longer arrays are no settings.
 _LONGEST_ARRAY = 4_096
-_VOCABULARY = "tokenizer.ggml.tokens"
+_TOKENS, _TOKEN_TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges"))
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """architecture: as llama.cpp names it. metadata: by key; arrays that are too long for a setting are left out.
-    num_tokens: of its vocabulary. shapes: of each tensor by name, rows first as in torch. vectors: the values of the
-    tensors that scale positions.
+    """architecture: as llama.cpp names it. metadata: by key; arrays that are too long for a setting are left out, and
+    left_out has their keys. tokens, token_types, merges: of its vocabulary; empty where it has none. shapes: of each
+    tensor by name, rows first as in torch. vectors: the values of the tensors that scale positions.
     """
 
     path: Path
     architecture: str
     metadata: Mapping[str, Any]
-    num_tokens: int
+    left_out: frozenset[str]
+    tokens: tuple[str, ...]
+    token_types: tuple[int, ...]
+    merges: tuple[str, ...]
     shapes: Mapping[str, tuple[int, ...]]
     vectors: Mapping[str, tuple[float, ...]]
 
@@ -53,7 +56,8 @@ def read_gguf(path: Path) -> GgufFile:
     try:
         reader = GGUFReader(path)
         metadata = {key: _value(field) for key, field in reader.fields.items() if len(field.data) <= _LONGEST_ARRAY}
-        num_tokens = len(reader.fields[_VOCABULARY].data) if _VOCABULARY in reader.fields else 0
+        left_out = frozenset(reader.fields.keys() - metadata.keys())
+        tokens, token_types, merges = (_array(reader, key) for key in (_TOKENS, _TOKEN_TYPES, _MERGES))
         shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
         vectors = {
             tensor.name: tuple(map(float, tensor.data.reshape(-1)))
@@ -70,13 +74,17 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(architecture, str):
         raise UnsupportedModel(f"{path}: general.architecture is missing")
     _check_one_model(path, metadata)
-    return GgufFile(path, architecture, metadata, num_tokens, shapes, vectors)
+    return GgufFile(path, architecture, metadata, left_out, tokens, token_types, merges, shapes, vectors)
 
 
 def _value(field: Any) -> Any:
     """Of one metadata field; an array of one is that one, as in transformers."""
     value = field.contents()
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _array(reader: Any, key: str) -> tuple[Any, ...]:
+    return tuple(reader.fields[key].contents()) if key in reader.fields else ()
 
 
 def _check_one_model(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from replicas.model.gguf.gguf_config import model_config
 from replicas.model.gguf.gguf_file import GgufFile, read_gguf
 from replicas.model.gguf.gguf_tensors import check_tensors
+from replicas.model.gguf.gguf_tokenizer import write_tokenizer
 from replicas.model.model_support import UnsupportedModel, refuse_unsupported
 
 logger = logging.getLogger(__name__)
@@ -24,16 +25,9 @@ def write_model(gguf: Path, folder: Path) -> None:
     config = model_config(file)
     refuse_unsupported(config)
     check_tensors(file, config)
-    _write_tokenizer(file, folder)
-    _write_weights(file, config, folder)
-
-
-def _write_tokenizer(file: GgufFile, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
     with _named(file, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
-    tokenizer.save_pretrained(folder)
+        write_tokenizer(file, folder)
+    _write_weights(file, config, folder)
 
 
 def _write_weights(file: GgufFile, config: Any, folder: Path) -> None:
