@@ -184,9 +184,8 @@ class TransferDriver:
         self._transport.close()
 
     def _receive(self, agent_name: str, payload: bytes) -> list[Action]:
-        now_s = self._now_s()
         try:
-            message = decode_notification(payload)
+            message, now_s = decode_notification(payload), self._now_s()
         except MalformedMessage as error:
             self._report("malformed", f"notification of {agent_name}: {error}")
             return []
@@ -261,8 +260,7 @@ class TransferDriver:
     def _start_read(self, order: StartRead) -> list[Action]:
         transfer_id, now_s = order.transfer_id, self._now_s()
         try:
-            done = encode(order.done)
-            local, remote = order.local_block_ids, order.remote_block_ids
+            local, remote, done = order.local_block_ids, order.remote_block_ids, encode(order.done)
             handle = self._transport.start_read(order.peer, local, remote, done)
         except Exception as error:
             self._report("read", f"read of {transfer_id}: {error}")
