@@ -82,7 +82,7 @@ class Residents:
             raise DuplicateRequest(request.request_id)
         if (missing := self.capabilities.missing(request)) is not None:
             raise NotCapable(request.request_id, missing)
-        needed = self.blocks_needed(request)
+        needed = blocks_needed(request, self.limits.block_size)
         if not self.budget.fits_ever(needed):
             block_size = self.limits.block_size
             raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)

@@ -113,10 +113,10 @@ class Scheduler(Residents):
 
         A beam search has no tokens until it is over, and then all of them.
         """
-        tokens, firsts = output.tokens, []
-        if self._handing_over:
-            firsts = [token for token in tokens if token.request_id in self._handing_over]
-            tokens = tuple([token for token in tokens if token.request_id not in self._handing_over])
+        tokens, firsts, theirs = output.tokens, [], self._handing_over
+        if theirs:
+            firsts = [token for token in tokens if token.request_id in theirs]
+            tokens = tuple([token for token in tokens if token.request_id not in theirs])
         events: list[TokenEvent] = []
         for token in tokens:
             event = self.batch.commit(token)

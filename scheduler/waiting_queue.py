@@ -63,7 +63,8 @@ class WaitingQueue:
             insort(self._order, -request.priority)
         level.add(request, cost)
         self._priority_of[request.request_id] = request.priority
-        self.num_prompt_tokens += _tokens_to_prefill(request)
+        if request.local_prefill:
+            self.num_prompt_tokens += len(request.prompt_ids)
 
     def admit(self, lets_in: Callable[[Request], bool], max_overtakes: int) -> tuple[Request, ...]:
         """Take whom lets_in lets in, who are asked in order. Mutates, but only after the last was asked.
@@ -109,7 +110,9 @@ class WaitingQueue:
     def _remove(self, request_id: str, charge: bool) -> None:
         priority = self._priority_of.pop(request_id)
         level = self._levels[priority]
-        self.num_prompt_tokens -= _tokens_to_prefill(level.remove(request_id, charge))
+        request = level.remove(request_id, charge)
+        if request.local_prefill:
+            self.num_prompt_tokens -= len(request.prompt_ids)
         if not level.clients:  # nobody is owed anything: the next one begins at virtual time 0
             del self._levels[priority]
             self._order.remove(-priority)
@@ -193,8 +196,3 @@ class _Level:
     def _counts(self, entry: tuple[int, int, str]) -> bool:
         client = self.clients.get(entry[2])
         return client is not None and client.serial == entry[1]
-
-
-def _tokens_to_prefill(request: Request) -> int:
-    """Prompt tokens that will be computed here rather than loaded."""
-    return request.prompt_len if request.local_prefill else 0
