@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cluster.routing.generation import GenerationSpec
-from replicas.settings import EngineSettings
+from replicas.settings import EngineSettings, FaultSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
 from scheduler.length_estimator import LengthEstimator
@@ -109,7 +109,7 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["split", "colocated"])
 def tiny(request: pytest.FixtureRequest, tiny_folder: Path, fault_dir: Path, lag: int) -> Iterator[LocalSystem]:
-    changes = {"lag": lag, "fault_dir": str(fault_dir)}
+    changes = {"lag": lag, "testing": FaultSettings(str(fault_dir))}
     prefill = _tiny(tiny_folder, "prefill", **changes) if request.param == "split" else None
     system = LocalSystem(_tiny(tiny_folder, "decode", **changes), prefill)
     yield system
