@@ -98,7 +98,10 @@ def test_serves_proxy_killed_cuts_what_is_open_and_is_back_in_seconds(server: Ru
         wait_until(lambda: len(streams.after(back_s)) >= NUM_CLIENTS, PATIENCE_S)
     cut = [ended for ended in streams.during(killed_s) if ended.ended_s < killed_s + 5.0]
     assert cut
-    assert all("RemoteProtocolError" in str(ended.error) or "ReadError" in str(ended.error) for ended in cut), cut
+    # A client that had not connected yet finds nobody there.
+    kinds = {str(ended.error).partition(":")[0] for ended in cut}
+    assert kinds <= {"RemoteProtocolError", "ReadError", "ConnectError"}, cut
+    assert kinds - {"ConnectError"}, "no stream was open"
     assert [ended for ended in streams.failed if ended.began_s > back_s] == []
     assert streams.wrong == []
     assert the_one(server, PROXY) != old
