@@ -144,10 +144,10 @@ def test_sockets_whose_path_would_be_too_long_are_refused(folder: Path) -> None:
 
 
 def test_servers_have_ports_of_their_own(folder: Path) -> None:
-    (name, *others) = HAPROXY_PORTS
-    assert local_haproxy(folder, {name: "18404"})[name] == "18404"
+    (first, *_) = HAPROXY_PORTS
+    assert local_haproxy(folder, {first: "18404"})[first] == "18404"
     servers = [local_haproxy(folder, {}) for _ in range(4)]
-    for name in (name, *others):  # the system gives any that is free: one of them twice, now and then
+    for name in HAPROXY_PORTS:  # the system gives any that is free: one of them twice, now and then
         assert len({server[name] for server in servers}) > 1
     ports = [server[name] for server in servers for name in HAPROXY_PORTS]
     assert len(set(ports)) > len(ports) // 2
