@@ -146,9 +146,8 @@ def test_sockets_whose_path_would_be_too_long_are_refused(folder: Path) -> None:
 def test_servers_have_ports_of_their_own(folder: Path) -> None:
     (first, *_) = HAPROXY_PORTS
     assert local_haproxy(folder, {first: "18404"})[first] == "18404"
-    servers = [local_haproxy(folder, {}) for _ in range(4)]
-    for name in HAPROXY_PORTS:  # the system gives any that is free: one of them twice, now and then
-        assert len({server[name] for server in servers}) > 1
-    ports = [server[name] for server in servers for name in HAPROXY_PORTS]
-    assert len(set(ports)) > len(ports) // 2
+    # The system gives any port that is free, now and then one twice: not three times in a row.
+    tries = [[local_haproxy(folder, {})[name] for name in HAPROXY_PORTS for _ in range(3)] for _ in range(3)]
+    ports = min(tries, key=lambda ports: len(ports) - len(set(ports)))
+    assert len(set(ports)) == len(ports)
     assert all(1024 <= int(port) <= 65_535 for port in ports)
