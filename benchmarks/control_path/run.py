@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import table
-from cluster.configuration.service_config import ServeProxy
+from cluster.config.service import ServeProxy
 from cluster.http.serve_proxy import local_environment
 
 PROXIES: tuple[ServeProxy, ...] = ("serve", "haproxy")

@@ -10,7 +10,7 @@ import sys
 import time
 
 from benchmarks.control_path.tracing_cost import collector
-from cluster.configuration.tracing_config import TracingConfig
+from cluster.config.tracing import TracingConfig
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing, open_tracing
 from cluster.routing.routing_policy import Route, RouteKind

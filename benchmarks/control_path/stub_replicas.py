@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 
 
 class StubDecodeReplica:
-    """In place of replicas.decode_replica.DecodeReplica."""
+    """In place of replicas.serving.decode_replica.DecodeReplica."""
 
     def __init__(self, fingerprint: str, step_s: float) -> None:
         self._fingerprint = fingerprint
@@ -57,7 +57,7 @@ class StubDecodeReplica:
 
 
 class StubPrefillReplica:
-    """In place of replicas.prefill_replica.PrefillReplica."""
+    """In place of replicas.serving.prefill_replica.PrefillReplica."""
 
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint

@@ -22,7 +22,7 @@ from benchmarks.control_path.serve_cluster import serve_cluster
 from benchmarks.control_path.wiring import build_stub_app, stub_config
 from benchmarks.load.client import Target
 from benchmarks.machine import describe_machine, machine_line
-from cluster.configuration.tracing_config import TracingConfig
+from cluster.config.tracing import TracingConfig
 
 _TURNS = 3
 

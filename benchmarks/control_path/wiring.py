@@ -7,10 +7,10 @@ from typing import Any
 
 from benchmarks.control_path.floor import FloorIngress
 from benchmarks.control_path.stub_replicas import StubDecodeReplica, StubPrefillReplica
-from cluster.configuration.config import Config
-from cluster.configuration.config_file import load_config
-from cluster.ingress import Ingress, model_source
-from replicas.identity_digests import tokenizer_digest
+from cluster.config.file import load_config
+from cluster.config.root import Config
+from cluster.serving.ingress import Ingress, model_source
+from replicas.model.identity_digests import tokenizer_digest
 from replicas.model_identity import ModelIdentity
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -38,7 +38,7 @@ def build_floor_app(step_s: float) -> Any:
 
 def _fingerprint(config: Config) -> str:
     """Of no model, but of the ingress's own tokenizer: else it would send no requests."""
-    from replicas.model.gguf_conversion import resolve_source
+    from replicas.gguf.conversion import resolve_source
 
     folder = resolve_source(model_source(config), str(config.model.cache_dir))
     return str(ModelIdentity("stub", "stub", tokenizer_digest(folder), "stub"))

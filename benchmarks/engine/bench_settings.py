@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.configuration.model_config import find_bundled_gguf
-from replicas.model.gguf_conversion import resolve_source
+from cluster.config.model import find_bundled_gguf
+from replicas.gguf.conversion import resolve_source
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 
 _CACHE_DIR = str(Path.home() / ".cache" / "splitserve")

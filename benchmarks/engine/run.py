@@ -13,7 +13,7 @@ from benchmarks.engine.sampling_times import WAYS, sampling_times
 from benchmarks.engine.step_times import decode_step_times, prefill_times
 from benchmarks.engine.stream_ratios import concurrent_streams, single_stream_ratio
 from benchmarks.tables import table
-from replicas.engine_builder import build_engine
+from replicas.serving.engine_builder import build_engine
 
 _STEP_TOKENS = 512
 _KV_TOKENS = 17_408  # 16 sequences of 1024 tokens and some

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from replicas.model.sample_place import SamplePlace
 from replicas.model.slot_state import SlotState
-from replicas.token_choice.token_choice import choose_tokens
+from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sampled_tokens import sample_tokens
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 
@@ -78,7 +78,7 @@ def _median_ms(logits: torch.Tensor, ways: Sequence[SamplingParams], num_repeats
     for _ in range(num_repeats):
         own = logits.clone()  # rules change them
         started_s = time.perf_counter()
-        choice = choose_tokens(own, places, slots)
+        choice = sample_tokens(own, places, slots)
         choice.read_tokens(), choice.read_logprobs()
         times_ms.append(1000 * (time.perf_counter() - started_s))
     return statistics.median(times_ms)

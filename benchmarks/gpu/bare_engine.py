@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from replicas.device_runner import make_runner
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.token_frames import TokenFrames
@@ -21,10 +20,11 @@ from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
 from replicas.metrics.engine_metrics import EngineMetrics
-from replicas.metrics.metrics import PoolMetrics
+from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
+from replicas.serving.device_runner import make_runner
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE

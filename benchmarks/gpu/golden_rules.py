@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, RecordingSender
+from replicas.gguf.conversion import resolve_source
 from replicas.messages import GenerationRequest, PromptLogprobs, TokenItem, TokenLogprobs
-from replicas.model.gguf_conversion import resolve_source
-from replicas.token_choice.sampling import SamplingBatch, sample
+from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, TimedTokens
 from benchmarks.gpu.step_times import GREEDY
-from replicas.model.gguf_conversion import resolve_source
+from replicas.gguf.conversion import resolve_source
 from scheduler.sampling_params import SamplingParams
 
 _GOLDENS = Path(__file__).parents[2] / "tests" / "golden" / "golden.json"

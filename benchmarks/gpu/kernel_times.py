@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
-from replicas.cuda.kernels.gemv import gemv
-from replicas.cuda.kernels.paged_decode import paged_decode
-from replicas.cuda.kernels.paged_prefill import paged_prefill
-from replicas.cuda.kernels.token_draw import draw_tokens
-from replicas.cuda.kernels.work_sharing import WorkSharing
-from replicas.cuda.slot_columns import BLOCK_TABLE, sampling_columns
+from replicas.kernels.gemv import gemv
+from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_prefill import paged_prefill
+from replicas.kernels.slot_columns import BLOCK_TABLE, sampling_columns
+from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvLayout
 from scheduler.sampling_params import SamplingParams
 

@@ -33,7 +33,7 @@ from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, Step
 from scheduler.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
-# With log-probabilities a step's logits go through `choose_tokens`, where they can be seen.
+# With log-probabilities a step's logits go through `sample_tokens`, where they can be seen.
 _SEEN = SamplingParams(temperature=0.0, num_logprobs=0)
 # Graphs of prompts, prompts beyond them, fresh heads with and without a rest, a prompt shorter than a block.
 _LENGTHS = (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
@@ -118,13 +118,13 @@ class SeenLogits:
     def watch(self) -> Iterator[None]:
         """Both runners choose tokens by the same function; what it is given is kept."""
         modules: list[Any] = [import_module(kind.__module__) for kind in type(self._runner).__mro__[:-1]]
-        original: Any = modules[0].choose_tokens
+        original: Any = modules[0].sample_tokens
 
         def seen(logits: torch.Tensor, *arguments: Any) -> Any:
             self._last.append(logits.float().cpu())
             return original(logits, *arguments)
 
-        patches = [patch.object(module, "choose_tokens", seen) for module in modules]
+        patches = [patch.object(module, "sample_tokens", seen) for module in modules]
         for one in patches:
             one.start()
         try:

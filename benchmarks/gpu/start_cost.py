@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
-from replicas.device_runner import make_runner
 from replicas.kv.kv_pool import KvPool
 from replicas.model import model_loader, untouched_model
 from replicas.model.self_check import self_check
 from replicas.model.weights_digest import digest_weights
+from replicas.serving.device_runner import make_runner
 from replicas.settings import ModelSettings
 
 _MAX_MODEL_LEN = 4096

@@ -14,7 +14,7 @@ from benchmarks.simulation.h100_system import AZURE_CONVERSATION, h100_costs
 from benchmarks.simulation.serve_default_policy import ServeDefaultPolicy, StaticSplit
 from benchmarks.tables import table
 from cluster.autoscaling.scaling_rules import scaling_rules
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.plot import check_can_plot

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.simulation.cost_model import CostModel, load_costs
 
 STEP_TIMES = Path(__file__).parents[1] / "step_times" / "llama-3.1-8b-h100.json"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.configuration.config import Config
-from cluster.configuration.pool_config import PoolConfig
-from cluster.configuration.service_config import IngressConfig
+from cluster.config.pool import PoolConfig
+from cluster.config.root import Config
+from cluster.config.service import IngressConfig
 
 # How often an ingress tells the controller its demand, and how long the controller keeps what it was told.
 _REPORT_INTERVAL_S = 1.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from cluster.configuration.autoscaling_config import PoolAutoscalingConfig, ScalingDelays
-from cluster.configuration.config import Config
+from cluster.config.autoscaling import PoolAutoscalingConfig, ScalingDelays
+from cluster.config.root import Config
 
 _PREFIX = "rules."
 

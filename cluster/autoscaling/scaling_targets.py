@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.monitoring.ingress_metrics import IngressMetrics
 
 logger = logging.getLogger(__name__)

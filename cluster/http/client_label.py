@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.configuration.fairness_config import FairnessConfig
+    from cluster.config.fairness import FairnessConfig
 
 
 def client_label(headers: Mapping[str, str], fairness: FairnessConfig) -> str:

@@ -10,16 +10,16 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from cluster.api_error import ApiError
-from cluster.http.http_request_id import request_id_of
+from cluster.http.request_id import request_id_of
 from cluster.monitoring.request_timer import RequestTimer, outcome_of
-from cluster.openai import openai_response as openai
+from cluster.openai import response as openai
 from cluster.openai.choice_events import ChoiceEvents
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from cluster.text.text_choice import TextDelta
-    from cluster.text.text_generation import TextGeneration
+    from cluster.text.choice import TextDelta
+    from cluster.text.generation import TextGeneration
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cluster.http import api_schemas as answers
-from cluster.openai.openai_object import LIMIT
-from cluster.openai.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
-from cluster.openai.openai_unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
+from cluster.openai.object import LIMIT
+from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
+from cluster.openai.unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
-    from cluster.configuration.http_config import AuthConfig
-    from cluster.configuration.service_config import LimitsConfig
+    from cluster.config.http import AuthConfig
+    from cluster.config.service import LimitsConfig
 
 _REF = "#/components/schemas/{model}"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"

@@ -12,8 +12,8 @@ import logging
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api_error import ApiError
-from cluster.http.http_answers import error_response
-from cluster.openai.openai_response import sse_error
+from cluster.http.answers import error_response
+from cluster.openai.response import sse_error
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy
+from cluster.config.service import HAPROXY_PORTS, ServeProxy
 from cluster.user_error import UserError
 
 LAUNCHER = Path(__file__).with_name("haproxy.sh")

@@ -25,7 +25,7 @@ from cluster.monitoring.ingress_metrics import (
     UNLIKENESS,
 )
 from replicas.metrics import metric_buckets as buckets
-from replicas.metrics.metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
+from replicas.metrics.pool_metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
 
 Labels = dict[str, tuple[str, ...] | None]
 

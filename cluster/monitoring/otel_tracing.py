@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-    from cluster.configuration.tracing_config import TracingConfig
+    from cluster.config.tracing import TracingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from cluster.monitoring.slo_verdict import RequestTimes, judge
 
 if TYPE_CHECKING:
     from cluster.api_error import ApiError
-    from cluster.configuration.slo_config import SloConfig
+    from cluster.config.slo import SloConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.configuration.slo_config import SloConfig
+from cluster.config.slo import SloConfig
 
 # As in splitserve_requests_total: ends that are the server's fault.
 _FAILURES = frozenset({"server_error", "rejected", "timeout"})

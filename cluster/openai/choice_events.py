@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cluster.openai.openai_response import json_bytes, sse_event
+from cluster.openai.response import json_bytes, sse_event
 
 if TYPE_CHECKING:
-    from cluster.openai.openai_response import Answer, Usage
-    from cluster.text.text_choice import TextDelta
+    from cluster.openai.response import Answer, Usage
+    from cluster.text.choice import TextDelta
 
 
 class ChoiceEvents:

@@ -10,28 +10,28 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
-from cluster.http.served_model import check_model
 from cluster.monitoring.request_timer import RequestTimer
-from cluster.openai.openai_logprobs import LogprobsReport, TokenNames
-from cluster.openai.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
-from cluster.openai.openai_response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
-from cluster.openai.sampling_choice import beam_params, sampling_params
+from cluster.openai.engine_params import beam_params, sampling_params
+from cluster.openai.logprobs import LogprobsReport, TokenNames
+from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
+from cluster.openai.served_model import check_model
 from cluster.routing.generation import GenerationSpec
 from cluster.routing.model_binding import ModelBinding
 from cluster.text.chat_template import TemplateOptions
+from cluster.text.choice import TextChoice
+from cluster.text.generation import TextGeneration, TokenSource
+from cluster.text.length import size_up_to
 from cluster.text.prompt_echo import PromptEcho
-from cluster.text.text_choice import TextChoice
-from cluster.text.text_generation import TextGeneration, TokenSource
-from cluster.text.text_length import size_up_to
-from cluster.text.work_lanes import LONG
+from cluster.text.work_threads import LONG
 
 if TYPE_CHECKING:
-    from cluster.configuration.serving_config import ServingConfig
+    from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.monitoring.request_trace import RequestTrace
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.tokenizer import Tokenizer
-    from cluster.text.work_lanes import WorkLanes
+    from cluster.text.work_threads import WorkThreads
     from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class GenerationService:
         tokenizer: Tokenizer,
         source: TokenSource,
         metrics: IngressMetrics,
-        lanes: WorkLanes,
+        lanes: WorkThreads,
         defaults: SamplingDefaults,
     ) -> None:
         self._lanes = lanes

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError
 
-from cluster.openai.openai_body import what_is_wrong
-from cluster.openai.openai_object import Integer
-from cluster.openai.openai_sampling import SamplingFields
+from cluster.openai.body import what_is_wrong
+from cluster.openai.object import Integer
+from cluster.openai.sampling import SamplingFields
 from cluster.text.answer_ends import GENERATION_FILE
 from cluster.text.checkpoint_file import checkpoint_file
 from cluster.user_error import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.openai.openai_request import GenerationBody
+    from cluster.openai.request import GenerationBody
 
     Body = TypeVar("Body", bound=GenerationBody)
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, FailFast, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
-from cluster.openai.openai_messages import ChatMessage, TemplateVariables
-from cluster.openai.openai_object import (
+from cluster.openai.messages import ChatMessage, TemplateVariables
+from cluster.openai.object import (
     AtMost,
     OpenAIObject,
     limit,

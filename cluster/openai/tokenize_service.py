@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster.http.served_model import check_model
+from cluster.openai.served_model import check_model
 from cluster.text.chat_template import TemplateOptions
-from cluster.text.text_length import size_up_to
-from cluster.text.work_lanes import LONG
+from cluster.text.length import size_up_to
+from cluster.text.work_threads import LONG
 
 if TYPE_CHECKING:
-    from cluster.configuration.serving_config import ServingConfig
+    from cluster.config.serving import ServingConfig
     from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
     from cluster.text.tokenizer import Tokenizer
-    from cluster.text.work_lanes import WorkLanes
+    from cluster.text.work_threads import WorkThreads
 
 
 class TokenizeService:
     """One per ingress replica. Stateless but for its tokenizer, which works in threads: texts may be long."""
 
-    def __init__(self, config: ServingConfig, tokenizer: Tokenizer, lanes: WorkLanes) -> None:
+    def __init__(self, config: ServingConfig, tokenizer: Tokenizer, lanes: WorkThreads) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._lanes = lanes

@@ -9,13 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster.openai.openai_logprobs import ScoredToken, prompt_logprobs
-from cluster.openai.openai_response import Choice
+from cluster.openai.logprobs import ScoredToken, prompt_logprobs
+from cluster.openai.response import Choice
 
 if TYPE_CHECKING:
-    from cluster.openai.openai_response import Answer
-    from cluster.text.text_choice import TextChoice
-    from cluster.text.text_generation import TextGeneration
+    from cluster.openai.response import Answer
+    from cluster.text.choice import TextChoice
+    from cluster.text.generation import TextGeneration
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncGenerator, Collection
 
 from cluster.api_error import ApiError
-from cluster.autoscaling.demand_meter import DemandMeter
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, Stage
@@ -21,13 +20,14 @@ from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
+from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
 from cluster.routing.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.route_choice import RouteChoice
+from cluster.routing.route_finder import RouteFinder
 from cluster.routing.router_limits import RouterLimits
 from cluster.routing.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
@@ -61,7 +61,7 @@ class Router:
         self._same = SameTokenizer(tokenizer)
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
-        self._routes = RouteChoice(self._view, rules, limits.block_size, metrics)
+        self._routes = RouteFinder(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.simulation.cost_model import load_costs
 from cluster.simulation.goodput import parse_goodput
 from cluster.simulation.plot import check_can_plot, plot_run

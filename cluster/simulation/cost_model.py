@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from cluster.configuration.config_section import Section
+from cluster.config.section import Section
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import ConfigError
 

@@ -15,8 +15,8 @@ from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
-from replicas.engine.engine_status import StepClock
 from replicas.messages import EngineLoad
+from replicas.metrics.engine_status import StepClock
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.scheduler import Scheduler

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cluster.autoscaling.demand_meter import DemandMeter, OpenDemand
+from cluster.routing.demand_meter import DemandMeter, OpenDemand
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaTable

@@ -51,7 +51,7 @@ class SystemRun:
 
 
 def shipped_decode(shape: SystemShape) -> Scheduler:
-    """The decode scheduler as replicas.engine_builder makes it."""
+    """The decode scheduler as replicas.serving.engine_builder makes it."""
     return Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
 
 

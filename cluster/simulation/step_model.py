@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from cluster.configuration.config_section import Section
+from cluster.config.section import Section
 
 Cost = Annotated[float, Field(ge=0, le=3_600)]
 

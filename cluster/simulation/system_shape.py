@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.admission_settings import admission_policy
-from cluster.configuration.config import Config
-from cluster.configuration.pool_config import PoolConfig
+from cluster.config.admission_settings import admission_policy
+from cluster.config.pool import PoolConfig
+from cluster.config.root import Config
 from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.simulated_router import RouterTimes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.openai.openai_logprobs import ScoredToken
+from cluster.openai.logprobs import ScoredToken
 from cluster.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:

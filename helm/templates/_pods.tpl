@@ -10,7 +10,7 @@
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: NIXL_LOG_LEVEL, value: WARN}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.http.proxy_headers:middlewares"}
-{{- /* As cluster/serve_command.py: a proxy that has died is replaced after three checks, of 10 s each by Serve's default. */}}
+{{- /* As cluster/serving/serve_command.py: a proxy that has died is replaced after three checks, of 10 s each by Serve's default. */}}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
 {{- /* As cluster/http/serve_proxy.py. The image has a launcher of HAProxy. */}}
 {{- if eq (include "splitserve.proxy" .root) "haproxy" }}

@@ -1,4 +1,4 @@
-{{/* The Serve config: the same that `splitserve deploy` makes of the SplitServe config, cut up as cluster/configuration/config_parts.py
+{{/* The Serve config: the same that `splitserve deploy` makes of the SplitServe config, cut up as cluster/config/parts.py
 says, so that a change restarts only the deployments it concerns. */}}
 {{- define "splitserve.serveConfig" -}}
 {{- $scales := not (empty (dig "ingress" "autoscaling" nil .Values.config)) -}}
@@ -16,7 +16,7 @@ logging_config:
 applications:
   - name: splitserve
     route_prefix: /
-    import_path: cluster.serve_app:build
+    import_path: cluster.serving.serve_app:build
     {{- if $scales }}
     autoscaling_policy:
       policy_function: cluster.autoscaling.autoscaling_policy:decide

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from replicas.cuda.cuda_attention import library_attention
-from replicas.cuda.cuda_slots import CudaSlots
-from replicas.cuda.cuda_step import CudaStep, Launches
-from replicas.cuda.kernels.work_sharing import WorkSharing
+from replicas.cuda.attention import library_attention
+from replicas.cuda.slots import CudaSlots
+from replicas.cuda.step import CudaStep, Launches
+from replicas.kernels.work_sharing import WorkSharing
 from scheduler.plan import DecodeRow, PrefillChunk
 
 # Choices of a prompt's first token, beyond one, that there is room for.

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from replicas.cuda.cuda_attention import attend_written
-from replicas.cuda.cuda_step import CudaStep, Launches
-from replicas.cuda.kernels.rotation import HeadNorms, rotate_into_pool
+from replicas.cuda.attention import attend_written
 from replicas.cuda.operators import operator
+from replicas.cuda.step import CudaStep, Launches
+from replicas.kernels.rotation import HeadNorms, rotate_into_pool
 from replicas.model.fused_projections import ProjectionPart
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from replicas.cuda.kernels.gemv import gemv
-from replicas.cuda.kernels.skinny_product import ProductTile, skinny_product
 from replicas.cuda.operators import operator
+from replicas.kernels.gemv import gemv
+from replicas.kernels.skinny_product import ProductTile, skinny_product
 from replicas.model.fused_projections import JoinedLinear
 
 _SOME = 64  # rows

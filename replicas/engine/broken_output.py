@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from replicas.messages import CallStatus, TokenLogprobs
-from replicas.token_choice.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED
+from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.plan import SampledToken, StepOutput
 
 _BROKEN = {

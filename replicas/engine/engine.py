@@ -26,7 +26,6 @@ import torch
 
 from replicas.engine.broken_output import broken_requests, without
 from replicas.engine.engine_parts import EngineParts
-from replicas.engine.engine_status import EngineStatus, StepClock, load_of
 from replicas.engine.inbox import Inbox
 from replicas.engine.open_call import open_call
 from replicas.engine.open_calls import OpenCalls
@@ -42,6 +41,7 @@ from replicas.messages import (
     PrefillCall,
     PrefillReply,
 )
+from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
 from scheduler.plan import StepOutput, StepPlan

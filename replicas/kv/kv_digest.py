@@ -67,7 +67,7 @@ class BlockDigester:
     def sum_blocks(self, words: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """int64[len(block_ids)]: every block's weighted sum. On CUDA by a kernel that gives exactly these."""
         if self._device.type == "cuda":
-            from replicas.cuda.kernels import block_digest  # needs triton, which a CPU torch lacks
+            from replicas.kernels import block_digest  # needs triton, which a CPU torch lacks
 
             kernel_sums: torch.Tensor = block_digest.sum_blocks(words, block_ids)
             return kernel_sums

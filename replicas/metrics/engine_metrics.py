@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from replicas.engine.engine_status import EngineStatus, StepClock
 from replicas.kv.transfer_thread import TransferSnapshot
 from replicas.messages import CallStatus, GenerateReply
+from replicas.metrics.engine_status import EngineStatus, StepClock
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.metrics import PoolMetrics
+from replicas.metrics.pool_metrics import PoolMetrics
 
 
 class EngineMetrics:

@@ -1,6 +1,6 @@
 """Loads a transformers causal language model with our attention, and says what it is.
 
-A GGUF is first made a transformers folder, once (`replicas.model.gguf_conversion`). Nothing of the model's own code
+A GGUF is first made a transformers folder, once (`replicas.gguf.conversion`). Nothing of the model's own code
 runs unless the config trusts it.
 """
 
@@ -14,12 +14,12 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from replicas.identity_digests import config_digest, config_text, tokenizer_digest
+from replicas.gguf.conversion import resolve_source
 from replicas.kv.kv_pool import KvLayout
 from replicas.model.attention import ATTENTION_NAME, register_attention
 from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
 from replicas.model.fused_projections import fuse_projections
-from replicas.model.gguf_conversion import resolve_source
+from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
 from replicas.model.model_support import model_name, naming_failures, refuse_unsupported
 from replicas.model.output_head import lay_out_head
 from replicas.model.reference_logits import CheckedPrompt

@@ -11,11 +11,11 @@ from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_support import UnsupportedModel
 from replicas.model.paged_context import PagedStep
-from replicas.model.sample_place import SamplePlace
 from replicas.model.slot_state import SlotState
 from replicas.model.step_inputs import build_step_inputs
-from replicas.token_choice.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
-from replicas.token_choice.token_choice import TokenChoice, choose_tokens
+from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
+from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 
 
@@ -23,7 +23,7 @@ class StepHandle:
     """A launched step. On the CPU its tokens are there already; on a GPU `result` waits for an event."""
 
     def __init__(
-        self, plan: StepPlan, choice: TokenChoice | None = None, prompts: tuple[ChunkScores, ...] = ()
+        self, plan: StepPlan, choice: SampledTokens | None = None, prompts: tuple[ChunkScores, ...] = ()
     ) -> None:
         """choice: of the plan's tokens; None when it has nothing to compute. prompts: scores of its chunks."""
         self.plan = plan
@@ -114,12 +114,12 @@ class ModelRunner:
     def _compute(self, plan: StepPlan) -> StepHandle:
         """The pass and the choice of a token for each row and target, which the slots keep too."""
         logits, prompts = self._forward_and_score(plan)
-        choice = choose_tokens(logits, SamplePlace.all_of(plan), self._slots)
+        choice = sample_tokens(logits, SamplePlace.all_of(plan), self._slots)
         return StepHandle(plan, *self._on_the_way(choice, prompts))
 
     def _on_the_way(
-        self, choice: TokenChoice, prompts: tuple[ChunkScores, ...]
-    ) -> tuple[TokenChoice, tuple[ChunkScores, ...]]:
+        self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[SampledTokens, tuple[ChunkScores, ...]]:
         """What was chosen and scored as its reader gets it: on a GPU, without waiting for later steps."""
         return choice, prompts
 

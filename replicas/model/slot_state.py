@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from replicas.model.sample_place import SamplePlace
-from replicas.token_choice.sampling import SamplingBatch
-from replicas.token_choice.slot_rules import SlotRules
+from replicas.sampling.draw import SamplingBatch
+from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.slot_rules import SlotRules
 from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
 

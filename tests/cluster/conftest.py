@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's tokenizer as files, as they are in the folder that the model is converted into."""
-    from cluster.configuration.model_config import find_bundled_gguf
-    from replicas.model.gguf.gguf_file import read_gguf
-    from replicas.model.gguf.gguf_tokenizer import write_tokenizer
+    from cluster.config.model import find_bundled_gguf
+    from replicas.gguf.file import read_gguf
+    from replicas.gguf.tokenizer import write_tokenizer
 
     gguf = find_bundled_gguf()
     assert gguf is not None

@@ -9,10 +9,9 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from cluster.api_error import ApiError
-from cluster.configuration.config import Config
-from cluster.configuration.service_config import LimitsConfig
-from cluster.http.http_app import build_http_app
-from cluster.ingress import Ingress
+from cluster.config.root import Config
+from cluster.config.service import LimitsConfig
+from cluster.http.app import build_http_app
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -21,10 +20,11 @@ from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec
+from cluster.serving.ingress import Ingress
 from cluster.text.chat_template import TemplateOptions
-from cluster.text.text_length import check_length
+from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
-from cluster.text.work_lanes import WorkLanes
+from cluster.text.work_threads import WorkThreads
 from replicas.messages import FinishReason
 
 MODEL = "the-model"
@@ -157,7 +157,7 @@ class FakeIngress:
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
-        self.lanes = WorkLanes()
+        self.lanes = WorkThreads()
         self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
 

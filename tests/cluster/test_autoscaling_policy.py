@@ -22,9 +22,9 @@ from cluster.autoscaling import autoscaling_policy
 from cluster.autoscaling.demand_report import DemandReport, HeardFigures
 from cluster.autoscaling.scaling_options import ingress_deployment, pool_deployment
 from cluster.autoscaling.scaling_rules import scaling_rules
-from cluster.configuration.config import Config
-from cluster.configuration.config_file import config_of
-from cluster.serve_config import POLICY_FUNCTION
+from cluster.config.file import config_of
+from cluster.config.root import Config
+from cluster.serving.serve_config import POLICY_FUNCTION
 
 UP_S, DOWN_S, ZERO_S = 5.0, 40.0, 20.0
 SCALING = {"min_replicas": 0, "max_replicas": 6, "upscale_delay_s": UP_S, "downscale_delay_s": DOWN_S}

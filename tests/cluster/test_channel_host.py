@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.configuration.config import Config
-from cluster.ingress import channel_host
+from cluster.config.root import Config
+from cluster.serving.ingress import channel_host
 
 
 @pytest.mark.parametrize(("configured", "expected"), [("10.1.2.3", "10.1.2.3"), ("auto", "192.0.2.7")])

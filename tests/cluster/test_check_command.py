@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 # Checks every file and says what came of it, and which heavy packages were loaded for it.
 _PROGRAM = """
 import contextlib, io, json, sys
-from cluster.command_line import main
+from cluster.serving.command_line import main
 answers = []
 for file in sys.argv[1:]:
     with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()) as output:

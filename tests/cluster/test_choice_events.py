@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.openai.choice_events import ChoiceEvents
-from cluster.openai.openai_response import Answer, ChatAnswer, CompletionAnswer, sse_event
-from cluster.text.text_choice import TextDelta
+from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, sse_event
+from cluster.text.choice import TextDelta
 
 # Everything that JSON or the framing could trip over, more often than chance would have it.
 texts = st.text() | st.text(alphabet='"\\\n\r\u2028\x00\x7f{}:, data[DONE]\U0001f525é')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from cluster.configuration.fairness_config import FairnessConfig
+from cluster.config.fairness import FairnessConfig
 from cluster.http.client_label import client_label
 
 KEY = {"Authorization": "Bearer sk-1", "X-Client-Id": "team", "X-Tenant": "tenant"}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import command_line
-from cluster.command_line import main
-from cluster.configuration.config import Config
+from cluster.config.root import Config
+from cluster.serving import command_line
+from cluster.serving.command_line import main
 from cluster.user_error import UserError
 from cluster.version import VERSION
 
@@ -25,9 +25,9 @@ COLOCATED = str(ROOT / "configs/colocated.yaml")
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, run_server: Callable[[Config], int]) -> None:
     """Puts a function in the place of the server."""
-    module = types.ModuleType("cluster.serve_command")
+    module = types.ModuleType("cluster.serving.serve_command")
     module.run_server = run_server  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cluster.serve_command", module)
+    monkeypatch.setitem(sys.modules, "cluster.serving.serve_command", module)
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_module_runs_as_a_command(bad_config: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "cluster.command_line", "check", bad_config]
+    command = [sys.executable, "-m", "cluster.serving.command_line", "check", bad_config]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1

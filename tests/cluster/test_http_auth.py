@@ -8,8 +8,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from cluster.configuration.http_config import AuthConfig
-from cluster.http.http_auth import ApiKeys, load_api_keys
+from cluster.config.http import AuthConfig
+from cluster.http.auth import ApiKeys, load_api_keys
 from cluster.user_error import ConfigError
 from tests.cluster.api_client import CHAT, TEXT, api_client
 from tests.cluster.fake_ingress import FakeIngress

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster import ingress
-from cluster.ingress import _load_tokenizer
+from cluster.serving import ingress
+from cluster.serving.ingress import _load_tokenizer
 from cluster.text.tokenizer import Tokenizer
-from replicas.identity_digests import tokenizer_digest
+from replicas.model.identity_digests import tokenizer_digest
 from tests.model_folder import model_folder
 
 

@@ -17,7 +17,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metric_table import PREFIX, MetricRow, metric_table
 from cluster.monitoring.metrics_merge import merge
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.metrics import PoolMetrics
+from replicas.metrics.pool_metrics import PoolMetrics
 from tests.cluster.api_client import CHAT, TEXT
 from tests.cluster.fake_ingress import LENGTH, FakeIngress, ScriptedSource, text
 

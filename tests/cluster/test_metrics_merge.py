@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.monitoring.ingress_metrics import ENDPOINTS, IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.metrics import PoolMetrics
+from replicas.metrics.pool_metrics import PoolMetrics
 
 
 def decode_metrics() -> PoolMetrics:

@@ -13,9 +13,9 @@ from tests.model_folder import model_folder
 
 _PROGRAM = """
 import json, sys
-from cluster.ingress import _load_tokenizer
-from replicas.model.gguf_conversion import resolve_source
-from replicas.identity_digests import tokenizer_digest
+from cluster.serving.ingress import _load_tokenizer
+from replicas.gguf.conversion import resolve_source
+from replicas.model.identity_digests import tokenizer_digest
 from cluster.text.chat_template import TemplateOptions
 tokenizer, digest = _load_tokenizer(resolve_source(sys.argv[1], "/nowhere"), False)
 assert digest == tokenizer_digest(sys.argv[1]) != "none"

@@ -10,10 +10,10 @@ import orjson
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.configuration.service_config import LimitsConfig
-from cluster.openai.openai_body import parse_body
-from cluster.openai.openai_request import ChatCompletionBody, CompletionBody, GenerationBody
-from cluster.openai.openai_unsupported import NEUTRAL_VALUES
+from cluster.config.service import LimitsConfig
+from cluster.openai.body import parse_body
+from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.unsupported import NEUTRAL_VALUES
 
 LIMITS = LimitsConfig()
 HELLO = [{"role": "user", "content": "hi"}]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.http.served_model import model_list
-from cluster.openai.openai_response import (
+from cluster.openai.response import (
     SSE_DONE,
     Answer,
     ChatAnswer,
@@ -22,6 +21,7 @@ from cluster.openai.openai_response import (
     sse_error,
     sse_event,
 )
+from cluster.openai.served_model import model_list
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=5)
 CHOICES = [Choice(0, "one", "stop"), Choice(1, 'two\n\ndata: "x" \u2028🔥', "length")]

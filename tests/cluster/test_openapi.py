@@ -20,10 +20,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from cluster.configuration.service_config import LimitsConfig
+from cluster.config.service import LimitsConfig
 from cluster.http.api_schemas import ChatCompletionChunk, CompletionChunk
-from cluster.openai.openai_request import ChatCompletionBody, CompletionBody
-from cluster.openai.openai_unsupported import NEUTRAL_VALUES, OFFERS
+from cluster.openai.request import ChatCompletionBody, CompletionBody
+from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
 from tests.cluster.api_client import CHAT, TEXT, api_client, events_in
 from tests.cluster.fake_ingress import FakeIngress
 from tests.cluster.letter_source import LetterSource

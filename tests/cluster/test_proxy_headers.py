@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from cluster import serve_command
 from cluster.http.proxy_headers import ProxyHeaders, middlewares
+from cluster.serving import serve_command
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.routing import pairing
 from cluster.routing.pairing import choose_decode, choose_prefill, choose_route
 from cluster.routing.policies.policy_table import POLICIES

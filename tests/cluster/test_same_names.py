@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cluster.configuration.config import Config
-from cluster.configuration.config_file import load_config
-from cluster.openai.openai_sampling import SamplingFields
-from cluster.openai.sampling_choice import sampling_params
-from cluster.replica_settings import engine_settings
+from cluster.config.file import load_config
+from cluster.config.root import Config
+from cluster.openai.engine_params import sampling_params
+from cluster.openai.sampling import SamplingFields
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
+from cluster.serving.replica_settings import engine_settings
 from cluster.simulation.simulated_router import RouterTimes
 from replicas.channels.wire import Decoder, encode
 from replicas.settings import EngineSettings, is_configured, unconfigured

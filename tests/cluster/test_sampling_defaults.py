@@ -10,9 +10,9 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from cluster.configuration.config import Config
-from cluster.ingress import _load_defaults
+from cluster.config.root import Config
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
+from cluster.serving.ingress import _load_defaults
 from cluster.text.tokenizer import Tokenizer
 from cluster.user_error import ConfigError
 from scheduler.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ def test_the_config_decides_and_one_line_of_the_log_says_what_holds(
     wrong_but_unread = {"top_p": 0} if kind == "none" else {}
     folder = folder_with(tmp_path, RECOMMENDED | wrong_but_unread)
     config = Config.model_validate({"model": {"sampling_defaults": kind}, "pools": POOLS})
-    with caplog.at_level(logging.INFO, "cluster.ingress"):
+    with caplog.at_level(logging.INFO, "cluster.serving.ingress"):
         defaults = _load_defaults(folder, config, cast("Tokenizer", ByteTokenizer()))
     expected = RECOMMENDED if kind == "checkpoint" else {}
     assert defaults == SamplingDefaults(expected)

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.autoscaling import scaling_targets
 from cluster.autoscaling.scaling_targets import ScalingTargets
-from cluster.configuration.config_file import config_of
+from cluster.config.file import config_of
 from cluster.monitoring.ingress_metrics import IngressMetrics
 
 FIXED = {"kv_capacity_tokens": 4096, "replicas": 2}

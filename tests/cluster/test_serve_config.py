@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.command_line import main
-from cluster.configuration.config import Config
-from cluster.configuration.config_file import config_of, load_for_elsewhere
-from cluster.configuration.config_parts import OWN_PART_VARIABLE, own_part_here, with_live_part
-from cluster.configuration.service_config import RayConfig
-from cluster.replica_settings import IngressSettings, PoolSettings, engine_settings
-from cluster.serve_config import config_values, serve_config
+from cluster.config.file import config_of, load_for_elsewhere
+from cluster.config.parts import OWN_PART_VARIABLE, own_part_here, with_live_part
+from cluster.config.root import Config
+from cluster.config.service import RayConfig
+from cluster.serving.command_line import main
+from cluster.serving.replica_settings import IngressSettings, PoolSettings, engine_settings
+from cluster.serving.serve_config import config_values, serve_config
 from cluster.user_error import ConfigError
 from tests.server.redeploy import deployments_of
 
@@ -42,7 +42,7 @@ def test_serve_takes_the_file_and_gives_our_builder_the_same_config(
 ) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from cluster.serve_app import build
+    from cluster.serving.serve_app import build
 
     assert main(["deploy", str(file)]) == 0
     document = yaml.safe_load(capsys.readouterr().out)
@@ -140,7 +140,7 @@ def test_a_relative_path_is_refused_and_an_absolute_one_need_not_be_here(
 
 
 def test_the_builder_refuses_what_is_no_config() -> None:
-    from cluster.serve_app import build
+    from cluster.serving.serve_app import build
 
     with pytest.raises(ConfigError, match="exactly the key config"):
         build({"config": {}, "cofnig": {}})

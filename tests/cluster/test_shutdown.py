@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cluster import serve_command
-from cluster.configuration.config import Config
+from cluster.config.root import Config
 from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
+from cluster.serving import serve_command
 from cluster.user_error import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.configuration.slo_config import SloConfig
+from cluster.config.slo import SloConfig
 from cluster.monitoring.slo_verdict import RequestTimes, judge
 
 SLO = SloConfig(ttft_s=1.0, tpot_s=0.1, e2e_s=10.0)

@@ -10,11 +10,11 @@ from typing import cast
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.configuration.slo_config import SloConfig
+from cluster.config.slo import SloConfig
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.request_timer import RequestTimer
-from cluster.text.text_choice import TextChoice
-from cluster.text.text_generation import TextGeneration
+from cluster.text.choice import TextChoice
+from cluster.text.generation import TextGeneration
 from cluster.text.tokenizer import Tokenizer
 from tests.cluster.fake_ingress import HANG, LENGTH, STOP, ByteTokenizer, ScriptedSource, Step, text
 from tests.cluster.fake_model import spec_of

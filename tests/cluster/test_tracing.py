@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
-from cluster.configuration.config import Config
-from cluster.configuration.tracing_config import TracingConfig
-from cluster.ingress import Ingress
+from cluster.config.root import Config
+from cluster.config.tracing import TracingConfig
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing, open_tracing
+from cluster.serving.ingress import Ingress
 from tests.cluster.api_client import CHAT, TEXT
 from tests.cluster.fake_ingress import MODEL, FakeIngress
 from tests.cluster.fake_model import Fault, Phase, Script
@@ -222,7 +222,7 @@ def test_without_its_packages_a_file_that_asks_for_traces_is_refused(
 ) -> None:
     values = {"endpoint": "http://collector:4318"}
     assert TracingConfig.model_validate(values, context={"base_dir": tmp_path}).endpoint
-    monkeypatch.setattr("cluster.configuration.tracing_config.find_spec", lambda _: None)
+    monkeypatch.setattr("cluster.config.tracing.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"pip install '\.\[otel\]'"):
         TracingConfig.model_validate(values, context={"base_dir": tmp_path})
 

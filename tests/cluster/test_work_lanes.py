@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from cluster.text.text_length import size_up_to
-from cluster.text.work_lanes import LONG, SHORT, WorkLanes
+from cluster.text.length import size_up_to
+from cluster.text.work_threads import LONG, SHORT, WorkThreads
 
 
 async def test_short_work_passes_long_work() -> None:
-    lanes, release, running = WorkLanes(), threading.Event(), threading.Semaphore(0)
+    lanes, release, running = WorkThreads(), threading.Event(), threading.Semaphore(0)
 
     def hold() -> int:
         running.release()
@@ -31,14 +31,14 @@ async def test_short_work_passes_long_work() -> None:
 
 
 async def test_very_short_work_takes_no_thread() -> None:
-    lanes, here = WorkLanes(), threading.get_ident()
+    lanes, here = WorkThreads(), threading.get_ident()
     assert [await lanes.run(size, threading.get_ident) == here for size in (0, SHORT, SHORT + 1)] == [True, True, False]
 
 
 @pytest.mark.parametrize("size", [0, SHORT + 1, LONG + 1])
 async def test_what_work_raises_comes_through(size: int) -> None:
     with pytest.raises(ValueError, match="no"):
-        await WorkLanes().run(size, int, "no")
+        await WorkThreads().run(size, int, "no")
 
 
 def test_sizes_are_counted_to_the_bound_and_not_further() -> None:

@@ -19,8 +19,8 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.routing.routing_policy import RoutingRules
 from replicas.channels.wire import Decoder, encode
-from replicas.engine_builder import BuiltEngine, build_engine
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
+from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
 from replicas.model.model_runner import StepHandle
-from replicas.token_choice.token_choice import TokenChoice
+from replicas.sampling.sampled_tokens import SampledTokens
 from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.engines.tiny_model import save_tiny_model
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class LateChoice(TokenChoice):
+class LateChoice(SampledTokens):
     """Tokens that are there at ready_s."""
 
     ready_s: float = 0.0
@@ -38,7 +38,7 @@ class LateChoice(TokenChoice):
 
     def read_tokens(self) -> list[int]:
         time.sleep(max(0.0, self.ready_s - time.monotonic()))
-        return TokenChoice.read_tokens(self)
+        return SampledTokens.read_tokens(self)
 
 
 class Device:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import zmq
 
-from replicas import engine_builder
 from replicas.engine.engine import Engine
-from replicas.engine_builder import BuiltEngine, UnhealthyEngine, build_engine
 from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, GenerationRequest
+from replicas.serving import engine_builder
+from replicas.serving.engine_builder import BuiltEngine, UnhealthyEngine, build_engine
 from tests.engines.local_system import GREEDY
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings

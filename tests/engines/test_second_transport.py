@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicas import engine_builder
 from replicas.kv.transport_opener import TransportOpener
+from replicas.serving import engine_builder
 from replicas.settings import TransferSettings
 from tests.engines.local_system import LocalSystem
 from tests.engines.local_transport import LocalHub

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from cluster.api_error import ApiError
 from cluster.routing.generation import GeneratedToken, GenerationSpec
 from replicas.messages import CallStatus
+from replicas.sampling.draw import SamplingBatch, sample
 from replicas.settings import EngineSettings
-from replicas.token_choice.sampling import SamplingBatch, sample
 from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
 from scheduler.request import RequestState

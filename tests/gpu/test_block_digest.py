@@ -8,7 +8,7 @@ import torch
 from replicas.kv.kv_digest import BlockDigester
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda.kernels.block_digest import sum_blocks
+from replicas.kernels.block_digest import sum_blocks
 
 pytestmark = pytest.mark.interpreted
 

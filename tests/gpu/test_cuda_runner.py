@@ -27,9 +27,12 @@ from scheduler.sampling_params import SamplingParams
 from tests.gpu.paged_case import TOLERANCE, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import cuda_attention, cuda_graphs, cuda_runner, cuda_step
-from replicas.cuda.cuda_runner import CudaRunner
+from replicas.cuda import attention as cuda_attention
+from replicas.cuda import graphs as cuda_graphs
+from replicas.cuda import runner as cuda_runner
+from replicas.cuda import step as cuda_step
 from replicas.cuda.rotated_attention import RotatedAttention
+from replicas.cuda.runner import CudaRunner
 
 pytestmark = pytest.mark.interpreted
 

@@ -10,10 +10,10 @@ import torch
 from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda.kernels.kv_write import write_kv
-from replicas.cuda.kernels.paged_decode import paged_decode
-from replicas.cuda.kernels.paged_prefill import paged_prefill
-from replicas.cuda.kernels.work_sharing import WorkSharing
+from replicas.kernels.kv_write import write_kv
+from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_prefill import paged_prefill
+from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvLayout
 
 pytestmark = pytest.mark.interpreted

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda.kernels.gemv import gemv
-from replicas.cuda.kernels.skinny_product import ProductTile, skinny_product
+from replicas.kernels.gemv import gemv
+from replicas.kernels.skinny_product import ProductTile, skinny_product
 from tests.gpu.paged_case import TOLERANCE, relative_error
 
 pytestmark = pytest.mark.interpreted

@@ -1,4 +1,4 @@
-"""Drawing on the GPU is the same function as `replicas.token_choice.sampling`."""
+"""Drawing on the GPU is the same function as `replicas.sampling.draw`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicas.cuda.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
-from replicas.token_choice.sampling import SamplingBatch, sample
+from replicas.kernels.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
+from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda.kernels.token_draw import draw_tokens
-from replicas.cuda.kernels.token_pick import picks
+from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.token_pick import picks
 
 pytestmark = pytest.mark.interpreted
 

@@ -12,7 +12,7 @@ from typing import Any
 import helm_python
 import yaml
 
-from cluster.configuration.config_parts import OWN_PART_VARIABLE, with_live_part
+from cluster.config.parts import OWN_PART_VARIABLE, with_live_part
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm"

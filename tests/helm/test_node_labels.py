@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.app import build_app
-from cluster.command_line import main
-from cluster.configuration.config import Config
+from cluster.config.root import Config
+from cluster.serving.app import build_app
+from cluster.serving.command_line import main
 from tests.helm.chart import ALL_VALUES, render
 
 CONFIG = render(ALL_VALUES["multi-host-rdma"]).config

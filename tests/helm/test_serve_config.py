@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.configuration.config import Config
-from cluster.serve_config import serve_config
+from cluster.config.root import Config
+from cluster.serving.serve_config import serve_config
 from tests.helm.chart import ALL_VALUES, merged, read_values, render
 from tests.helm.chart import CHART as CHART_FOLDER
 
@@ -61,7 +61,7 @@ def test_its_form(name: str) -> None:
     assert policy == ({"policy_function": "cluster.autoscaling.autoscaling_policy:decide"} if scales else None)
     del application["args"]
     del application["deployments"]  # see test_equals_what_splitserve_deploy_makes
-    assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serve_app:build"}
+    assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serving.serve_app:build"}
 
 
 def test_the_schema_knows_every_section_of_the_config() -> None:

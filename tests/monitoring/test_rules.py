@@ -10,7 +10,7 @@ import yaml
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metric_table import metric_table
 from cluster.monitoring.metrics_merge import merge
-from replicas.metrics.metrics import PoolMetrics
+from replicas.metrics.pool_metrics import PoolMetrics
 from tests.monitoring.dashboard_file import ROOT
 from tests.monitoring.promtool import needs_promtool, promtool
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.cuda.cuda_slots import CudaSlots
-from replicas.cuda.cuda_step import ChunkLayout, Launches, build_cuda_inputs, fresh_runs
+from replicas.cuda.slots import CudaSlots
+from replicas.cuda.step import ChunkLayout, Launches, build_cuda_inputs, fresh_runs
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan
 
 SHARING: Any = SimpleNamespace(

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from replicas.model import gguf_conversion
-from replicas.model.gguf import gguf_weights
-from replicas.model.gguf_conversion import convert, converted_folder, is_converted, resolve_source
+from replicas.gguf import conversion as gguf_conversion
+from replicas.gguf import weights as gguf_weights
+from replicas.gguf.conversion import convert, converted_folder, is_converted, resolve_source
 from replicas.model.model_support import UnsupportedModel
 from tests.replicas.tiny_gguf import gguf_of, tiny_model
 

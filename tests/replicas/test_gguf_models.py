@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, quants
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cluster.text.tokenizer import Tokenizer
-from replicas.model.gguf_conversion import convert
+from replicas.gguf.conversion import convert
 from replicas.settings import ModelSettings
 from tests.engines.local_system import LocalSystem, settings
 from tests.replicas.tiny_gguf import (

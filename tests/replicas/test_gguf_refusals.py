@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFWriter
 
-from replicas.model.gguf import gguf_weights
-from replicas.model.gguf_conversion import convert
+from replicas.gguf import weights as gguf_weights
+from replicas.gguf.conversion import convert
 from replicas.model.model_support import UnsupportedModel
 from tests.replicas.tiny_gguf import TinyGguf, gguf_of, tiny_model
 

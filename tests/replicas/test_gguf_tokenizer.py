@@ -13,12 +13,12 @@ import pytest
 import regex
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from cluster.configuration.model_config import find_bundled_gguf
+from cluster.config.model import find_bundled_gguf
 from cluster.text.tokenizer import Tokenizer
-from replicas.model.gguf.gguf_file import GgufFile, read_gguf
-from replicas.model.gguf.gguf_splitting import SPLITTINGS
-from replicas.model.gguf.gguf_tokenizer import write_tokenizer
-from replicas.model.gguf_conversion import convert
+from replicas.gguf.conversion import convert
+from replicas.gguf.file import GgufFile, read_gguf
+from replicas.gguf.splitting import SPLITTINGS
+from replicas.gguf.tokenizer import write_tokenizer
 from replicas.model.model_support import UnsupportedModel
 from tests.golden.golden_prompts import PASSAGE, TEXTS
 from tests.golden.golden_set import load_goldens

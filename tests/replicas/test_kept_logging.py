@@ -67,17 +67,17 @@ print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
 _ENGINE = """
 import torch
 from replicas.settings import ModelSettings
-from replicas.engine_builder import load_model
+from replicas.serving.engine_builder import load_model
 from replicas.kv.nixl_transport import NixlTransport
-from replicas.decode_replica import DecodeReplica
-from replicas.prefill_replica import PrefillReplica
+from replicas.serving.decode_replica import DecodeReplica
+from replicas.serving.prefill_replica import PrefillReplica
 load_model(ModelSettings(sys.argv[2], "", "float32", 128, "auto", False), torch.device("cpu"))
 NixlTransport(torch.zeros(4, 16), "replica", "epoch", "fingerprint").close()
 """
 _TOKENIZER = """
 import opentelemetry.sdk.trace
-from cluster.ingress import _load_tokenizer
-from cluster.http.http_app import build_http_app
+from cluster.serving.ingress import _load_tokenizer
+from cluster.http.app import build_http_app
 _load_tokenizer(sys.argv[2], False)
 """
 

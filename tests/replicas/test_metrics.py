@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.metrics import BLOCK_STATES, PoolMetrics, metric_buckets
+from replicas.metrics.pool_metrics import BLOCK_STATES, PoolMetrics, metric_buckets
 
 
 def pool_metrics(pool: str = "decode") -> PoolMetrics:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from replicas.identity_digests import tokenizer_digest
+from replicas.model.identity_digests import tokenizer_digest
 from replicas.model.model_loader import load_model
 from replicas.model.weights_digest import digest_weights
 from replicas.model_identity import ModelIdentity, model_of

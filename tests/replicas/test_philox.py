@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from replicas.token_choice.philox import Purpose, noise_of_tokens, philox4x32, token_noise
+from replicas.sampling.philox import Purpose, noise_of_tokens, philox4x32, token_noise
 
 # Random123, tests/kat_vectors: philox4x32 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [

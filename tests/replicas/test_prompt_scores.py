@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
-from replicas.token_choice import prompt_scores
-from replicas.token_choice.token_scores import TokenScores
+from replicas.sampling import prompt_scores
+from replicas.sampling.token_scores import TokenScores
 from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs

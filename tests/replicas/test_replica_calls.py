@@ -16,8 +16,6 @@ from cluster.routing.call_channel import CallChannel, CallFailed
 from replicas.channels.call_server import CallServer
 from replicas.channels.token_sender import TokenSender
 from replicas.channels.wire import Decoder, decode_frame, encode
-from replicas.decode_replica import DecodeReplica
-from replicas.engine_replica import EngineReplica
 from replicas.messages import (
     Call,
     CallStatus,
@@ -35,7 +33,9 @@ from replicas.messages import (
     ReplayReply,
     TransferPeer,
 )
-from replicas.prefill_replica import PrefillReplica
+from replicas.serving.decode_replica import DecodeReplica
+from replicas.serving.engine_replica import EngineReplica
+from replicas.serving.prefill_replica import PrefillReplica
 from scheduler.sampling_params import SamplingParams
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from replicas.token_choice.philox import token_noise
-from replicas.token_choice.sampling import (
+from replicas.sampling.draw import (
     GREEDY_BELOW,
     RowGroup,
     SamplingBatch,
@@ -19,6 +18,7 @@ from replicas.token_choice.sampling import (
     gumbel_from_words,
     sample,
 )
+from replicas.sampling.philox import token_noise
 from scheduler.sampling_params import SamplingParams
 
 Row = tuple[SamplingParams, int, int]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from replicas.termination import ReplicaTerminating, Termination
+from replicas.serving.termination import ReplicaTerminating, Termination
 
 
 def test_the_first_begins_a_drain_and_the_second_ends_the_process() -> None:

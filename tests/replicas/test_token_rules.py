@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.model.sample_place import SamplePlace
 from replicas.model.slot_state import SlotState
-from replicas.token_choice.sampling import SamplingBatch, sample
-from replicas.token_choice.token_choice import NOT_A_TOKEN, NOTHING_ALLOWED, choose_tokens
+from replicas.sampling.draw import SamplingBatch, sample
+from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED, sample_tokens
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected
@@ -127,15 +127,15 @@ def test_the_first_tokens_of_a_prompt_obey_the_prompts_own_slot_and_part_in_thei
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [5, 11, 12]] = torch.tensor([9.0, 8.0, 7.0])  # 5 is a stop token
     places = [SamplePlace(0, choice, 2, choice) for choice in range(3)]
-    choice = choose_tokens(logits.expand(3, -1).clone(), places, slots)
+    choice = sample_tokens(logits.expand(3, -1).clone(), places, slots)
     assert choice.read_tokens() == [11, 11, 11]
     slots.rules.store([SamplePlace(2, 2, 2, 2)], torch.tensor([40]))  # choice 2 got another one
     logits[0, 40] = 8.5
     places = [SamplePlace(slot, slot, 3, slot) for slot in range(3)]
-    assert choose_tokens(logits.expand(3, -1).clone(), places, slots).read_tokens() == [5, 5, 5]
+    assert sample_tokens(logits.expand(3, -1).clone(), places, slots).read_tokens() == [5, 5, 5]
     logits[0, 5] = 0.0
     places = [SamplePlace(slot, slot, 3, slot) for slot in range(3)]
-    assert choose_tokens(logits.expand(3, -1).clone(), places, slots).read_tokens() == [40, 40, 11]
+    assert sample_tokens(logits.expand(3, -1).clone(), places, slots).read_tokens() == [40, 40, 11]
 
 
 def test_min_tokens_counts_output_of_earlier_attempts() -> None:
@@ -156,7 +156,7 @@ def test_rules_that_leave_nothing_are_told_from_broken_logits() -> None:
     logits = logits_of(6, 5)
     logits[2:4, 50] = torch.nan
     slots = SlotState(5, 1, 20)
-    tokens = choose_tokens(logits, feed(slots, rows), slots).read_tokens()
+    tokens = sample_tokens(logits, feed(slots, rows), slots).read_tokens()
     assert tokens[:4] == [NOTHING_ALLOWED, NOTHING_ALLOWED, NOT_A_TOKEN, NOT_A_TOKEN]
     assert tokens[4] >= 0
     assert slots.last_token.min() >= 0
@@ -168,16 +168,16 @@ def test_a_choice_that_fails_leaves_the_slots_as_they_were(monkeypatch: pytest.M
     places = feed(slots, [Row(SamplingParams(temperature=0.0, num_logprobs=2), (4, 5, 6), (7,))])
     before = slots.last_token.clone()
     logits = logits_of(3, 1)
-    first = choose_tokens(logits.clone(), places, slots).read_tokens()
+    first = sample_tokens(logits.clone(), places, slots).read_tokens()
     assert slots.last_token.tolist() == first
     slots.last_token.copy_(before)
 
     def out_of_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("replicas.token_choice.token_choice.TokenScores.of", out_of_memory)
+    monkeypatch.setattr("replicas.sampling.sampled_tokens.TokenScores.of", out_of_memory)
     with pytest.raises(MemoryError):
-        choose_tokens(logits, places, slots)
+        sample_tokens(logits, places, slots)
     assert slots.last_token.tolist() == before.tolist() != first
 
 
@@ -187,7 +187,7 @@ def test_greedy_and_sampled_choices_obey(temperature: float) -> None:
     logits = logits_of(7, len(rows))
     slots = SlotState(len(rows), 1, 200)
     places = feed(slots, rows)
-    tokens = choose_tokens(logits.clone(), places, slots).read_tokens()
+    tokens = sample_tokens(logits.clone(), places, slots).read_tokens()
     scores = torch.stack([expected(logits[i], row) for i, row in enumerate(rows)])
     parameters = [(row.params, 0, place.position) for row, place in zip(rows, places, strict=True)]
     assert tokens == sample(scores, SamplingBatch.from_rows(parameters)).tolist()

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from replicas.token_choice.token_scores import TokenScores
+from replicas.sampling.token_scores import TokenScores
 from scheduler.token_logprobs import LOWEST_LOGPROB
 
 

@@ -16,9 +16,9 @@ import ray
 from ray import serve
 from ray.serve.api import RunTarget
 
-from cluster.app import build_app
-from cluster.configuration.config_file import load_config
-from cluster.serve_config import serve_logging
+from cluster.config.file import load_config
+from cluster.serving.app import build_app
+from cluster.serving.serve_config import serve_logging
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.command_line", "serve", str(path), "--port", str(port)],
+            [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.command_line import main
+from cluster.serving.command_line import main
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
 from cluster.simulation.traces import TraceEntry
 

@@ -1,0 +1,284 @@
+"""Everything around the engines: HTTP, ingress, KV handoff, routing, limits on requests, logging, Ray."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from cluster.config.autoscaling import IngressAutoscalingConfig
+from cluster.config.section import (
+    Cpus,
+    Host,
+    LocalPath,
+    NodeLabels,
+    OneOf,
+    Port,
+    Seconds,
+    Section,
+    base_dir_of,
+)
+from cluster.routing.policies.policy_table import POLICIES
+from replicas.kv.transport_table import TRANSPORTS
+
+ServeProxy = Literal["serve", "haproxy"]
+# By the variable that sets each: statistics for people and for Prometheus, Serve's proxy for when there is no ingress.
+HAPROXY_PORTS = {
+    "RAY_SERVE_HAPROXY_STATS_PORT": 8404,
+    "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
+    "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": 9500,
+}
+INGRESS_PORTS = range(30_000, 31_001)  # Ray gives them to ingresses behind it
+
+
+class ServerConfig(Section):
+    """Where HTTP is served."""
+
+    host: Host = Field(default="127.0.0.1", description="Address to listen on; 0.0.0.0 for all of this machine's")
+    port: Port = Field(default=8_000, description="TCP port; below 1024 usually needs root")
+    proxy: ServeProxy = Field(
+        default="serve",
+        description="Who takes connections: serve, Ray Serve's own proxy; or haproxy, in front of the ingresses, which "
+        "brings a first token 10 to 15 ms sooner. Ingresses then listen too, on host and ports from 30000 on. Decided "
+        "when Ray starts",
+    )
+    openapi: bool = Field(default=True, description="Publish the API's description at /openapi.json")
+    docs: bool = Field(
+        default=False,
+        description="Serve a page to read and try the API at /docs; needs openapi, and loads scripts from a CDN",
+    )
+
+
+class IngressConfig(Section):
+    """The replicas that take HTTP requests and route them."""
+
+    replicas: int = Field(default=1, ge=1, le=256, description="How many ingress replicas; they share nothing")
+    autoscaling: IngressAutoscalingConfig | None = Field(
+        default=None, description="Let ingresses grow and shrink with open requests, instead of `replicas`"
+    )
+    max_queued_requests: int = Field(
+        default=256,
+        ge=0,
+        le=1_000_000,
+        description="Most requests in each ingress that wait for memory or a slot. Beyond: status 429",
+    )
+    queue_timeout_s: Seconds = Field(default=30.0, description="Longest wait for admission. Beyond: status 429")
+    cold_start_timeout_s: Seconds = Field(
+        default=300.0,
+        description="Longest wait for the first replica of a pool that autoscaling had emptied. Beyond: status 503",
+    )
+    request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
+    max_retries: int = Field(
+        default=2, ge=0, le=10, description="How often a request is tried again on other replicas after a failure"
+    )
+    channel_host: Host = Field(
+        default="127.0.0.1",
+        description="Address where an ingress receives tokens; decode replicas connect to it, so across machines it "
+        "is one they can reach: auto takes the one by which Ray knows each ingress's own node",
+    )
+    num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each ingress; limits nothing")
+    node_labels: NodeLabels = Field(
+        default={}, description="Labels that the Ray node of an ingress must have, as those of a pool"
+    )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas when the server starts."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas when there are as many as there may be."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @field_validator("channel_host")
+    @classmethod
+    def _check_connectable(cls, host: str) -> str:
+        if host in {str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))}:
+            raise ValueError("is nothing that a decode replica can connect to; expected the address of this machine")
+        return host
+
+
+class KVConfig(Section):
+    """The paged KV cache, the same in all pools."""
+
+    block_size: Literal[8, 16, 32, 64, 128] = Field(
+        default=16, description="Tokens in a block, the unit in which KV memory is given out and moved"
+    )
+
+
+class TransferConfig(Section):
+    """How a prompt's KV cache gets from a prefill replica to a decode replica."""
+
+    backend: Annotated[str, OneOf(TRANSPORTS)] = Field(
+        default="UCX", description="The transport that moves the bytes. UCX: NIXL, with its UCX backend"
+    )
+    lease_s: Seconds = Field(
+        default=30.0,
+        description="How long a prefill replica keeps blocks whose reader is silent; living readers renew it",
+    )
+    verify_digest: bool = Field(
+        default=True, description="Compare a digest of the bytes read with the source's before they are used"
+    )
+    net_devices: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
+        "chooses",
+    )
+    handoff_timeout_s: Seconds = Field(
+        default=30.0,
+        description="Longest wait of a decode replica for the KV cache of a request it admitted, the prefill "
+        "replica's queue and work included. Beyond: the request is tried on another pair",
+    )
+
+
+class RoutingConfig(Section):
+    """Which replicas a request goes to."""
+
+    policy: Annotated[str, OneOf(POLICIES)] = Field(
+        default="memory_then_queue",
+        description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
+        "that is free there, prefill by the wait for the prompt's end",
+    )
+    local_prefill_max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts of up to this many tokens are computed by the decode replica itself; 0: none",
+    )
+    fallback_to_decode: bool = Field(
+        default=False,
+        description="Let decode replicas compute prompts while no prefill replica lives. false: status 503",
+    )
+    other_node_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="How many times more a prompt counts at a prefill replica that is not on the decode replica's Ray "
+        "node (a pod is one). For pools over several nodes whose KV moves by TCP: how often computing a prompt goes "
+        "into the time of its transfer. 0: nodes do not matter",
+    )
+
+
+class LimitsConfig(Section):
+    """What one HTTP request may ask for. Beyond: status 400, or 413 for the body."""
+
+    max_body_bytes: int = Field(default=4 * 1024**2, ge=1_024, le=1024**3, description="Largest request body")
+    body_timeout_s: Seconds = Field(
+        default=30.0, description="Longest time in which a request's body must have come. Beyond: status 408"
+    )
+    max_body_values: int = Field(
+        default=65_536,
+        ge=1_024,
+        description="Most strings (keys included), objects and arrays in a request body, of numbers 16 times as many. "
+        "Counted before the body is parsed, which would take long",
+    )
+    max_prompts: int = Field(default=32, ge=1, le=4_096, description="Most prompts in one completion request")
+    max_choices: int = Field(
+        default=8,
+        ge=1,
+        le=128,
+        description="Largest n and best_of, choices of one prompt; at most pools.decode.max_running_sequences",
+    )
+    max_tokens_default_chat: int | None = Field(
+        default=None,
+        ge=1,
+        description="max_tokens of a chat request that gives none; null: max_new_tokens of the checkpoint's "
+        "generation_config.json (model.sampling_defaults), else the rest of model.max_model_len, as OpenAI",
+    )
+    max_tokens_default_completions: int = Field(
+        default=16, ge=1, description="max_tokens of a completion request that gives none; OpenAI's is 16"
+    )
+    max_stop_strings: int = Field(default=4, ge=0, le=64, description="Most stop strings in a request; OpenAI's is 4")
+    max_stop_string_chars: int = Field(
+        default=256, ge=1, le=4_096, description="Longest stop string or bad word, in characters"
+    )
+    max_stop_token_ids: int = Field(default=128, ge=0, le=4_096, description="Most stop token ids in a request")
+    max_logprobs: int = Field(
+        default=5, ge=0, le=128, description="Largest logprobs of a completion request; OpenAI's is 5"
+    )
+    max_top_logprobs: int = Field(
+        default=20,
+        ge=0,
+        le=128,
+        description="Largest top_logprobs of a chat request, and largest prompt_logprobs; OpenAI's is 20",
+    )
+    max_logit_bias: int = Field(default=300, ge=0, le=4_096, description="Most token ids in a request's logit_bias")
+    max_bad_words: int = Field(default=64, ge=0, le=1_024, description="Most bad words in a request")
+    max_allowed_token_ids: int = Field(
+        default=1_024, ge=1, le=65_536, description="Most token ids in a request's allowed_token_ids"
+    )
+    max_generated_tokens: int = Field(
+        default=262_144,
+        ge=1,
+        description="Most tokens one request may cause: prompts times choices (n, best_of or beams) times max_tokens",
+    )
+    max_text_chars: int = Field(
+        default=524_288,
+        ge=1,
+        description="Longest text, in characters, that is tokenized though it need not fit into the model's context: "
+        "for /tokenize and truncate_prompt_tokens. Also the most token ids of a prompt, and for /detokenize",
+    )
+    max_reported_logprobs: int = Field(
+        default=200_000,
+        ge=1,
+        le=1_000_000,  # more would not fit into one reply (replicas.channels.wire.MAX_MESSAGE_BYTES)
+        description="Most log-probabilities of prompt tokens that one answer reports, of all prompts and choices",
+    )
+    min_priority: int = Field(
+        default=0,
+        ge=-1_000,
+        le=0,
+        description="Smallest priority a request may give, which is the most important: smaller ones go first",
+    )
+    max_priority: int = Field(
+        default=100, ge=0, le=1_000, description="Largest priority a request may give, the least important"
+    )
+
+
+class LoggingConfig(Section):
+    """What is logged."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="Least level logged")
+    format: Literal["text", "json"] = Field(default="text", description="text for people, json for log collectors")
+
+
+class RayConfig(Section):
+    """The Ray instance that `splitserve serve` starts."""
+
+    object_store_memory_bytes: int = Field(
+        default=100_000_000,
+        ge=75 * 1024**2,
+        description="Shared memory of Ray's object store. Nothing large goes through it: keep it small",
+    )
+    num_cpus: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Logical CPUs Ray gives out, may exceed the cores; null: what all replicas reserve, and one more",
+    )
+    include_dashboard: bool = Field(default=False, description="Serve Ray's dashboard on 127.0.0.1:8265")
+
+
+class FaultsConfig(Section):
+    """For SplitServe's own tests and measurements. Leave it out."""
+
+    fault_dir: LocalPath | None = Field(
+        default=None,
+        description="Folder whose files hold replicas at chosen points; tests only, never in production",
+    )
+
+    step_record_dir: LocalPath | None = Field(
+        default=None,
+        description="Folder into which every engine writes what was in each step and how long it took, for "
+        "`splitserve fit-steps`",
+    )
+
+    @field_validator("fault_dir", "step_record_dir")
+    @classmethod
+    def _check_folder(cls, folder: LocalPath | None, info: ValidationInfo) -> LocalPath | None:
+        if folder is not None and base_dir_of(info) is not None and not folder.is_dir():
+            raise ValueError("is no existing folder")
+        return folder

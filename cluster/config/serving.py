@@ -1,0 +1,54 @@
+"""The sections of the config by who goes by them: what changes for one need not restart the others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from cluster.config.fairness import FairnessConfig
+from cluster.config.http import AuthConfig, CorsConfig
+from cluster.config.lifecycle import LifecycleConfig
+from cluster.config.model import ModelConfig
+from cluster.config.section import Section
+from cluster.config.service import (
+    FaultsConfig,
+    IngressConfig,
+    KVConfig,
+    LimitsConfig,
+    LoggingConfig,
+    RoutingConfig,
+    ServerConfig,
+    TransferConfig,
+)
+from cluster.config.slo import SloConfig
+from cluster.config.tracing import TracingConfig
+
+
+class SharedConfig(Section):
+    """What ingresses and engines go by alike."""
+
+    model: ModelConfig = Field(default=ModelConfig(), description="The model that is served")
+    layout: Literal["split", "colocated"] = Field(
+        default="split",
+        description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
+    )
+    kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
+    transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
+    lifecycle: LifecycleConfig = Field(default=LifecycleConfig(), description="How replicas leave, and their health")
+    logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
+    testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
+
+
+class ServingConfig(SharedConfig):
+    """All that an ingress goes by, but the pools."""
+
+    server: ServerConfig = Field(default=ServerConfig(), description="Where HTTP is served")
+    auth: AuthConfig = Field(default=AuthConfig(), description="Who may call the API, by API keys")
+    cors: CorsConfig = Field(default=CorsConfig(), description="Web pages that may call the API")
+    ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
+    slo: SloConfig = Field(default=SloConfig(), description="What users are promised")
+    routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
+    fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
+    limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
+    tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")

@@ -1,0 +1,270 @@
+"""Bodies of POST /v1/chat/completions and /v1/completions.
+
+Where OpenAI's specification is silent or loose, this is what holds here:
+- types are strict: true and "5" are no numbers; 5.0 is 5, and 5.5 is not an integer;
+- null means the same as leaving the field out;
+- fields nobody knows are ignored (`unknown_fields`, to log them), fields that would need something this server does
+  not do are refused (openai_unsupported);
+- vLLM's extensions work on both endpoints where they make sense for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from cluster.openai.combinations import check_beam_search, check_choices, check_output
+from cluster.openai.messages import ChatMessage, TemplateVariables
+from cluster.openai.object import (
+    AtMost,
+    Integer,
+    invalid,
+    limit,
+    limits_of,
+    not_together,
+    token_ids,
+    token_ids_schema,
+)
+from cluster.openai.output import OutputFields
+from cluster.openai.sampling import SamplingFields
+from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
+
+# Known, without effect here, and no reason for a log line.
+_TOLERATED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+_MAX_UNKNOWN_NAMES = 10
+_MAX_MESSAGES = 2048
+_INT64_MAX = 2**63 - 1
+_Tokens = Annotated[Integer, Field(ge=1, le=_INT64_MAX)]
+_TokensOrZero = Annotated[Integer, Field(ge=0, le=_INT64_MAX)]
+_TokensToKeep = Annotated[Integer, Field(ge=-1, le=_INT64_MAX, json_schema_extra={"not": {"const": 0}})]
+
+
+def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
+    """The four forms of a prompt as one: a list of prompts, each a text or ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid("must be a string, an array of strings, an array of token ids, or an array of such arrays")
+    if not value:
+        raise invalid("must not be empty")
+    most, most_ids = limits_of(info).max_prompts, limits_of(info).max_text_chars
+    if not isinstance(value[0], str | list):
+        return [token_ids(value, most_ids)]
+    if len(value) > most:
+        raise invalid(f"has {len(value)} prompts; at most {most} are allowed")
+    if [] in value:
+        raise invalid("must not be empty")
+    if all(isinstance(item, str) for item in value):
+        return value
+    return [token_ids(item, most_ids) for item in value]
+
+
+_IDS_SCHEMA = token_ids_schema(minItems=1, maxItems=limit("max_text_chars"))
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": limit("max_prompts")},
+        _IDS_SCHEMA,
+        {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": limit("max_prompts")},
+    ],
+}
+
+
+def _check_priority(value: int, info: ValidationInfo) -> int:
+    least, most = limits_of(info).min_priority, limits_of(info).max_priority
+    if not least <= value <= most:
+        raise invalid(f"must be from {least} (goes first) to {most}")
+    return value
+
+
+_Priority = Annotated[
+    Integer,
+    AfterValidator(_check_priority),
+    WithJsonSchema({"type": "integer", "minimum": limit("min_priority"), "maximum": limit("max_priority")}),
+]
+
+
+class GenerationBody(SamplingFields, OutputFields, ABC):
+    """What both endpoints have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # What only another endpoint has and this one would have to ignore, and the values that ask for nothing.
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    model: str | None = Field(
+        default=None, description="Name of the model, as /v1/models gives it; left out: the one that is served."
+    )
+    max_tokens: _Tokens | None = Field(
+        default=None,
+        description="Most tokens of each choice. Together with the prompt it must fit into the model's context.",
+        examples=[64],
+    )
+    max_completion_tokens: _Tokens | None = Field(
+        default=None,
+        description="OpenAI's newer name for max_tokens; goes before it.",
+        examples=[64],
+    )
+    truncate_prompt_tokens: _TokensToKeep | None = Field(
+        default=None,
+        description="Keep only so many last tokens of each prompt; -1: as many as leave room for one token of output "
+        "or for max_tokens. Not 0. Left out: a prompt that is too long is an error. Not in OpenAI's API.",
+        examples=[256],
+    )
+
+    priority: _Priority = Field(
+        default=0,
+        description="Whose turn it is while requests wait: the smaller goes first, as in vLLM. Not in OpenAI's API.",
+        examples=[0],
+    )
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The client's limit for each choice, under either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens to report beside each token of the answer; None: no log-probabilities."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of ignored fields, for the log: sorted, shortened, the first few."""
+        extra = self.model_extra or {}
+        names = extra.keys() - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
+        names -= {name for name in OFFERS if not extra.get(name)}
+        return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        check_choices(self)
+        check_output(self)
+        check_beam_search(self)
+        return self
+
+
+class ChatCompletionBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
+
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(
+        min_length=1,
+        max_length=_MAX_MESSAGES,
+        description="The conversation so far, oldest message first.",
+        examples=[[{"role": "user", "content": "What is the capital of France?"}]],
+    )
+    logprobs: bool = Field(
+        default=False, description="Report the log-probability of each token of the answer.", examples=[True]
+    )
+    top_logprobs: Annotated[Integer, AtMost("max_top_logprobs")] = Field(
+        default=0,
+        ge=0,
+        description="How many most likely tokens to report at each position; needs logprobs true.",
+        examples=[5],
+    )
+    add_generation_prompt: bool = Field(
+        default=True,
+        description="Let the prompt end where an answer of the assistant begins. Not in OpenAI's API.",
+        examples=[True],
+    )
+    continue_final_message: bool = Field(
+        default=False,
+        description="Go on with the last message instead of answering it; needs add_generation_prompt false. Not in "
+        "OpenAI's API.",
+        examples=[False],
+    )
+    chat_template_kwargs: TemplateVariables = Field(
+        default_factory=dict,
+        description="Further variables for the model's chat template. Not in OpenAI's API.",
+        examples=[{"enable_thinking": False}],
+    )
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as Tokenizer.apply_chat_template takes them."""
+        return [message.for_template() for message in self.messages]
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise not_together("top_logprobs", "is only allowed together with logprobs true")
+        if self.best_of not in (None, self.n) and not self.use_beam_search:
+            raise not_together("best_of", "is only supported in /v1/completions, or with use_beam_search")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise not_together("continue_final_message", "is only allowed together with add_generation_prompt false")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "top_logprobs": (0,),
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+    }
+
+    # A text may be empty: whether that means BOS or nothing is up to the tokenizer.
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)] = Field(
+        description="One or more prompts, each a text or token ids. Control tokens in a text count as such.",
+        examples=["Once upon a time"],
+    )
+    max_tokens: _TokensOrZero | None = Field(
+        default=None,
+        description="Most tokens of each choice. Together with the prompt it must fit into the model's context. 0 is "
+        "only allowed together with echo.",
+        examples=[64],
+    )
+    logprobs: Annotated[Integer, Field(ge=0), AtMost("max_logprobs")] | None = Field(
+        default=None,
+        description="Report the log-probability of each token, and at each position so many most likely tokens.",
+        examples=[1],
+    )
+    echo: bool = Field(default=False, description="Begin each choice with its prompt.", examples=[False])
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [num for num in (self.prompt_logprobs, self.logprobs if self.echo else None) if num is not None]
+        return max(wanted, default=None)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        if self.max_new_tokens == 0 and not self.echo:
+            raise not_together("max_tokens", "must be greater than or equal to 1 (0 is for echo)")
+        return self

@@ -1,0 +1,103 @@
+"""The text of one choice: tokens in, pieces of text out, ended by the model or by a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from cluster.openai.logprobs import ScoredToken
+from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.stop_strings import StopMatch, StopMatcher
+
+if TYPE_CHECKING:
+    from cluster.text.prompt_echo import PromptEcho
+    from cluster.text.tokenizer import Tokenizer
+    from replicas.messages import FinishReason, TokenLogprobs
+
+
+class TextDelta(NamedTuple):
+    """One token's piece of a choice's text, often empty; finish_reason ("stop" or "length") on the last one.
+
+    token_id: None when nothing was generated, but the prompt echoed. scored: the token, and with the first one those of
+    an echoed prompt, where log-probabilities were asked for.
+    """
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    text: str
+    finish_reason: str | None
+    token_id: int | None
+    scored: tuple[ScoredToken, ...] = ()
+
+
+class TextChoice:
+    """Mutable; one per choice of an answer. Streamed and whole answers are both made of its deltas.
+
+    prompt_logprobs: of the prompt, when they were asked for and have come. sum_logprobs: over the tokens so far, where
+    they have any.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        include_stop: bool,
+        *,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        echo: PromptEcho | None = None,
+        only_echo: bool = False,
+    ) -> None:
+        """min_tokens: stop strings are looked for only in the text after so many tokens.
+
+        echo: the prompt, to come before the text. only_echo: and nothing else: the one token generated is dropped.
+        """
+        self.index = index
+        self.num_tokens = 0  # the stop string's last token included, nothing after it
+        self.finish_reason: str | None = None
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self.sum_logprobs = 0.0
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stops, include_stop)
+        self._min_tokens = min_tokens
+        self._echo = echo
+        self._only_echo = only_echo
+        self._offset = 0 if echo is None else len(echo.text)
+
+    def push(
+        self, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
+    ) -> TextDelta:
+        """The next token, and why it is the last one, if it is. Not to be called after a finish."""
+        assert self.finish_reason is None, "a choice has ended once"
+        if self._only_echo:
+            self.finish_reason = "length"
+            return self._with_echo(TextDelta(self.index, "", self.finish_reason, None), logprobs is not None)
+        self.num_tokens += 1
+        piece = self._detokenizer.push(token_id)
+        match = self._matcher.push(piece) if self.num_tokens > self._min_tokens else StopMatch(piece, None)
+        text, matched = match.text_to_emit, match.matched
+        if matched is None and finish_reason is not None:
+            rest = self._detokenizer.finish()
+            piece += rest
+            match = self._matcher.push(rest)
+            text, matched = text + match.text_to_emit + self._matcher.finish(), match.matched
+        if matched is not None:
+            self.finish_reason = "stop"
+        elif finish_reason is not None:
+            self.finish_reason = finish_reason.value
+        scored = () if logprobs is None else (self._scored(token_id, piece, logprobs),)
+        delta = TextDelta(self.index, text, self.finish_reason, token_id, scored)
+        return delta if self._echo is None else self._with_echo(delta, logprobs is not None)
+
+    def _scored(self, token_id: int, piece: str, logprobs: TokenLogprobs) -> ScoredToken:
+        token = ScoredToken(token_id, piece, self._offset, logprobs)
+        self._offset += len(piece)
+        self.sum_logprobs += logprobs.logprob
+        return token
+
+    def _with_echo(self, delta: TextDelta, is_scored: bool) -> TextDelta:
+        """The first delta, with the prompt before it. The prompt's log-probabilities have come before any token."""
+        assert self._echo is not None
+        echo, self._echo = self._echo, None
+        prompt = echo.tokens(self.prompt_logprobs) if is_scored and self.prompt_logprobs is not None else ()
+        return delta._replace(text=echo.text + delta.text, scored=prompt + delta.scored)

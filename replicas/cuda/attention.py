@@ -1,0 +1,181 @@
+"""Paged attention on CUDA, behind the same seam as `replicas.model.attention`: one opaque operator over the pool.
+
+Each attention module holds its own layer's view of the pool, so that one compiled layer serves all of them. This file
+is imported only where there is a card: the kernels need triton.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+
+from replicas.cuda.operators import operator
+from replicas.cuda.step import CudaStep, Launches
+from replicas.kernels.kv_write import write_kv
+from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_prefill import paged_prefill
+from replicas.kv.kv_pool import KvPool
+from replicas.model.attention import refuse_arguments
+from replicas.model.model_support import UnsupportedModel
+
+CUDA_ATTENTION_NAME = "splitserve_paged_cuda"
+_FRESH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
+def bind_attention(model: nn.Module, pool: KvPool) -> None:
+    """Register the attention and give every attention module its view of the pool. Mutates the model.
+
+    Raises UnsupportedModel unless there is one attention module for each of the pool's layers.
+    """
+    AttentionInterface.register(CUDA_ATTENTION_NAME, cuda_attention)
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    if sorted(int(m.layer_idx) for m in layers) != list(range(pool.layout.num_layers)):  # type: ignore[arg-type]
+        raise UnsupportedModel(
+            f"{type(model).__name__}: {len(layers)} attention modules for {pool.layout.num_layers} layers"
+        )
+    for module in layers:
+        module.register_buffer("paged_kv", pool.tensor[:, int(module.layer_idx)], persistent=False)  # type: ignore[arg-type]
+    model.set_attn_implementation(CUDA_ATTENTION_NAME)  # type: ignore[operator]
+
+
+def cuda_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    paged: CudaStep,
+    **arguments: object,
+) -> tuple[torch.Tensor, None]:
+    """As `replicas.model.attention.paged_attention`. Does not wait for the device. Raises UnsupportedAttention."""
+    refuse_arguments(module, attention_mask, arguments)
+    out = _attend_over_pool(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        module.paged_kv,
+        paged.block_table,
+        paged.places,
+        paged.chunks,
+        paged.shares,
+        paged.layout,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return out.unsqueeze(0), None
+
+
+def library_attention() -> AbstractContextManager[None]:
+    """Within it the library's attention of fresh prompts is the fastest there is. Around whole passes: entering it
+    takes as long as launching some kernels."""
+    return sdpa_kernel(_FRESH_BACKENDS, set_priority=True)
+
+
+def prepare_library(num_heads: int, pool: KvPool, runs: tuple[tuple[int, int], ...]) -> None:
+    """Have the library make what it needs for fresh prompts of these (length, count) on this thread. Blocks, some
+    65 ms each: cuDNN makes a plan for every shape, and keeps it for one thread only."""
+    layout = pool.layout
+    with library_attention():
+        for length, count in runs:
+            query, key = (
+                torch.zeros(length * count, n, layout.head_dim, dtype=layout.dtype, device=pool.tensor.device)
+                for n in (num_heads, layout.num_kv_heads)
+            )
+            _attend_fresh(query, key, key, count, layout.head_dim**-0.5)
+
+
+def attend_over_pool(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    block_table: torch.Tensor,
+    places: torch.Tensor,
+    chunks: torch.Tensor,
+    shares: torch.Tensor,
+    layout: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool, the
+    rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
+    step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
+    rows = launches.num_rows
+    if query.shape[0] > rows:
+        write_kv(key[rows:], value[rows:], kv, block_table, step.token_slots[rows:], step.positions[rows:])
+    return attend_written(query, key, value, kv, step, launches, scale)
+
+
+def attend_written(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    step: CudaStep,
+    launches: Launches,
+    scale: float,
+) -> torch.Tensor:
+    """As `attend_over_pool`, once k and v of all tokens but the rows' are in the pool. Mutates kv: writes the rows'."""
+    token_slots, positions = step.token_slots, step.positions
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    rows = launches.num_rows
+    if rows:
+        paged_decode(
+            query[:rows],
+            key[:rows],
+            value[:rows],
+            kv,
+            step.block_table,
+            token_slots,
+            positions[:rows],
+            step.shares,
+            launches.num_pieces,
+            launches.tile_len,
+            scale,
+            out,
+        )
+    for first, length, count in launches.fresh:
+        span = slice(first, first + length * count)
+        attended = _attend_fresh(query[span], key[span], value[span], count, scale)
+        if attended.shape == out.shape:
+            return attended  # nothing else is in the step: nothing to copy
+        out[span] = attended
+    if launches.num_chunks:
+        paged_prefill(
+            query, kv, step.block_table, token_slots, step.chunks, launches.num_chunks, launches.longest_chunk, scale,
+            out,
+        )  # fmt: skip
+    return out
+
+
+def _shape_of_attend(query: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+# kv is written, which is not declared: declared, the compiler might copy the pool to be safe. Nothing else in a
+# compiled layer touches it, so there is no order to keep.
+_attend_over_pool = operator(attend_over_pool, _shape_of_attend)
+
+
+def _attend_fresh(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, scale: float
+) -> torch.Tensor:
+    """Causal attention of `count` prompts of one length, tensors [count * length, heads, head_dim], by torch.
+
+    Within `library_attention`. Contiguous copies, where they are none: the library makes a plan for the strides too.
+    """
+
+    def by_prompt(tensor: torch.Tensor) -> torch.Tensor:
+        split: torch.Tensor = tensor.contiguous().unflatten(0, (count, -1)).transpose(1, 2)
+        return split
+
+    out = F.scaled_dot_product_attention(
+        by_prompt(query), by_prompt(key), by_prompt(value), is_causal=True, scale=scale, enable_gqa=True
+    )
+    by_token: torch.Tensor = out.transpose(1, 2).flatten(0, 1).contiguous()
+    return by_token

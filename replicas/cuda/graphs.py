@@ -1,0 +1,164 @@
+"""CUDA graphs of whole passes, from a step's slots and positions to its logits.
+
+Decode: one graph for each size of batch. Prompts: one for each of some lengths, alone and with room for decode rows
+beside it: launching a pass by hand takes the host longer than the card needs to compute some thousand tokens. A step of
+a few prompts is several passes, one behind the other, the rows in the first. Tokens are drawn behind each, by kernels
+chosen for the step's parameters, whose launches hide behind the pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape
+from replicas.cuda.slots import CudaSlots
+from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
+from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
+
+# Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
+# be anywhere in a prompt, and of fresh prompts. Between them prompts are padded.
+# 2304: a long prompt's part of a step of that many tokens. Each graph takes 0.1 s of a start.
+_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+_BESIDE_ROWS = (
+    (32, (64, 256, 512, 1024, 2304), (768, 1024, 1536, 2048)),
+    (128, (64, 512, 2304), (1024, 2048)),
+)
+# Each pass reads all weights: more prompts than these are computed together, by hand.
+_MOST_PROMPTS = 4
+# A pass more takes as long as so many tokens more in one.
+_TOKENS_A_PASS = 200
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Sizes of batch that get a graph of their own, ascending; others are padded to the next."""
+    # 224 and 240 rows take a library's products longer than 256 do, 208 take them 8 % less (Llama-3.1-8B, H200).
+    sizes = {1, 2, 4, 8, *range(16, 209, 16), *range(256, largest, 32)}
+    return sorted({*(size for size in sizes if size < largest), largest})
+
+
+def prompt_shapes(most_rows: int, longest: int, *, has_fresh: bool) -> list[PromptShape]:
+    """Shapes of prompt passes that get a graph, those of the fewest tokens first.
+
+    most_rows: of any step; longest: prompt; has_fresh: whether a library kernel may compute fresh prompts.
+    """
+    shapes = [PromptShape(0, length, is_fresh=True) for length in _ALONE]
+    for num_rows, anywhere, fresh in _BESIDE_ROWS:
+        room = min(num_rows, most_rows)
+        shapes += [PromptShape(room, length, is_fresh=False) for length in anywhere]
+        shapes += [PromptShape(room, length, is_fresh=True) for length in fresh]
+    kept = {shape for shape in shapes if shape.length <= longest and (has_fresh or not shape.is_fresh)}
+    return sorted(kept, key=lambda shape: (shape.num_tokens, shape.num_rows, not shape.is_fresh))
+
+
+class StepGraph:
+    """One captured pass. Its static input is filled by a pinned copy that torch keeps until it has run."""
+
+    def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
+        """Capture `run`, which reads static_input. Launches it once before. Blocks."""
+        self._input = static_input
+        self._run = run  # what it holds (tensors made outside of the capture) must live as long as the graph
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # whatever is compiled or allocated lazily must be so before
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._pass = run()
+
+    def replay(self, values: torch.Tensor) -> Pass:
+        """values: int32 in pinned memory, in the static input's shape. Does not wait."""
+        self._input.copy_(values, non_blocking=True)
+        self._graph.replay()
+        return self._pass
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """A pass that a graph does for a plan. num_samples: of how many of its rows of logits, the first ones, the plan
+    wants tokens."""
+
+    graph: StepGraph
+    values: torch.Tensor
+    num_samples: int
+
+    def launch(self) -> Pass:
+        """Does not wait. What the last pass of any graph gave is overwritten."""
+        return self.graph.replay(self.values)
+
+
+class StepGraphs:
+    """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
+
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, longest: int, *, has_fresh: bool) -> None:
+        """longest: prompt; has_fresh: whether a library kernel may compute fresh ones."""
+        self._model = PassModel(model, slots, sharing)
+        self._slots = slots
+        self._pool = torch.cuda.graph_pool_handle()
+        self._batch_sizes = batch_sizes(len(slots.sampling))
+        self._shapes = prompt_shapes(len(slots.sampling), longest, has_fresh=has_fresh)
+        self._decode: dict[int, tuple[DecodePass, StepGraph]] = {}
+        self._prompts: dict[PromptShape, tuple[PromptPass, StepGraph]] = {}
+
+    def capture(self) -> int:
+        """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
+        for shape in reversed(self._shapes):
+            prompt = PromptPass(self._model, shape)
+            self._prompts[shape] = prompt, StepGraph(prompt.static_input, prompt.run, self._pool)
+        for size in reversed(self._batch_sizes):
+            decode = DecodePass(self._model, size)
+            self._decode[size] = decode, StepGraph(decode.static_input, decode.run, self._pool)
+        return len(self._decode) + len(self._prompts)
+
+    def draw_all_ways(self) -> None:
+        """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
+        for size in {1, 2, 16} & set(self._batch_sizes):
+            decode, graph = self._decode[size]
+            launched = graph.replay(decode.values(()))
+            for has_sampled, has_filtered, most_kept in (
+                (False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)
+            ):  # fmt: skip
+                draw_tokens(
+                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                    has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
+                )  # fmt: skip
+
+    def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
+        """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
+        if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > self._batch_sizes[-1]:
+            return None
+        rows, planned = plan.rows, []
+        for chunk in plan.chunks:
+            shape = self._shape_of(chunk, 0)
+            if shape is None:
+                return None
+            if rows:
+                together = self._shape_of(chunk, len(rows))
+                if together and together.num_tokens <= shape.num_tokens + len(rows) + _TOKENS_A_PASS:
+                    shape = together
+                else:
+                    planned.append(self._plan_decode(rows))
+                    rows = ()
+            planned.append(self._plan_prompt(shape, chunk, rows))
+            rows = ()
+        if rows:
+            planned.append(self._plan_decode(rows))
+        return planned
+
+    def _shape_of(self, chunk: PrefillChunk, num_rows: int) -> PromptShape | None:
+        """Of the fewest tokens; None where no shape holds them."""
+        return next((shape for shape in self._shapes if shape.holds(chunk, num_rows)), None)
+
+    def _plan_decode(self, rows: Sequence[DecodeRow]) -> PlannedPass:
+        decode, graph = self._decode[self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]]
+        return PlannedPass(graph, decode.values(rows), len(rows))
+
+    def _plan_prompt(self, shape: PromptShape, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> PlannedPass:
+        prompt, graph = self._prompts[shape]
+        return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.targets))

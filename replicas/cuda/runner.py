@@ -1,0 +1,186 @@
+"""The model runner on a CUDA card: the same plans, over kernels, compiled layers and graphs.
+
+A step that graphs know is a replay or some. Any other (chunks of prompts, many prompts) takes the base's way, layer by
+layer, with the same kernels. Either way nothing waits for the device: a step's tokens come through pinned memory and an
+event.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from replicas.cuda.attention import bind_attention, library_attention, prepare_library
+from replicas.cuda.graphs import PlannedPass, StepGraphs
+from replicas.cuda.rotated_attention import use_rotation
+from replicas.cuda.skinny_linear import use_skinny_products
+from replicas.cuda.slots import CudaSlots, SamplingKinds
+from replicas.cuda.step import build_cuda_inputs, fresh_runs
+from replicas.cuda.tokens_in_flight import TokensInFlight
+from replicas.kernels.dependent_launch import launches_early
+from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.work_sharing import WorkSharing
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_runner import ModelRunner, StepHandle
+from replicas.sampling.prompt_scores import ChunkScores
+from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
+from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+# Prompt lengths of the steps that compile the layers: no two sizes in them are equal, or they would be taken for one.
+_WARM_UP_LENGTHS = (37, 23)
+
+
+class CudaRunner(ModelRunner):
+    """Owns what ModelRunner owns, and graphs once `warm_up` has run. Engine thread only, after that."""
+
+    def __init__(
+        self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+    ) -> None:
+        super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
+        device = pool.tensor.device
+        self._max_model_len = max_model_len
+        self._slots: CudaSlots = CudaSlots(
+            num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
+        )
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._sharing = WorkSharing.of(pool.layout, num_processors, num_slots)
+        # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
+        self._has_fresh = loaded.dtype is not torch.float32
+        self._graphs: StepGraphs | None = None
+        bind_attention(loaded.model, pool)
+        use_rotation(loaded.model)
+        use_skinny_products(loaded.model)
+
+    def _compute(self, plan: StepPlan) -> StepHandle:
+        passes = self._graphs.passes(plan) if self._graphs else None
+        if not passes:
+            return super()._compute(plan)
+        kinds = self._slots.kinds(plan)
+        fed = self._slots.last_token.clone()
+        try:
+            choice = self._draw(passes, kinds) if kinds.is_plain else self._choose(passes, plan)
+            return StepHandle(plan, *self._on_the_way(choice, ()))
+        except Exception:  # the step will be run again, in pieces: from the tokens it was planned with
+            self._slots.last_token.copy_(fed)
+            raise
+
+    def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> SampledTokens:
+        """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
+        tokens = []
+        for planned in passes:
+            launched = planned.launch()
+            drawn = draw_tokens(
+                launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept,
+            )  # fmt: skip
+            tokens.append(drawn[: planned.num_samples])
+        return SampledTokens(torch.cat(tokens))
+
+    def _choose(self, passes: Sequence[PlannedPass], plan: StepPlan) -> SampledTokens:
+        """Run the passes, then choose as on a CPU: by rules, or with log-probabilities."""
+        return sample_tokens(_logits_of(passes), SamplePlace.all_of(plan), self._slots)
+
+    def _step_logits(self, plan: StepPlan) -> torch.Tensor:
+        passes = self._graphs.passes(plan) if self._graphs else None
+        return _logits_of(passes) if passes else self._forward(plan)
+
+    def _on_the_way(
+        self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
+    ) -> tuple[SampledTokens, tuple[ChunkScores, ...]]:
+        return TokensInFlight.of(choice, prompts)
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """Compile the layers, capture the graphs. Blocks for seconds (a minute without a compile cache); logs.
+
+        Mutates pool blocks and slot 0.
+        """
+        started_s = time.monotonic()
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for layer in _decoder_layers(self._model, self._loaded.num_layers):
+            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
+        for length in _WARM_UP_LENGTHS:
+            self._run_prompt(min(length, self._max_model_len))
+        torch.cuda.synchronize()
+        compiled_s = time.monotonic()
+        self._graphs = StepGraphs(
+            self._model, self._slots, self._sharing, self._max_model_len, has_fresh=self._has_fresh
+        )
+        num_graphs = self._graphs.capture()
+        self._graphs.draw_all_ways()
+        torch.cuda.synchronize()
+        logger.info(
+            "layers compiled, graphs captured",
+            extra={
+                "event": "warm_up",
+                "graphs": num_graphs,
+                "compile_s": round(compiled_s - started_s, 1),
+                "capture_s": round(time.monotonic() - compiled_s, 1),
+            },
+        )
+        return True
+
+    @torch.inference_mode()
+    def prepare_thread(self, max_step_tokens: int) -> None:
+        if self._has_fresh:
+            num_heads = self._model.config.get_text_config().num_attention_heads
+            prepare_library(num_heads, self.pool, fresh_runs(max_step_tokens, self._max_model_len))
+            torch.cuda.synchronize()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()
+
+    def _run_prompt(self, length: int) -> None:
+        """A prompt of this length in slot 0, and a decode step behind it."""
+        blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))
+        init = SlotInit(0, 0, SamplingParams(temperature=0.0), 1)
+        chunk = PrefillChunk("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
+        super().launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)
+        with library_attention():
+            output = self._model(
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.step.positions.long()[None],
+                use_cache=False,
+                logits_to_keep=inputs.logit_rows,
+                paged=inputs.step,
+            )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+
+def _logits_of(passes: Sequence[PlannedPass]) -> torch.Tensor:
+    """Run them. Copies: each pass overwrites what the last one gave."""
+    logits = []
+    for planned in passes:
+        launched = planned.launch()
+        logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))
+    return torch.cat(logits)
+
+
+def _compiler_options(device: torch.device) -> dict[str, bool]:
+    """The compiler's kernels are launched early, too: without theirs, ours gain nothing by it. And it may not choose
+    tiles by how fast they were for the few tokens of the first call: for many, that choice can cost half of the rate.
+    """
+    options = {"triton.enable_pdl": launches_early(device), "triton.autotune_pointwise": False}
+    known = torch._inductor.list_options()
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _decoder_layers(model: torch.nn.Module, num_layers: int) -> list[torch.nn.Module]:
+    """The model's layers: the one list of modules that is as long as there are layers. Empty if there is none."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    logger.warning("no list of layers found: nothing is compiled", extra={"event": "not_compiled"})
+    return []

@@ -1,0 +1,105 @@
+"""A weight matrix times a few rows: linear layers of a decode step, which mostly read weights.
+
+The weight's rows are the rows of the matrix units' product and the tokens its columns, so that few tokens waste little.
+Matrices of few outputs are cut along their inputs too, so that every processor reads; the last program of an output
+tile to arrive adds the parts, in their order, so that the sum is the same each time (Osama et al., "Stream-K", 2023,
+have such parts; here they are of one length). Weights never change, so a program fetches its first ones while the
+kernel in front is still at work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+
+# Weights of 16 bits in a fetch, and fetches of a row.
+_A_FETCH = tl.constexpr(FETCHED_BYTES // 2)
+_NUM_FETCHED = 2
+
+
+class ProductTile(NamedTuple):
+    """How one product is computed: outputs and inputs at once, warps and stages of a program, parts of the inputs."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_parts: int
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def _product(
+    x, weight, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, weight_stride,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
+    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them."""
+    tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    is_feature, is_row = features < num_out, rows < num_rows
+    weight_rows = weight + features.to(tl.int64)[:, None] * weight_stride
+    begin = part * num_steps * BLOCK_K
+    end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
+    if NUM_FETCHED > 0:
+        inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * weight_stride
+        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * _A_FETCH, num_in - _A_FETCH)[None, :])
+    wait_for_earlier(IS_EARLY)
+    x_rows = x + rows[None, :] * x_stride
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        is_column = columns < end
+        w = tl.load(weight_rows + columns[None, :], mask=is_feature[:, None] & is_column[None, :], other=0.0)
+        v = tl.load(x_rows + columns[:, None], mask=is_column[:, None] & is_row[None, :], other=0.0)
+        total = tl.dot(w, v, total, input_precision="ieee")
+    places = rows.to(tl.int64)[None, :] * num_out + features[:, None]
+    mask = is_feature[:, None] & is_row[None, :]
+    is_last = True
+    if NUM_PARTS > 1:
+        part_size = num_rows.to(tl.int64) * num_out
+        tl.store(partial + part * part_size + places, total, mask=mask)
+        tl.debug_barrier()  # all of the program's numbers are there before it says so
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == NUM_PARTS - 1
+        if is_last:
+            tl.debug_barrier()
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for number in range(NUM_PARTS):
+                total += tl.load(partial + number * part_size + places, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)  # as the next product wants to find it
+    if is_last:
+        if HAS_BIAS:
+            total += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+
+
+def skinny_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: ProductTile, arrived: torch.Tensor
+) -> torch.Tensor:
+    """x [R <= 128, K] times weight [N, K] transposed, plus bias [N]: [R, N] in x's type. Rows of both are contiguous.
+
+    16-bit types. arrived: int32, zeros, at least N / block_n of them, for products one behind the other on one stream;
+    zeros again afterwards. Sums in float32. Does not block.
+    """
+    num_rows, num_in = x.shape
+    num_out = weight.shape[0]
+    num_steps = triton.cdiv(triton.cdiv(num_in, tile.num_parts), tile.block_k)
+    num_tiles = triton.cdiv(num_out, tile.block_n)
+    is_early = launches_early(x.device)
+    # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
+    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == num_in % 8 == 0
+    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
+    _product[(num_tiles * tile.num_parts,)](
+        x, weight, weight if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in, num_steps,
+        x.stride(0), weight.stride(0), HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)),
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts,
+        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+    )  # fmt: skip
+    return out

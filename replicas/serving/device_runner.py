@@ -1,0 +1,18 @@
+"""Picks the model runner for a pool's device."""
+
+from __future__ import annotations
+
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_runner import ModelRunner
+
+
+def make_runner(
+    loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+) -> ModelRunner:
+    """The runner for the pool's device. Raises UnsupportedModel."""
+    if pool.tensor.is_cuda:
+        from replicas.cuda.runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
+
+        return CudaRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)
+    return ModelRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)

@@ -1,0 +1,217 @@
+"""Puts an engine together from its settings: weights, pool, self-check, warm-up, transfer thread, channel."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from replicas.channels.token_sender import TokenSender
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts
+from replicas.engine.engine_watch import Watched
+from replicas.engine.step_recorder import StepRecorder
+from replicas.engine.token_frames import TokenFrames
+from replicas.fault_points import FaultPoints
+from replicas.kv.handoff_actions import Event, HandoffTiming
+from replicas.kv.kv_digest import BlockDigester
+from replicas.kv.kv_pool import KvLayout, KvPool
+from replicas.kv.transfer_thread import TransferThread
+from replicas.kv.transport_opener import transport_opener
+from replicas.messages import TransferPeer
+from replicas.metrics.engine_metrics import EngineMetrics
+from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.pool_metrics import PoolMetrics
+from replicas.model.model_loader import load_model
+from replicas.model.model_support import naming_failures
+from replicas.model.self_check import self_check
+from replicas.pool_size import num_host_blocks, pool_limits
+from replicas.serving.device_runner import make_runner
+from replicas.settings import EngineSettings
+from scheduler.capabilities import DECODE, PREFILL
+from scheduler.pool_limits import PoolLimits
+from scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# A step on a slow CPU may take many seconds; a loop that is silent for longer hangs.
+_MAX_SILENCE_S = 120.0
+
+
+class UnhealthyEngine(Exception):
+    """Ray Serve replaces the replica."""
+
+
+@dataclass(slots=True)
+class BuiltEngine:
+    """An engine and what belongs to it, ready to start."""
+
+    engine: Engine
+    transfers: TransferThread
+    peer: TransferPeer
+    settings: EngineSettings
+    layout: KvLayout
+    metrics: EngineMetrics
+
+    def start(self) -> None:
+        self.engine.start()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody waits for anything of it: no request, no reader of a lease, no frame to be sent."""
+        transfers = self.transfers.snapshot()
+        return self.engine.is_idle and not (transfers.leases_open or transfers.reads_in_flight)
+
+    def watched(self) -> dict[str, Watched]:
+        """Its threads, for a watch."""
+        return {
+            "engine": Watched(self.engine.thread, lambda: self.engine.last_beat_s),
+            "kv-transfer": Watched(self.transfers.thread, lambda: self.transfers.last_poll_s),
+        }
+
+    def stop(self) -> None:
+        """End the engine, then its transfers: a read in flight still writes into the pool. Blocks for seconds."""
+        self.engine.stop()
+        self.transfers.stop()
+
+    def metadata(self) -> dict[str, Any]:
+        """Plain data for the router and the start-up lines."""
+        return {
+            "peer": self.peer.to_metadata(),
+            "num_blocks": self.peer.num_blocks,
+            "block_size": self.layout.block_size,
+            "kv_bytes_per_token": self.layout.bytes_per_token,
+        }
+
+    def metrics_snapshot(self) -> list[FamilySnapshot]:
+        scheduler = self.engine.scheduler
+        batch = scheduler.batch if scheduler.capabilities.decodes else None
+        if batch is not None:
+            preemption = scheduler.preemption
+            self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
+        return self.metrics.snapshot(
+            self.engine.status,
+            self.engine.steps,
+            self.transfers.snapshot(),
+            forwarded=batch.num_forwarded_tokens if batch else 0,
+            surplus=batch.num_surplus_tokens if batch else 0,
+        )
+
+    def check_health(self) -> None:
+        """Raises UnhealthyEngine when the engine's or the transfers' thread is dead or stuck."""
+        if not self.engine.is_healthy(_MAX_SILENCE_S):
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its loop is dead, stuck or failing")
+        if not self.transfers.is_alive():
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is dead")
+        if time.monotonic() - self.transfers.last_poll_s > _MAX_SILENCE_S:
+            raise UnhealthyEngine(f"{self.settings.pool} engine: its transfer thread is stuck")
+
+
+def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
+    """For settings.pool. Blocks for seconds to minutes; logs progress. Raises as model_loader and model_runner do."""
+    base = _Base(settings, replica_id)
+    capabilities = PREFILL if settings.pool == "prefill" else DECODE
+    frames = None
+    if capabilities.decodes:
+        sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
+        frames = TokenFrames(sender, settings.idle_frame_s)
+    scheduler = Scheduler(base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks)
+    engine = Engine(settings.pool, base.engine_parts(scheduler), frames)
+    engine.transfers = base.transfer_thread(engine.on_transfer_event)
+    return base.built(engine)
+
+
+class _Base:
+    """What an engine is built on. Making it loads the model."""
+
+    def __init__(self, settings: EngineSettings, replica_id: str) -> None:
+        self.settings = settings
+        self.replica_id = replica_id
+        self.epoch = uuid.uuid4().hex[:12]
+        # Imported here, on this thread and before anything takes long.
+        self._open_transport = transport_opener(settings.transfer.backend)
+        torch.set_num_threads(settings.num_threads)
+        device = torch.device(settings.device)
+        started_s = time.monotonic()
+        loaded = load_model(settings.model, device)
+        if settings.model.max_model_len > loaded.max_positions:
+            raise ValueError(
+                f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
+            )
+        _progress("weights loaded", started_s, identity=str(loaded.identity))
+        self.layout = loaded.kv_layout(settings.kv.block_size)
+        self.limits = _limits(settings, self.layout)
+        num_blocks = self.limits.num_blocks
+        self.pool = KvPool(self.layout, num_blocks, device)
+        _progress("KV pool allocated", started_s, tokens=num_blocks * settings.kv.block_size)
+        self.num_host_blocks = (
+            num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
+            if settings.pool == "decode"
+            else 0
+        )
+        with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
+            self.runner = make_runner(
+                loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks
+            )
+        with naming_failures(type(loaded.model).__name__, "its self-check"):
+            self_check(self.runner, loaded)
+        _progress("self-check passed", started_s)
+        with naming_failures(type(loaded.model).__name__, "its warm-up"):
+            if self.runner.warm_up():
+                self_check(self.runner, loaded)
+        self.pool.tensor.zero_()
+        _progress("warm-up done", started_s)
+        self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
+        self.faults = FaultPoints(settings.testing.fault_dir, self.pool.tensor)
+        self.metrics = EngineMetrics(
+            PoolMetrics(
+                settings.served_model_name,
+                settings.pool,
+                settings.version,
+                settings.ray_version,
+                engine=settings.device,
+                backend=settings.transfer.backend.lower(),
+            )
+        )
+
+    def engine_parts(self, scheduler: Scheduler) -> EngineParts:
+        settings = self.settings
+        recorder = StepRecorder(settings.testing.step_record_dir, settings.pool)
+        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder)
+
+    def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
+        settings, pool = self.settings.transfer, self.pool.tensor
+        digester = BlockDigester.for_pool(pool)
+        return TransferThread(
+            lambda: self._open_transport(pool, self.replica_id, self.epoch, self.fingerprint, settings),
+            on_event,
+            replace(HandoffTiming(), lease_s=settings.lease_s),
+            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
+            if settings.verify_digest
+            else None,
+            faults=self.faults if self.settings.testing.fault_dir else None,
+        )
+
+    def built(self, engine: Engine) -> BuiltEngine:
+        peer = engine.transfers.start()
+        return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics)
+
+
+def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:
+    """Raises PoolTooSmall."""
+    memory_bytes = None
+    if settings.kv_memory_fraction is not None:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        memory_bytes = int(free_bytes * settings.kv_memory_fraction)
+    return pool_limits(settings, settings.kv.block_size, layout.block_bytes, settings.model.max_model_len, memory_bytes)
+
+
+def _progress(message: str, started_s: float, **fields: object) -> None:
+    logger.info(
+        message, extra={"event": "start_progress", "elapsed_s": round(time.monotonic() - started_s, 1), **fields}
+    )

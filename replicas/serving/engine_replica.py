@@ -1,0 +1,142 @@
+"""What the Serve replicas of both kinds of engine have in common: start, calls, metadata, health, metrics, drain, end.
+
+How one leaves: Serve takes it off the routers' tables and waits for `__del__`; that takes no new calls, and waits for
+those that are open and for the readers of what it computed. All of it within `drain_timeout_s`, when Serve kills the
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+
+from replicas.channels.call_server import CallServer
+from replicas.channels.listening import node_address
+from replicas.channels.wire import Decoder
+from replicas.engine.engine_watch import EngineWatch, Watched
+from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
+from replicas.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from replicas.metrics.metric_set import FamilySnapshot
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_POLL_S = 0.05
+_END_S = 4.0  # what the end of engine and calls may take
+
+CallT = TypeVar("CallT")
+ReplyT = TypeVar("ReplyT")
+
+
+class EngineReplica(ABC, Generic[CallT, ReplyT]):
+    """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
+
+    calls: ClassVar[Any]  # the types of those that only this kind takes, CallT among them
+    _has_left = True  # until it has started
+
+    def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
+        """settings: or what finds them in this process."""
+        # Imported here: a head node without torch must be able to import this module to deploy it.
+        import ray
+        from ray import serve
+
+        from replicas.serving.engine_builder import build_engine
+        from replicas.serving.termination import Termination
+        from replicas.structured_log import configure_logging
+
+        settings = settings() if callable(settings) else settings
+        configure_logging(settings.logging.level, settings.logging.format)
+        context = ray.get_runtime_context()
+        self._node_id, self._actor_name = context.get_node_id(), context.get_actor_name()
+        self._built = build_engine(settings, serve.get_replica_context().replica_id.unique_id)
+        self._engine = self._built.engine
+        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
+        # by 600 ms.
+        gc.collect()
+        gc.freeze()
+        self._built.start()
+        self._termination = Termination(settings.lifecycle.drain_timeout_s)
+        self._termination.watch()
+        self._calls = CallServer(node_address(), self.decoder(), self._take, self._engine.cancel)
+        self._has_left = False
+        watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
+        self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
+        self._calls.start()
+        self._watch.start()
+
+    @abstractmethod
+    def _begin(self, call: CallT) -> Future[ReplyT]:
+        """A request's part at this engine. Any thread; does not block."""
+
+    @abstractmethod
+    def _refusal(self) -> ReplyT:
+        """The reply of one that leaves."""
+
+    @classmethod
+    def decoder(cls) -> Decoder[Call[Any]]:
+        """Of all calls that this kind of replica takes; any other is malformed."""
+        return Decoder(cls.calls | PulseCall | ForgetPeerCall)
+
+    def _take(self, call: Call[Any]) -> Any:
+        """The reply to any call, or its future. On the thread that takes calls; does not block. One that leaves refuses
+        nothing but requests."""
+        if isinstance(call, PulseCall):
+            return Pulse(self._engine.status.load, self._watch.stalled_s)
+        if isinstance(call, ForgetPeerCall):
+            return self._built.transfers.forget_peer(call.agent_name)
+        return self._refusal() if self.is_leaving else self._begin(cast(CallT, call))
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
+        where = {"node_id": self._node_id, "actor": self._actor_name, "calls": self._calls.address.to_metadata()}
+        return {**self._built.metadata(), **where}
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether new work is refused: routers learn of it before Serve tells them."""
+        return self._has_left or self._termination.is_requested
+
+    async def metrics_snapshot(self) -> tuple[str, list[FamilySnapshot]]:
+        """This replica's id and its metrics, for the ingress that was asked for /metrics."""
+        return self._built.peer.replica_id, self._built.metrics_snapshot()
+
+    def check_health(self) -> None:
+        """Serve's hook: raising has this replica drained and replaced."""
+        self._termination.check()
+        self._built.check_health()
+        if not self._calls.thread.is_alive():
+            raise RuntimeError("the thread that takes this replica's calls is dead")
+
+    def __del__(self) -> Coroutine[Any, Any, None] | None:
+        """Serve's hook for the end, when no router has it on its table any more; it awaits the result."""
+        if self._has_left:  # not started, or the second time: by the garbage collector
+            return None
+        self._has_left = True
+        return self._leave()
+
+    async def _leave(self) -> None:
+        """Wait for calls, for the readers of leases, and for frames to leave; then end the engine."""
+        self._watch.stop()
+        begun_s = time.monotonic()
+        # Serve's clock began before, and at its end it kills: until then who still waits must be told.
+        drain_timeout_s = self._built.settings.lifecycle.drain_timeout_s
+        deadline_s = begun_s + max(drain_timeout_s - _END_S, drain_timeout_s / 2)
+        while time.monotonic() < deadline_s:
+            if self._is_drained:
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+        extra = {"event": "drained", "waited_s": round(time.monotonic() - begun_s, 2), "all": self._is_drained}
+        logger.info("the replica leaves", extra=extra)
+        await asyncio.to_thread(self._built.stop)
+        await asyncio.to_thread(self._calls.stop)
+
+    @property
+    def _is_drained(self) -> bool:
+        return not self._calls.num_open and self._built.is_drained
