@@ -40,7 +40,7 @@ def random_text(rng: random.Random) -> str:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("piece", [7, 1000, 2**18])
 def test_random_documents(seed: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_weight, "_PIECE", piece)
+    monkeypatch.setattr(json_cost, "_PIECE", piece)
     rng = random.Random(seed)
     for _ in range(100):
         value = [random_value(rng, 4) for _ in range(20)]
