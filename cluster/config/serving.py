@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from cluster.config.access import AuthConfig, CorsConfig
 from cluster.config.fairness import FairnessConfig
-from cluster.config.http import AuthConfig, CorsConfig
 from cluster.config.lifecycle import LifecycleConfig
 from cluster.config.model import ModelConfig
 from cluster.config.section import Section

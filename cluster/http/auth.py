@@ -15,7 +15,7 @@ from cluster.http.answers import error_response
 from cluster.user_error import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.config.http import AuthConfig
+    from cluster.config.access import AuthConfig
 
 _MIN_KEY_CHARS = 8
 

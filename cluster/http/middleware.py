@@ -13,7 +13,7 @@ from cluster.http.auth import AuthMiddleware, load_api_keys
 from cluster.http.request_id import RequestIdCheck, RequestIdMiddleware
 
 if TYPE_CHECKING:
-    from cluster.config.http import CorsConfig
+    from cluster.config.access import CorsConfig
     from cluster.config.serving import ServingConfig
 
 

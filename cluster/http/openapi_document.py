@@ -18,7 +18,7 @@ from cluster.openai.unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
-    from cluster.config.http import AuthConfig
+    from cluster.config.access import AuthConfig
     from cluster.config.service import LimitsConfig
 
 _REF = "#/components/schemas/{model}"

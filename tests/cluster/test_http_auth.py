@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from cluster.config.http import AuthConfig
+from cluster.config.access import AuthConfig
 from cluster.http.auth import ApiKeys, load_api_keys
 from cluster.user_error import ConfigError
 from tests.cluster.api_client import CHAT, TEXT, api_client
