@@ -6,7 +6,9 @@ import ast
 import importlib.metadata
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +34,33 @@ def imported_packages(file: Path) -> Iterator[str]:
 
 def imports_of(folder: str) -> set[tuple[str, str]]:
     return {(str(file.relative_to(ROOT)), name) for file in python_files(folder) for name in imported_packages(file)}
+
+
+def own_imports() -> Iterator[tuple[Path, Path]]:
+    """Which of our files imports which, by any statement in it."""
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in python_files(*PACKAGES)}
+    for file in files.values():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            yield from ((file, files[name]) for name in names if name in files)
+
+
+@pytest.mark.parametrize("is_of_folders", [False, True])
+def test_imports_go_in_no_circle(is_of_folders: bool) -> None:
+    """Neither from file to file nor from folder to folder; the order of the floors is in pyproject.toml."""
+    below: defaultdict[Path, set[Path]] = defaultdict(set)
+    for file, imported in own_imports():
+        upper, lower = (file.parent, imported.parent) if is_of_folders else (file, imported)
+        if upper != lower:
+            below[upper].add(lower)
+    assert len(below) > 15
+    order = list(TopologicalSorter(below).static_order())  # raises CycleError, which names the circle
+    assert order.index(ROOT / "scheduler" if is_of_folders else ROOT / "scheduler/plan.py") < len(order) // 3
 
 
 def test_scheduler_is_standard_library_only() -> None:
