@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -82,6 +83,15 @@ def test_files_outside_tests_are_short() -> None:
     assert files
     num_lines = {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert {file: lines for file, lines in num_lines.items() if lines > MAX_LINES} == {}
+
+
+def test_the_list_of_files_is_true() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs/list_files.py", "-"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (ROOT / "docs/files.md").read_text(encoding="utf-8"), "run: python docs/list_files.py"
+    listed = set(re.findall("^- `([a-z_0-9]+)`", made.stdout, re.MULTILINE))
+    assert {file.stem for file in python_files(*PACKAGES)} - listed == {"__init__"}
 
 
 def test_no_file_is_named_like_a_standard_module() -> None:

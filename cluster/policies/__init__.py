@@ -1,1 +1,4 @@
-"""Routing policies, one a file: each says what candidates cost. `policy_table` lists them by name."""
+"""Routing policies, one a file: each says what candidates cost.
+
+Begin with `routing_policy.py`; `policy_table.py` lists them by name.
+"""
