@@ -44,7 +44,8 @@ class SimulatedEngine:
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
         self.core: EngineCore[StepInFlight] = EngineCore(scheduler)
         self.counts = device.counts
-        self._device, self._queue, self._may_skip = device, queue, may_skip
+        self._device, self._queue = device, queue
+        self._may_skip = may_skip and scheduler.capabilities.decodes
         self.calls = SimulatedCalls(replica_id, self.core, outlet, self.load)
         self._handoffs = SimulatedHandoffs(key, scheduler, costs, queue, outlet, self._post)
         self._stretches = SteadyStretches(self.core, device, self.calls)
