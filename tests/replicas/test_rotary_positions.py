@@ -84,6 +84,7 @@ def test_what_would_update_frequencies_is_taken_away(
 def test_a_static_kind_is_left_as_it_is(tmp_path: Path) -> None:
     save_random_model(tiny_config("LlamaConfig"), tmp_path)
     rotary: Any = load(tmp_path, 128).model.model.rotary_emb  # type: ignore[union-attr]
+    assert type(rotary) is LlamaRotaryEmbedding
     assert "forward" not in vars(rotary)
 
 
@@ -116,7 +117,8 @@ def test_a_kind_that_no_name_tells_is_found_by_trying(
 def test_longrope_under_another_name_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should transformers name the kind otherwise one day: the module itself is tried."""
     save_phi3(tmp_path)
-    monkeypatch.setattr("replicas.model.rotary_positions._depends_on_step", lambda kind: False)
+    for file in ("model.rotary_positions", "layers.static_rotary"):
+        monkeypatch.setattr(f"replicas.{file}.depends_on_step", lambda kind: False)
     with pytest.raises(UnsupportedModel, match=rf"{Phi3RotaryEmbedding.__name__}.*max_model_len to 128 or less"):
         load(tmp_path, 256)
     load(tmp_path, 128)
