@@ -25,7 +25,7 @@ class Place:
         setattr(self.owner, self.name, layer.train(self.layer.training))
 
 
-# Layers that come to stand in a model at once, by their places. None: something that ought to be replaced can't be.
+# Layers that come to stand in a model at once, by their places. Empty: some that ought to be replaced can't be.
 Change = dict[Place, nn.Module]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from replicas.layers.static_rotary import StaticRotary
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
@@ -112,6 +114,20 @@ def test_a_kind_that_no_name_tells_is_found_by_trying(
     with pytest.raises(UnsupportedModel, match=r"model\.rotary_emb \(LlamaRotaryEmbedding\).*max_model_len to 100 or"):
         load(tmp_path, 256)
     load(tmp_path, 100)
+
+
+def test_what_is_made_static_is_tried_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its decorator a kind may still look at the whole step."""
+
+    @wraps(_by_longest_position)
+    def decorated(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return _by_longest_position(self, x, position_ids.clamp(max=50))
+
+    save_phi3(tmp_path)
+    monkeypatch.setattr(Phi3RotaryEmbedding, "forward", decorated)
+    with pytest.raises(UnsupportedModel, match=r"model\.rotary_emb .*max_model_len to 100 or"):
+        load(tmp_path, 128)
+    assert type(load(tmp_path, 100).model.model.rotary_emb) is StaticRotary  # type: ignore[union-attr]
 
 
 def test_longrope_under_another_name_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
