@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.messages import PromptLogprobs, TokenItem
+from replicas.messages import PromptLogprobs, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ChannelLost:
     detail: str
 
 
-Mail = Admitted | PromptLogprobs | TokenItem | ChannelLost
+Mail = Admitted | PromptLogprobs | Token | ChannelLost
 
 
 class Mailbox:

@@ -105,7 +105,7 @@ class ServePool(PoolClient):
 
     async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:
         payload = encode(call)
-        call_id = call.request.request_id if isinstance(call, GenerateCall | PrefillCall) else str(next(self._ids))
+        call_id = call.request_id if isinstance(call, GenerateCall | PrefillCall) else str(next(self._ids))
         link = self._links.get(replica_id)
         actor_name = link.actor_name if link is not None else self._metadata(replica_id)["actor"]
         try:

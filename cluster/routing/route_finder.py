@@ -20,10 +20,9 @@ class RouteFinder:
         self._view, self._rules, self._block_size, self._metrics = view, rules, block_size, metrics
 
     def need(self, leg: Leg) -> Need:
-        request, binding = leg.request("", 0.0), leg.spec.binding
-        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
+        spec, binding = leg.attempt_spec(), leg.generation.binding
         model = binding.model if binding.is_final else ""
-        return Need(num_tokens, request.max_tokens, num_choices, self._block_size, leg.spec.beam is not None, model)
+        return Need(spec.prompt_len, spec.max_tokens, len(spec.choices), self._block_size, leg.is_search, model)
 
     def route(self, leg: Leg, excluded: Collection[str] = ()) -> Route:
         """Raises ApiError, and counts it, where there is none."""
@@ -31,7 +30,7 @@ class RouteFinder:
         return decided if isinstance(decided, Route) else refuse(decided, self.need(leg), self._metrics)
 
     def decide(self, leg: Leg, excluded: Collection[str] = ()) -> Route | NeverFits | Unavailable:
-        need, leaning = self.need(leg), leg.spec.binding.model
+        need, leaning = self.need(leg), leg.generation.binding.model
         if leaning != need.model:  # to where other parts of the request have gone, unless it has failed there
             decided = self._choose(replace(need, model=leaning), excluded)
             if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & set(excluded):

@@ -13,7 +13,7 @@ from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.simulated_engine import SimulatedEngine, StepInFlight
 from replicas.messages import EngineLoad
 from scheduler.engine_core import Turn
-from scheduler.outcome import TokenEvent
+from scheduler.generated_token import Token
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import RequestState
 from scheduler.steady_steps import num_steady_steps, take_steady_steps
@@ -94,7 +94,8 @@ class SimulatedDecode(SimulatedEngine):
         if self.scheduler.get(attempt.request_id) is None:
             self.scheduler.transfer_ended(attempt.request_id)
         else:
-            self.scheduler.kv_ready(attempt.request_id, {0: (attempt.token(0), None)}, now_s)
+            first = Token(attempt.request_id, 0, 0, attempt.token(0), None)
+            self.scheduler.kv_ready(attempt.request_id, (first,), now_s)
 
     def _queue_message(self, time_s: float, action: Action) -> None:
         self._queue.at(time_s, Order.MESSAGE, self.key, action)
@@ -121,7 +122,7 @@ class SimulatedDecode(SimulatedEngine):
             self._count(event, now_s)
         self._last_commit_s = now_s
 
-    def _count(self, event: TokenEvent, now_s: float) -> None:
+    def _count(self, event: Token, now_s: float) -> None:
         attempt = self.attempts[event.request_id]
         if event.index == 0:
             self._frame.first_tokens.append(attempt)

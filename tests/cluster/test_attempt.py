@@ -47,7 +47,7 @@ async def test_the_first_token_waits_for_nothing_that_decode_does() -> None:
         rig.cluster.play(Script(Fault(Phase.TRANSFER, "hang")))
         tokens = rig.router.generate(spec)
         firsts = await anext(tokens)
-        assert [token[:2] for token in firsts] == [(c, undisturbed(spec)[c][0][0]) for c in (0, 1)]
+        assert [(token.choice, token.token_id) for token in firsts] == [(c, undisturbed(spec)[c][0][0]) for c in (0, 1)]
         await tokens.aclose()
 
 
@@ -205,12 +205,12 @@ def test_the_fake_model_depends_on_all_it_may() -> None:
     """Or the tests here would prove nothing."""
     spec = spec_of()
     tokens = {
-        tuple(model_tokens(prompt, spec_of(seed=seed).sampling, choice, 8, frozenset()))
+        tuple(model_tokens(prompt, spec_of(seed=seed).spec.sampling, choice, 8, frozenset()))
         for prompt in ((1, 2, 3), (1, 2, 3, 3), (1, 2, 4))
         for seed in (1, 2)
         for choice in (0, 1)
     }
     assert len(tokens) == 12
     whole = undisturbed(spec)[0]
-    replayed = (*spec.prompt_ids, *(token_id for token_id, _ in whole[:3]))
-    assert model_tokens(replayed, spec.sampling, 0, 5, frozenset()) == whole[3:]
+    replayed = (*spec.spec.prompt_ids, *(token_id for token_id, _ in whole[:3]))
+    assert model_tokens(replayed, spec.spec.sampling, 0, 5, frozenset()) == whole[3:]

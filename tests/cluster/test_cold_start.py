@@ -55,7 +55,7 @@ async def test_requests_wait_and_are_served(pools: tuple[str, ...]) -> None:
             assert await task == undisturbed(spec)
         demand = rig.router.demand.report()
         assert (demand.num_open, demand.num_held, demand.waiting_prompt_tokens, demand.waiting_blocks) == (0, 0, 0, 0)
-        assert demand.arrived_prompt_tokens == sum(len(spec.prompt_ids) for spec in specs)
+        assert demand.arrived_prompt_tokens == sum(spec.spec.prompt_len for spec in specs)
 
 
 async def test_nobody_comes_in_time() -> None:
@@ -112,7 +112,7 @@ async def test_nobody_waits_for_a_pool_that_is_not_needed_or_never_starts(how: s
         report = rig.router.demand.report()
         assert report.num_held == 0
         # Whoever falls back is demand for the pool all the same: it starts for those who come after.
-        assert report.arrived_prompt_tokens == (0 if how == "short" else len(spec.prompt_ids))
+        assert report.arrived_prompt_tokens == (0 if how == "short" else spec.spec.prompt_len)
 
 
 async def test_streams_that_lose_the_last_replica_are_not_refused_for_want_of_places() -> None:

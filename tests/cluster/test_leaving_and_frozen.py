@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.fake_replica import FakeReplica
@@ -25,12 +25,12 @@ def pair(**sizes: int) -> FakeCluster:
     return FakeCluster(**{"num_decode": 2, "num_prefill": 2, **sizes})
 
 
-def start_all(rig: Rig, num: int, **values: Any) -> list[tuple[GenerationSpec, asyncio.Task[Any]]]:
+def start_all(rig: Rig, num: int, **values: Any) -> list[tuple[Generation, asyncio.Task[Any]]]:
     specs = [spec_of(i, i + 1, seed=i, **values) for i in range(num)]
     return [(spec, rig.start(spec)) for spec in specs]
 
 
-async def check_all(running: list[tuple[GenerationSpec, asyncio.Task[Any]]]) -> None:
+async def check_all(running: list[tuple[Generation, asyncio.Task[Any]]]) -> None:
     for spec, task in running:
         assert await task == undisturbed(spec)
 
@@ -108,7 +108,7 @@ async def test_nothing_is_kept_of_replicas_that_have_left() -> None:
     """However many come and go. Some leave while they still work for us: they are forgotten with those after them."""
     async with running_router(pair(), max_retries=0) as rig, signs_of_life(rig):
         rig.cluster.script = lambda _: Script(token_s=0.002)
-        running: list[tuple[GenerationSpec, asyncio.Task[Any]]] = []
+        running: list[tuple[Generation, asyncio.Task[Any]]] = []
         for generation in range(20):
             for pool in rig.cluster.pools:
                 (old, *_) = pool.members

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.routing import actor_death, replica_registry
 from cluster.routing.actor_death import has_died
@@ -24,7 +25,7 @@ from replicas.messages import (
     ForgetPeerCall,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
+    GenerationSpec,
     Pulse,
     PulseCall,
     ReplayCall,
@@ -33,8 +34,8 @@ from replicas.messages import (
 from scheduler.sampling_params import SamplingParams
 from tests.cluster.router_rig import until
 
-REQUEST = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
-GENERATE = GenerateCall(REQUEST, ChannelAddress("x", "y", "z"), None)
+SPEC = GenerationSpec((1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0))
+GENERATE = GenerateCall("a", SPEC, 10.0, ChannelAddress("x", "y", "z"), None)
 REPLY = GenerateReply(CallStatus.OK, "", (), 0.0, 0.0, 0.0)
 PULSE = Pulse(EngineLoad(1, 2, 3, 4, 5, 0.5), 1.5)
 
@@ -56,7 +57,7 @@ class Replica:
     def _take(self, call: Call[Any]) -> Any:
         self.told.append(call)
         if isinstance(call, GenerateCall):
-            return self.requests.setdefault(call.request.request_id, Future())
+            return self.requests.setdefault(call.request_id, Future())
         if isinstance(call, ReplayCall):
             return ReplayReply((b"frame", b"\x00\xff"))
         return PULSE if isinstance(call, PulseCall) else None
@@ -156,7 +157,7 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     replica = rig.replicas["a"]
     requests = [
         asyncio.create_task(rig.pool.submit("a", call))
-        for call in (GENERATE, GenerateCall(GenerationRequest("b", *_fields(REQUEST)), GENERATE.channel, None))
+        for call in (GENERATE, structs.replace(GENERATE, request_id="b"))
     ]
     await until(lambda: len(replica.requests) == 2)
     if leaves:
@@ -172,17 +173,6 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     assert rig.asked == ["actor-a"]
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     rig.pool.close()
-
-
-def _fields(request: GenerationRequest) -> tuple[Any, ...]:
-    return (
-        request.prompt_ids,
-        request.choices,
-        request.max_tokens,
-        request.stop_token_ids,
-        request.sampling,
-        request.timeout_s,
-    )
 
 
 async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from cluster.api_error import ApiError
 from cluster.routing.generation import ProtocolError
-from replicas.messages import CallStatus, Frame, GenerationRequest
+from replicas.messages import CallStatus, Frame, GenerateCall
 from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
@@ -61,8 +61,8 @@ async def test_who_is_evicted_is_replayed_and_the_client_sees_each_token_once(n:
         assert await rig.tokens(spec) == undisturbed(spec)
         assert len(rig.cluster.struck) == 3
         first, second, *_ = rig.cluster.requests
-        assert (len(second.prompt_ids), second.max_tokens) == (len(first.prompt_ids) + 4, 13), "1 token, 3 steps"
-        assert second.choices == first.choices if temperature == 0.0 else (0,)
+        assert (second.spec.prompt_len, second.spec.max_tokens) == (first.spec.prompt_len + 4, 13), "1 token, 3 steps"
+        assert second.spec.choices == first.spec.choices if temperature == 0.0 else (0,)
         assert {call.replica_id for call in rig.cluster.of("generate")} == {"decode-0"}
 
 
@@ -78,7 +78,7 @@ async def test_evictions_with_a_token_now_and_then_go_on_to_the_last_token() -> 
     """Seven without one before each token: honest, if slow."""
     spec = spec_of(max_tokens=5)
 
-    def script(request: GenerationRequest) -> Script:
+    def script(call: GenerateCall) -> Script:
         is_barren = len(rig.cluster.requests) % 8
         return Script(Fault(Phase.QUEUE if is_barren else Phase.TRANSFER, CallStatus.EVICTED))
 
@@ -108,15 +108,15 @@ async def test_no_retries_are_configured() -> None:
 async def test_one_choice_cannot_be_finished() -> None:
     """The others are ended with it: the answer fails as a whole, with its error and no group of errors."""
 
-    def script(request: GenerationRequest) -> Script:
+    def script(call: GenerateCall) -> Script:
         first = len(rig.cluster.requests) == 1
-        return Script(Fault(Phase.DECODE, "gone")) if first else Script(fault_of.get(request.choices), token_s=0.01)
+        return Script(Fault(Phase.DECODE, "gone")) if first else Script(fault_of.get(call.spec.choices), token_s=0.01)
 
     fault_of = {(1,): Fault(Phase.QUEUE, CallStatus.ERROR)}
     async with running_router(FakeCluster(num_decode=2), max_retries=3) as rig:
         rig.cluster.script = script
         assert (await refusal(rig, n=3)).status == 500
-        assert Counter(request.choices for request in rig.cluster.requests)[(1,)] == 3, "the one before counts too"
+        assert Counter(request.spec.choices for request in rig.cluster.requests)[(1,)] == 3, "the one before counts too"
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -188,7 +188,7 @@ async def test_a_token_out_of_turn_is_our_bug_and_says_so(n: int) -> None:
         is_bad = len(rig.cluster.requests) > 1 and frame.tokens
         if not is_bad:
             return (frame,)
-        return (structs.replace(frame, tokens=(structs.replace(frame.tokens[0], index=6), *frame.tokens[1:])),)
+        return (structs.replace(frame, tokens=(frame.tokens[0]._replace(index=6), *frame.tokens[1:])),)
 
     async with running_router(FakeCluster(num_decode=2)) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from replicas.messages import CallStatus, Frame, GenerationRequest
+from replicas.messages import CallStatus, Frame, GenerateCall
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
@@ -30,8 +30,8 @@ class Storm:
         self._asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._held: dict[str, Frame] = {}
 
-    def script(self, request: GenerationRequest) -> Script:
-        who = request.sampling.seed, request.choices
+    def script(self, call: GenerateCall) -> Script:
+        who = call.spec.sampling.seed, call.spec.choices
         self._asked[who] += 1
         rng = random.Random(f"{who} {self._asked[who]}")
         times = (rng.choice((0.0, 0.0, 0.001, 0.003)) for _ in range(6))

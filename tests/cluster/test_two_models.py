@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from cluster.routing.model_binding import ModelBinding
 from cluster.routing.routing_policy import PrefillCandidate
 from replicas.model_identity import ModelIdentity
@@ -51,7 +51,7 @@ def unlike(rig: Rig) -> Mapping[tuple[str, str], float]:
     return {(of["of_pool"], of["reason"]): value for _, of, value in family["samples"] if value}
 
 
-def whose(spec: GenerationSpec, tokens: Any) -> str:
+def whose(spec: Generation, tokens: Any) -> str:
     """The model whose text this is, whole."""
     models = [name for name, model in (("a", A), ("b", B)) if tokens == undisturbed(spec, model)]
     assert models, "the text of neither"
@@ -152,7 +152,7 @@ async def test_the_prompts_of_one_request_are_answered_by_one_model() -> None:
     async with running_router(cluster_of("ab", "ab")) as rig:
         late = Script(prefill_s=0.1)
         scripts = {(1,): PLAIN, (2,): late, (3,): late, (4,): late}
-        rig.cluster.script = lambda request: scripts[request.prompt_ids]
+        rig.cluster.script = lambda call: scripts[call.spec.prompt_ids]
         binding = ModelBinding()
         specs = [replace(spec_of(i), binding=binding) for i in (1, 2, 3, 4)]
         texts = []
@@ -193,7 +193,7 @@ async def test_who_was_slower_at_another_model_has_not_failed() -> None:
     """Its tokens are dropped and generated again: that is no retry of those that the config counts."""
     async with running_router(cluster_of("ab", "ab"), max_retries=0) as rig:
         scripts = {(1,): PLAIN, (2,): Script(prefill_s=0.1)}
-        rig.cluster.script = lambda request: scripts[request.prompt_ids]
+        rig.cluster.script = lambda call: scripts[call.spec.prompt_ids]
         binding = ModelBinding()
         specs = [replace(spec_of(i), binding=binding) for i in (1, 2)]
         texts = []
@@ -266,5 +266,5 @@ async def test_a_replica_may_leave_between_its_choice_and_the_look_at_it() -> No
         assert [call.replica_id for call in rig.cluster.of("prefill")] == [*left, "prefill-1"]
 
 
-def binding_is_final(spec: GenerationSpec) -> bool:
+def binding_is_final(spec: Generation) -> bool:
     return spec.binding.is_final

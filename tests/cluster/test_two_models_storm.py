@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from cluster.routing.model_binding import ModelBinding
-from replicas.messages import GenerationRequest
+from replicas.messages import GenerateCall
 from replicas.model_identity import model_of
 from tests.cluster.fake_model import Phase, Script, spec_of, undisturbed
 from tests.cluster.router_rig import Rig, Tokens, running_router
@@ -20,14 +20,14 @@ NUM_REQUESTS = 60
 
 
 class UpdateStorm(Storm):
-    def script(self, request: GenerationRequest) -> Script:
+    def script(self, request: GenerateCall) -> Script:
         """Nothing hangs where decode computes the prompt: nobody but the clock of the whole request would notice."""
         script = super().script(request)
         is_hang = script.fault is not None and (script.fault.phase, script.fault.what) == (Phase.TRANSFER, "hang")
         return replace(script, fault=None) if is_hang else script
 
 
-def prompts_of(storm: Storm, number: int) -> list[GenerationSpec]:
+def prompts_of(storm: Storm, number: int) -> list[Generation]:
     """One to three prompts of one request."""
     binding = ModelBinding()
     return [

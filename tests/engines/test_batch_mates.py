@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
 from tests.golden.golden_set import load_goldens
@@ -41,7 +41,7 @@ def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
     system.close()
 
 
-def _others(system: LocalSystem, round_: int) -> list[GenerationSpec]:
+def _others(system: LocalSystem, round_: int) -> list[Generation]:
     rng = random.Random(round_)
     return [
         system.spec([rng.randrange(1000, 40_000) for _ in range(rng.randrange(1, 70))], rng.randrange(1, 40), way)

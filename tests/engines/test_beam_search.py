@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings, FaultSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
@@ -29,11 +29,15 @@ OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
 VOCAB_SIZE = 96
 
 
-def beam_spec(system: LocalSystem, case: BeamCase) -> GenerationSpec:
-    spec = system.spec(
-        case.prompt_ids, case.max_tokens, num_choices=case.num_returned, stop_token_ids=case.stop_token_ids
+def beam_spec(system: LocalSystem, case: BeamCase) -> Generation:
+    return system.spec(
+        case.prompt_ids,
+        case.max_tokens,
+        num_choices=case.num_returned,
+        stop_token_ids=case.stop_token_ids,
+        timeout_s=1500.0,
+        beam=case.params,
     )
-    return replace(spec, beam=case.params, timeout_s=1500.0)
 
 
 def check(system: LocalSystem, cases: list[BeamCase], texts: list[dict[int, list[int]]]) -> None:

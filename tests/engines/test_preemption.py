@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
@@ -69,7 +69,7 @@ def tight_pair(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
         yield system
 
 
-def _run_preempting(system: LocalSystem, specs: list[GenerationSpec]) -> list[Generated]:
+def _run_preempting(system: LocalSystem, specs: list[Generation]) -> list[Generated]:
     """Run them side by side, in a system that cannot hold them: some gave way, and nothing is left of it."""
     generated = system.run(specs)
     asyncio.run(system.wait_for_baseline())

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GeneratedToken, GenerationSpec
-from replicas.messages import CallStatus
+from cluster.routing.generation import Generation
+from replicas.messages import CallStatus, GenerationSpec, Token
 from replicas.sampling.draw import SamplingBatch, sample
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
@@ -105,8 +105,9 @@ def system(request: pytest.FixtureRequest, folder: Path) -> Iterator[LocalSystem
         yield system
 
 
-def check(reference: Reference, spec: GenerationSpec, got: Generated) -> None:
-    for choice in range(spec.num_choices):
+def check(reference: Reference, generation: Generation, got: Generated) -> None:
+    spec = generation.spec
+    for choice in spec.choices:
         assert got.token_ids[choice] == reference.text(spec, choice), (spec, choice)
 
 
@@ -120,8 +121,8 @@ def test_texts_are_the_references(system: LocalSystem, reference: Reference) -> 
     generated = system.run(specs)
     for spec, got in zip(specs, generated, strict=True):
         check(reference, spec, got)
-        if spec.sampling.min_tokens:
-            assert len(got.token_ids[0]) >= spec.sampling.min_tokens
+        if spec.spec.sampling.min_tokens:
+            assert len(got.token_ids[0]) >= spec.spec.sampling.min_tokens
     ended_early = [got for got in generated if got.finish_reasons[0] == "stop"]
     assert ended_early, "min_tokens is seen to work only where stop tokens are wanted"
 
@@ -136,13 +137,13 @@ def test_forked_choices_have_histories_of_their_own(system: LocalSystem, referen
 def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, reference: Reference) -> None:
     """Decode loses a request after ten tokens, twice: the rest comes from prompt + output as a new prompt."""
 
-    async def generate(spec: GenerationSpec) -> list[GeneratedToken]:
+    async def generate(generation: Generation) -> list[Token]:
         router = await system.start_router(max_retries=3, retry_delay_s=0.01)
         tokens = []
         try:
-            async for batch in router.generate(spec):
+            async for batch in router.generate(generation):
                 for token in batch:
-                    assert isinstance(token, GeneratedToken)
+                    assert isinstance(token, Token)
                     tokens.append(token)
                     if len(tokens) in (10, 20):
                         lose_all(system)
@@ -154,7 +155,7 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, refere
         num_logprobs = replace(params, num_logprobs=1, num_prompt_logprobs=None)
         spec = system.spec(PROMPTS[1], 40, num_logprobs, stop_token_ids=STOPS if params.min_tokens else frozenset())
         tokens = asyncio.run(generate(spec))
-        assert [token.token_id for token in tokens] == reference.text(spec, 0)
+        assert [token.token_id for token in tokens] == reference.text(spec.spec, 0)
         assert all(token.logprobs is not None for token in tokens)
 
 
@@ -204,5 +205,5 @@ def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem
     assert tokens == reference.text(good, 0)
 
 
-async def drain(router: Any, spec: GenerationSpec) -> list[int]:
-    return [token.token_id async for batch in router.generate(spec) for token in batch]
+async def drain(router: Any, generation: Generation) -> list[int]:
+    return [token.token_id async for batch in router.generate(generation) for token in batch]
