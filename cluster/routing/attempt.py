@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from cluster.routing.attempt_failed import AttemptFailed, Stage
-from cluster.routing.attempt_mailboxes import Mailboxes
-from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
+from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView

@@ -1,15 +1,19 @@
-"""Where a leg goes, in the pools as they are now: the policy asked with what the leg needs, and whose answer it is."""
+"""Where a leg goes, in the pools as they are now: the policy asked with what the leg needs, and whose answer it is.
+
+And what a client is told when there is no route.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NoReturn
 
+from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
-from cluster.routing.route_refusal import refuse
 from cluster.routing.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 
 
@@ -27,7 +31,7 @@ class RouteFinder:
     def route(self, leg: Leg, excluded: Collection[str] = ()) -> Route:
         """Raises ApiError, and counts it, where there is none."""
         decided = self.decide(leg, excluded)
-        return decided if isinstance(decided, Route) else refuse(decided, self.need(leg), self._metrics)
+        return decided if isinstance(decided, Route) else _refuse(decided, self.need(leg), self._metrics)
 
     def decide(self, leg: Leg, excluded: Collection[str] = ()) -> Route | NeverFits | Unavailable:
         need, leaning = self.need(leg), leg.generation.binding.model
@@ -40,3 +44,26 @@ class RouteFinder:
     def _choose(self, need: Need, excluded: Collection[str]) -> Route | NeverFits | Unavailable:
         view = self._view
         return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+
+
+def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics) -> NoReturn:
+    """Counts it and raises ApiError: 400 for what can never fit, 503 for a pool without replicas."""
+    if isinstance(decided, NeverFits):
+        metrics.rejected("too_long")
+        size = need.block_size
+        raise ApiError(
+            400,
+            f"this request needs {decided.needed_blocks * size} tokens of KV memory ({need.prompt_tokens} prompt "
+            f"tokens, max_tokens {need.max_tokens}, {need.num_choices} choices), the largest {decided.pool} replica "
+            f"has {decided.largest_pool_blocks * size}; send a shorter prompt or a smaller max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    metrics.rejected("no_capacity")
+    which = " of the model that began this answer" if need.model else ""
+    raise ApiError(
+        503,
+        f"no {decided.pool} replica is available now{which}; try again later",
+        code="unavailable",
+        retry_after_s=1.0,
+    )

@@ -14,16 +14,16 @@ from collections.abc import AsyncGenerator, Collection
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.routing.attempt import Attempt
-from cluster.routing.attempt_failed import AttemptFailed, Stage
-from cluster.routing.attempt_history import AttemptHistory
-from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
+from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
-from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
@@ -163,6 +163,8 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
+                if failure.found_dead is not None:
+                    self._dead.found(failure.found_dead)
                 past = past.after(failure, attempt.route, is_search=leg.is_search, has_advanced=leg.has_advanced)
                 if not self._may_retry(leg, failure, past, deadline_s):
                     raise self._final_error(leg, failure) from failure
@@ -273,6 +275,3 @@ class Router:
         how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
         where = {"generation": leg.generation.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
         logger.warning("attempt failed", extra={"event": "attempt_failed", **how, **where})
-        cause = failure.__cause__
-        if isinstance(cause, ReplicaLost) and cause.is_dead:
-            self._dead.found(cause.replica_id)

@@ -20,7 +20,7 @@ MODEL = "f"
 Token = tuple[int, FinishReason | None]
 
 
-def spec_of(
+def generation_of(
     *prompt_ids: int, n: int = 1, max_tokens: int = 8, stop: Iterable[int] = (), seed: int = 7, **values: Any
 ) -> Generation:
     """One whose choices part with their first token; temperature=0.0 keeps them together."""

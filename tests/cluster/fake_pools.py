@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import astuple
 
-from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pool_client import Loss, PoolClient, ReplicaLost
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.channels.wire import encode
 from replicas.messages import (
@@ -113,7 +113,7 @@ class FakePool(PoolClient):
         replica = self.members.get(replica_id)
         if replica is None:
             call.end = "failed"
-            raise ReplicaLost(replica_id, "is not in its pool", is_dead=False, has_left=True)
+            raise ReplicaLost(replica_id, Loss.LEAVING, "is not in its pool")
         if replica.is_leaving and method in ("generate", "prefill"):
             call.end = "ok"
             return _refusal(method, replica)
@@ -124,7 +124,7 @@ class FakePool(PoolClient):
         try:
             await asyncio.wait({work, replica.death}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ReplicaLost(replica_id, "ActorDiedError", is_dead=True)
+                raise ReplicaLost(replica_id, Loss.DEAD, "ActorDiedError")
             result = work.result()
             call.end = "ok"
             return result
@@ -156,7 +156,7 @@ class FakePool(PoolClient):
         if isinstance(fault.what, CallStatus):
             raise _Reply(fault.what)
         if fault.what == "gone":
-            raise ReplicaLost(replica.replica_id, "has left", is_dead=False)
+            raise ReplicaLost(replica.replica_id, Loss.FROZEN, "has stopped answering")
         if fault.what == "raise":
             raise RuntimeError("a bug at the replica; the prompt was a secret")
         if fault.what == "cancelled":

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.routing.attempt_mailboxes import Mailboxes
 from cluster.routing.batch_queue import BatchQueue
-from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail, Mailbox
 from cluster.routing.generation import ChoiceState, GenerationItem, Leg, ProtocolError
+from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailbox, Mailboxes
 from replicas.messages import (
     BeamParams,
     EngineLoad,
@@ -20,7 +19,7 @@ from replicas.messages import (
     Token,
     TokenLogprobs,
 )
-from tests.cluster.fake_model import spec_of
+from tests.cluster.fake_model import generation_of
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 LOAD = EngineLoad(0, 0, 0, 10, 10, 0.0)
@@ -28,7 +27,7 @@ Output = BatchQueue[GenerationItem]
 
 
 def new_leg(n: int, output: Output | None = None, max_tokens: int = 6) -> Leg:
-    spec = spec_of(1, 2, 3, n=n, max_tokens=max_tokens)
+    spec = generation_of(1, 2, 3, n=n, max_tokens=max_tokens)
     return Leg(spec, {choice: ChoiceState() for choice in range(n)}, output or BatchQueue())
 
 
@@ -53,7 +52,7 @@ def test_the_first_attempt_asks_for_everything() -> None:
 
 def new_search(output: Output) -> Leg:
     beam = BeamParams(4, early_stopping=True)
-    generation = spec_of(1, 2, 3, n=4, max_tokens=6)
+    generation = generation_of(1, 2, 3, n=4, max_tokens=6)
     spec = replace(generation.spec, beam=beam, num_returned=2, sampling=beam.sampling(0))
     return Leg(replace(generation, spec=spec), {0: ChoiceState(), 1: ChoiceState()}, output)
 
@@ -178,7 +177,7 @@ PARTS = (
 
 
 def scored_leg(n: int, output: Output) -> Leg:
-    generation = spec_of(1, 2, 3, n=n, max_tokens=6)
+    generation = generation_of(1, 2, 3, n=n, max_tokens=6)
     sampling = replace(generation.spec.sampling, num_prompt_logprobs=1)
     generation = replace(generation, spec=replace(generation.spec, sampling=sampling))
     return Leg(generation, {choice: ChoiceState() for choice in range(n)}, output)

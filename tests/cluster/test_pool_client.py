@@ -14,7 +14,7 @@ from msgspec import structs
 from cluster.routing import actor_death, replica_registry
 from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallFailed
-from cluster.routing.pool_client import ReplicaLost, ServePool
+from cluster.routing.pool_client import Loss, ReplicaLost, ServePool
 from replicas.channels.call_server import CallServer
 from replicas.channels.wire import Decoder
 from replicas.messages import (
@@ -101,10 +101,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         replica.server.stop()
 
 
-def lost_as(lost: ReplicaLost) -> tuple[bool, bool, bool]:
-    return lost.is_dead, lost.has_left, lost.is_unreachable
-
-
 async def test_a_call_goes_to_the_replica_that_was_named_and_its_reply_is_typed(rig: Rig) -> None:
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     assert await rig.pool.submit("b", ReplayCall("router", 7)) == ReplayReply((b"frame", b"\x00\xff"))
@@ -127,7 +123,7 @@ async def test_others_are_answered_while_a_request_is_open(rig: Rig) -> None:
 async def test_one_that_is_not_there_is_said_to_be_gone(rig: Rig) -> None:
     with pytest.raises(ReplicaLost, match="c: is not in its pool") as caught:
         await rig.pool.submit("c", PulseCall())
-    assert lost_as(caught.value) == (False, True, False)
+    assert caught.value.loss is Loss.LEAVING
     assert not rig.asked
     rig.pool.close()
 
@@ -169,7 +165,7 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     for request in requests:
         with pytest.raises(ReplicaLost) as caught:
             await request
-        assert lost_as(caught.value) == (has_died, False, True)
+        assert caught.value.loss is (Loss.DEAD if has_died else Loss.UNREACHABLE)
     assert rig.asked == ["actor-a"]
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     rig.pool.close()
@@ -183,7 +179,7 @@ async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:
         with pytest.raises(ReplicaLost) as caught:
             async with asyncio.timeout(10.0):
                 await rig.pool.submit("a", call)
-        assert lost_as(caught.value) == (False, False, True)
+        assert caught.value.loss is Loss.UNREACHABLE
     rig.present("a")
     assert await rig.pool.submit("a", PulseCall()) == PULSE, "the next call may find it"
     rig.pool.close()

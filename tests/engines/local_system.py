@@ -78,7 +78,7 @@ class LocalPool(PoolClient):
         try:
             reply = await asyncio.wrap_future(getattr(self.built.engine, method)(sent))
         except asyncio.CancelledError:
-            self.built.engine.cancel(call.request.request_id)
+            self.built.engine.cancel(call.request_id)
             raise
         return Decoder(type(reply))(encode(reply))
 

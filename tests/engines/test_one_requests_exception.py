@@ -71,7 +71,7 @@ PLACES: dict[str, tuple[str, Callable[[Any], Any], str, Callable[..., bool]]] = 
 def calls(system: LocalSystem, golden: Golden) -> tuple[GenerateCall, PrefillCall]:
     """The bad request's, as a router makes them; that router takes no tokens."""
     assert system.prefill is not None
-    generation = system.spec(golden.prompt_ids, 8)
+    generation = system.generation(golden.prompt_ids, 8)
     bad = f"{BAD}-{generation.generation_id}", generation.spec, PATIENCE_S
     return GenerateCall(*bad, ABSENT, system.prefill.peer), PrefillCall(*bad, system.decode.peer)
 
@@ -117,7 +117,7 @@ def test_it_costs_that_request_only(
     async def run() -> tuple[list[Generated], GenerateReply, PrefillReply]:
         router = await system.start_router(max_retries=0)
         try:
-            others = [asyncio.create_task(collect(router, system.spec(g.prompt_ids, 48))) for g in goldens]
+            others = [asyncio.create_task(collect(router, system.generation(g.prompt_ids, 48))) for g in goldens]
             generated, prefilled = await both_replies(system, goldens[0])
             results = await asyncio.gather(*others)
             await system.wait_for_baseline(10.0)

@@ -113,11 +113,11 @@ def check(reference: Reference, generation: Generation, got: Generated) -> None:
 
 def test_texts_are_the_references(system: LocalSystem, reference: Reference) -> None:
     specs = [
-        system.spec(prompt, 30, params, stop_token_ids=STOPS if params.min_tokens else frozenset())
+        system.generation(prompt, 30, params, stop_token_ids=STOPS if params.min_tokens else frozenset())
         for params in (*GREEDY, *SAMPLED)
         for prompt in PROMPTS[:2]
     ]
-    specs += [system.spec(PROMPTS[3], 30, params) for params in (SamplingParams(0.0), SamplingParams(seed=3))]
+    specs += [system.generation(PROMPTS[3], 30, params) for params in (SamplingParams(0.0), SamplingParams(seed=3))]
     generated = system.run(specs)
     for spec, got in zip(specs, generated, strict=True):
         check(reference, spec, got)
@@ -128,7 +128,7 @@ def test_texts_are_the_references(system: LocalSystem, reference: Reference) -> 
 
 
 def test_forked_choices_have_histories_of_their_own(system: LocalSystem, reference: Reference) -> None:
-    specs = [system.spec(PROMPTS[2], 25, params, num_choices=3) for params in SAMPLED]
+    specs = [system.generation(PROMPTS[2], 25, params, num_choices=3) for params in SAMPLED]
     for spec, got in zip(specs, system.run(specs), strict=True):
         check(reference, spec, got)
         assert len({tuple(ids) for ids in got.token_ids.values()}) == 3
@@ -153,7 +153,9 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, refere
 
     for params in (GREEDY[3], SAMPLED[0], SAMPLED[1], SAMPLED[2]):
         num_logprobs = replace(params, num_logprobs=1, num_prompt_logprobs=None)
-        spec = system.spec(PROMPTS[1], 40, num_logprobs, stop_token_ids=STOPS if params.min_tokens else frozenset())
+        spec = system.generation(
+            PROMPTS[1], 40, num_logprobs, stop_token_ids=STOPS if params.min_tokens else frozenset()
+        )
         tokens = asyncio.run(generate(spec))
         assert [token.token_id for token in tokens] == reference.text(spec.spec, 0)
         assert all(token.logprobs is not None for token in tokens)
@@ -179,7 +181,7 @@ def test_who_gave_way_goes_on_the_same(folder: Path, reference: Reference, host_
         for _ in range(100):  # outputs were very short so far
             estimator.observe(5)
         rules = [replace(params, min_tokens=0) for params in (*GREEDY, *SAMPLED)]
-        specs = [system.spec(PROMPTS[0], 60, params, num_choices=1 + n // 6) for n, params in enumerate(rules)]
+        specs = [system.generation(PROMPTS[0], 60, params, num_choices=1 + n // 6) for n, params in enumerate(rules)]
         generated = system.run(specs)
         preemption = system.decode.engine.scheduler.preemption
         assert (preemption.num_swapped if host_memory_bytes else preemption.num_evicted) > 0
@@ -189,12 +191,12 @@ def test_who_gave_way_goes_on_the_same(folder: Path, reference: Reference, host_
 
 def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem, reference: Reference) -> None:
     impossible = SamplingParams(0.0, allowed_token_ids=(8,), bad_words=((8,),))
-    good = system.spec(PROMPTS[0], 12, GREEDY[0])
+    good = system.generation(PROMPTS[0], 12, GREEDY[0])
 
     async def both() -> Any:
         router = await system.start_router()
         try:
-            bad = system.spec(PROMPTS[1], 5, impossible)
+            bad = system.generation(PROMPTS[1], 5, impossible)
             return await asyncio.gather(drain(router, bad), drain(router, good), return_exceptions=True)
         finally:
             await router.stop()
