@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import zmq
@@ -92,12 +93,23 @@ def test_what_is_sent_arrives_as_it_was(message: object) -> None:
         (encode(structs.replace(CALL, source="peer")), "source"),  # type: ignore[arg-type]
         (encode(structs.replace(CALL, spec=replace(SPEC, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
         (encode(CALL).replace(b"\xa5width\x02", b"\xa5width\x00"), "width must be at least 1"),
+        (encode(CALL).replace(b"\xaamax_tokens\x07", b"\xaamax_tokens\x00"), "max_tokens is 0"),
+        (encode(CALL).replace(b"\xa7choices\x92\x00\x01", b"\xa7choices\x92\x00\x00"), "choices are (0, 0)"),
     ],
 )
 def test_other_bytes_are_refused(payload: bytes, what: str) -> None:
     with pytest.raises(MalformedMessage) as refused:
         Decoder(GenerateCall)(payload)
     assert what in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"choice": -1}, {"index": -1}, {"token_id": 1 << 63}, {"request_id": "x" * 5000}])
+def test_the_ranges_of_a_token_are_checked_in_replies_too(change: dict[str, Any]) -> None:
+    reply = PrefillReply(CallStatus.OK, "", FIRST, 0.1, 0.2, LOAD)
+    assert Decoder(PrefillReply)(encode(reply)) == reply
+    bad = replace(reply, first_tokens=(FIRST[0]._replace(**change),))
+    with pytest.raises(MalformedMessage, match=r"first_tokens\[0\]"):
+        Decoder(PrefillReply)(encode(bad))
 
 
 class Engine:
