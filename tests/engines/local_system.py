@@ -127,7 +127,7 @@ class LocalSystem:
         router.pools_changed(decode.replicas())
         return router
 
-    def spec(
+    def generation(
         self,
         prompt_ids: Sequence[int],
         max_tokens: int,
@@ -152,13 +152,13 @@ class LocalSystem:
         )
         return Generation(name, spec, timeout_s)
 
-    def run(self, specs: Sequence[Generation], **limits: Any) -> list[Generated]:
+    def run(self, generations: Sequence[Generation], **limits: Any) -> list[Generated]:
         """Run generations side by side, each to its end. Blocks."""
 
         async def all_of_them() -> list[Generated]:
             router = await self.start_router(**limits)
             try:
-                return await asyncio.gather(*(collect(router, spec) for spec in specs))
+                return await asyncio.gather(*(collect(router, generation) for generation in generations))
             finally:
                 await router.stop()
 

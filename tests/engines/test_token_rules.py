@@ -204,7 +204,7 @@ def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem
     error, tokens = asyncio.run(both())
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (400, "nothing_allowed")
-    assert tokens == reference.text(good, 0)
+    assert tokens == reference.text(good.spec, 0)
 
 
 async def drain(router: Any, generation: Generation) -> list[int]:

@@ -163,7 +163,7 @@ class SimulatedSystem:
             choices=choices,
             max_tokens=max_tokens,
             stop_token_ids=frozenset(stops),
-            sampling=SamplingParams(seed=seed, num_logprobs=beam and beam.num_candidates(len(stops))),
+            sampling=SamplingParams(seed=seed, num_logprobs=None if beam is None else beam.num_candidates(len(stops))),
             priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
             client=("", "a", "a", "b")[len(self.clients) % 4],
             beam=beam,

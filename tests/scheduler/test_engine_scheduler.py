@@ -293,7 +293,7 @@ def test_first_tokens_that_make_no_sense_change_nothing(
     scheduler.begin_load("r", 0.0)
     before = scheduler.ledger()
     with pytest.raises(ValueError):
-        scheduler.kv_ready("r", [Token("r", choice, 0, *token) for choice, *token in firsts], 0.0)
+        scheduler.kv_ready("r", [Token("r", choice, 0, token_id, reason) for choice, token_id, reason in firsts], 0.0)
     assert request.state is RequestState.LOADING
     assert scheduler.ledger() == before
     scheduler.end("r", RequestState.FAILED, 0.0)
