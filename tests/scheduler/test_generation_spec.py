@@ -20,7 +20,7 @@ SPEC = GenerationSpec((1, 2, 3), (0, 1), 4, frozenset({9}), SamplingParams())
 )
 def test_nonsense_is_refused_where_it_is_made(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change)).removesuffix('_ids')}"):
-        replace(SPEC, **change)
+        replace(SPEC, **change)  # type: ignore[arg-type]
 
 
 def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates() -> None:
@@ -38,7 +38,7 @@ def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates(
         {"stop_token_ids": frozenset({8, 9})},
     ):
         with pytest.raises(ValueError, match="beam"):
-            replace(search, **change)  # type: ignore[arg-type]
+            replace(search, **change)
 
 
 def test_output_begins_behind_the_prompt_but_in_a_replay() -> None:
