@@ -54,7 +54,7 @@ def pair(nixl_pair: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_happy_path_delivers_the_kv_before_the_source_reuses_its_blocks(pair: Pair) -> None:
     before = pair.reader.thread.snapshot()
     arrived = pair.arrive("happy")
-    assert arrived.handoff.first_tokens == (Token("t", 0, 0, 42, None),)
+    assert arrived.handoff.first_tokens == (Token("happy", 0, 0, 42, None),)
     assert arrived.handoff.digest is not None
     pair.reader.thread.read_into("happy", pair.reader_ids)
     pair.reader.await_event(KvReady, "happy")
