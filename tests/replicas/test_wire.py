@@ -65,7 +65,7 @@ handoffs = st.builds(
     st.lists(counts, max_size=20).map(tuple),
     counts,
     st.none() | st.binary(min_size=16, max_size=16),
-    st.lists(st.builds(Token, names, counts, counts, counts, finishes), max_size=4).map(tuple),
+    st.lists(st.builds(Token, names, counts, counts, counts, finishes, st.none()), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
