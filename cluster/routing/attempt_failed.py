@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cluster.api_error import ApiError
+from cluster.policies.routing_policy import Route
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import Loss, ReplicaLost
-from cluster.routing.routing_policy import Route
 from replicas.messages import CallStatus
 
 # Evictions in a row that brought no token. In simulated storms 112 of 2,497 evictions brought none, so that by chance

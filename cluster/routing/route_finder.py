@@ -11,10 +11,10 @@ from typing import NoReturn
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
-from cluster.routing.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 
 
 class RouteFinder:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.policies.routing_policy import Route, RouteKind
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
 from cluster.routing.pool_client import Loss, ReplicaLost
-from cluster.routing.routing_policy import Route, RouteKind
 from replicas.messages import CallStatus
 
 ROUTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
