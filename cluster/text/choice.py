@@ -67,25 +67,25 @@ class TextChoice:
     def push(self, token: Token) -> TextDelta:
         """The next token. Not to be called after a finish."""
         assert self.finish_reason is None, "a choice has ended once"
-        logprobs = token.logprobs
+        token_id, finish_reason, logprobs = token.token_id, token.finish_reason, token.logprobs
         if self._only_echo:
             self.finish_reason = "length"
             return self._with_echo(TextDelta(self.index, "", self.finish_reason, None), logprobs is not None)
         self.num_tokens += 1
-        piece = self._detokenizer.push(token.token_id)
+        piece = self._detokenizer.push(token_id)
         match = self._matcher.push(piece) if self.num_tokens > self._min_tokens else StopMatch(piece, None)
         text, matched = match.text_to_emit, match.matched
-        if matched is None and token.finish_reason is not None:
+        if matched is None and finish_reason is not None:
             rest = self._detokenizer.finish()
             piece += rest
             match = self._matcher.push(rest)
             text, matched = text + match.text_to_emit + self._matcher.finish(), match.matched
         if matched is not None:
             self.finish_reason = "stop"
-        elif token.finish_reason is not None:
-            self.finish_reason = token.finish_reason.value
-        scored = () if logprobs is None else (self._scored(token.token_id, piece, logprobs),)
-        delta = TextDelta(self.index, text, self.finish_reason, token.token_id, scored)
+        elif finish_reason is not None:
+            self.finish_reason = finish_reason.value
+        scored = () if logprobs is None else (self._scored(token_id, piece, logprobs),)
+        delta = TextDelta(self.index, text, self.finish_reason, token_id, scored)
         return delta if self._echo is None else self._with_echo(delta, logprobs is not None)
 
     def _scored(self, token_id: int, piece: str, logprobs: TokenLogprobs) -> ScoredToken:
