@@ -136,8 +136,7 @@ class SimulatedEngine(ABC):
             contention, goes_on = self.steps.contention, self._goes_on(plan)
             end_s = self._machine.launch(self.key, self.pool, start_s, step_s, contention, goes_on)
         self._device_free_s = end_s
-        request_ids = [row.request_id for row in plan.rows]
-        request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
+        request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
         self.counts.num_steps += 1
