@@ -301,6 +301,7 @@ class SimulatedEngine:
             assert sequence.slot == row.slot
             assert sequence.finish_reason is None
             assert request.search is None or request.sequences[0].num_planned == request.search.length + 1
+            assert not request.needs_known_tokens or sequence.num_known == sequence.num_planned - 1
             written = sequence.block_ids[row.start // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"

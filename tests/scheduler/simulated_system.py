@@ -45,6 +45,7 @@ class Workload:
     scarcity: float = 1.0  # divides decode's blocks
     beam_rate: float = 0.0  # part of the requests that are beam searches
     all_able: bool = False  # both engines can do everything
+    known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
 
 
 class Status(Enum):
@@ -168,6 +169,7 @@ class SimulatedSystem:
             search=search,
             num_returned=rng.randint(1, num_choices) if search is not None else 0,
             client=("", "a", "a", "b")[len(self.clients) % 4],
+            needs_known_tokens=self.workload.known_rate > 0.0 and rng.random() < self.workload.known_rate,
         )
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
