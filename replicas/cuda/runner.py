@@ -26,6 +26,7 @@ from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
+from replicas.model.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.sampled_tokens import SampledTokens
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
@@ -44,6 +45,8 @@ class CudaRunner(ModelRunner):
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
     ) -> None:
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
+        if pool.layout.dtype is not loaded.dtype:
+            raise UnsupportedModel(f"a KV pool of {pool.layout.dtype}: kernels here want the model's {loaded.dtype}")
         device = pool.tensor.device
         self._max_model_len = max_model_len
         self._slots: CudaSlots = CudaSlots(

@@ -85,6 +85,10 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
     ) -> None:
+        """Raises UnsupportedModel for a pool that no attention here reads."""
+        if pool.layout.head_groups > 1:
+            groups = pool.layout.head_groups
+            raise UnsupportedModel(f"a KV pool with its heads in {groups} groups: attention here knows one group only")
         self._model: Any = loaded.model
         self._loaded = loaded
         self.pool = pool
@@ -173,7 +177,7 @@ class ModelRunner:
         """Logits, float32 [num_samples, vocab_size], of each token that the plan samples."""
         inputs = build_step_inputs(plan, self._slots, self.pool.layout.block_size)
         self.pool.clear(inputs.fresh_blocks, inputs.tails)
-        step = PagedStep(self.pool, inputs)
+        step = PagedStep(self.pool, inputs, self._loaded.dtype)
         output = self._model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],
