@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,55 @@ def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path:
         slots = [row.slot for row in rows] + [2 + choice for _, choice in places[len(rows) :]]
         fed = runner._slots.last_token.tolist()
         assert [fed[slot] for slot in slots] == [token.token_id for token in tokens], plan
+
+
+@torch.inference_mode()
+def test_phases_apart_choose_what_one_launch_does(device: torch.device, tmp_path: Path) -> None:
+    """Fused behind the graphs, and by logits that somebody may look at in between; then one of them is forbidden."""
+    runner = make_ready_runner(tmp_path, device)
+    runner._slots.apply(StepPlan(0, INITS, TABLES, (), ()))
+    firsts = [
+        Slice.of_prompt("row", row.slot, 0, tuple(range(row.start)), (SampleTarget(row.slot, 0),)) for row in ROWS
+    ]
+
+    def begun(plan: StepPlan) -> StepPlan:
+        for chunk in (*firsts, a_chunk(0, 40)):
+            runner._forward(StepPlan(0, (), (), (), (chunk,)))
+        runner._slots.last_token[:2] = torch.tensor([17, 200], device=device)
+        return plan
+
+    for chunks, rows, _ in PLANS:
+        plan = StepPlan(1, (), (), (), (*rows, *chunks))
+        expected, fed = runner.launch(begun(plan)).result(), runner._slots.last_token.clone()
+        forwarded = runner.forward(begun(plan))
+        assert runner._slots.last_token[:2].tolist() == [17, 200], "nothing is chosen yet"
+        assert forwarded.logits is not None
+        assert forwarded.logits.shape == (len(expected.tokens), CONFIG["vocab_size"])
+        assert runner.choose(forwarded).result() == expected, plan
+        assert torch.equal(runner._slots.last_token, fed)
+        if expected.tokens:
+            forwarded = runner.forward(begun(plan))
+            assert forwarded.logits is not None
+            forbidden = torch.zeros_like(forwarded.logits, dtype=torch.bool)
+            forbidden[0, expected.tokens[0].token_id] = True
+            second = int(forwarded.logits[0].masked_fill(forbidden[0], -torch.inf).argmax())
+            tokens = runner.choose(forwarded, forbidden).result().tokens
+            assert [token.token_id for token in tokens] == [second, *(t.token_id for t in expected.tokens[1:])], plan
+
+
+def test_what_no_kernel_computes_is_refused(device: torch.device, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, device)
+    row = Slice("row 0", 0, 0, 20, num_tokens=3, num_sampled=3, token_ids=(1, 2))
+    with pytest.raises(ValueError, match="row 0: 3 tokens, 3 of them sampled behind: on CUDA a running sequence is"):
+        runner.launch(StepPlan(1, (), (), (), (row,)))
+    chunk = Slice.of_prompt("prompt", 1, 0, (1, 2, 3), (SampleTarget(1, 0),))._replace(num_sampled=2)
+    with pytest.raises(ValueError, match="prompt: 3 tokens, 2 of them sampled"):
+        runner.launch(StepPlan(1, (), (), (), (chunk,)))
+    other = KvPool(replace(runner._loaded.kv_layout(16), dtype=torch.bfloat16), 8, device)
+    with pytest.raises(
+        UnsupportedModel, match=r"a KV pool of torch\.bfloat16: kernels here want the model's torch\.float16"
+    ):
+        CudaRunner(runner._loaded, other, 2, 64)
 
 
 @torch.inference_mode()
