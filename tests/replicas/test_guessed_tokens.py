@@ -190,6 +190,21 @@ def test_each_position_is_drawn_by_its_own_history(loaded: LoadedModel, way: str
             assert token.logprobs.logprob == pytest.approx(same.logprobs.logprob, abs=1e-4)
 
 
+def test_a_rule_sees_the_guess_in_front(loaded: LoadedModel, greedy: Greedy) -> None:
+    """The best second token is forbidden behind the first one, which is only guessed when the second is chosen."""
+    first, second = greedy.tokens[1:3]
+    sampling = SamplingParams(temperature=0.0, bad_words=((first, second),))
+    one_by_one, at_once = make_runner(loaded), make_runner(loaded)
+    begin(one_by_one, sampling=sampling)
+    expected = [ids_of(run(one_by_one, Slice("r0", 0, 0, len(PROMPT) + index)))[0] for index in range(4)]
+    assert expected[0] == first
+    assert expected[1] != second
+    begin(at_once, sampling=sampling)
+    assert ids_of(run(at_once, guessing(len(PROMPT), tuple(expected[:3])))) == tuple(expected)
+    begin(at_once, sampling=sampling)
+    assert ids_of(run(at_once, guessing(len(PROMPT), (first, second)))) == tuple(expected[:2]), "a wrong guess"
+
+
 def test_a_slot_keeps_one_token_and_is_asked_for_no_more() -> None:
     slots = SlotState(1, 4, 16)
     row = Slice("r", 0, 0, 4, num_tokens=3, num_sampled=3, token_ids=(7,))

@@ -19,7 +19,7 @@ from scheduler.request import Request, RequestState, Sequence
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedRunner, reference_tokens, until_stop
-from tests.scheduler.short_requests import STOP, decode_scheduler, limits, make_request, running
+from tests.scheduler.short_requests import STOP, decode_scheduler, limits, make_request, projected, running
 
 B = 4
 _MOST_GUESSES = 5
@@ -80,6 +80,9 @@ def test_a_sequence_is_as_far_as_what_counts(num_accepted: int, num_blocks: int)
     assert len(sequence.block_ids) == num_blocks == num_blocks_for(6 + num_accepted, B)
     assert scheduler.allocator.counts().request == num_blocks
     assert scheduler.batch.num_forwarded_tokens == num_accepted
+    profile = projected(scheduler).projection.get("r")
+    assert profile is not None
+    assert profile.until == 19 - num_accepted, "step 1 is next, and each of the tokens left takes one"
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert plan.rows[0].start == 6 + num_accepted
