@@ -6,7 +6,7 @@ States and what each means (of one whose KV is offered: O, of one that is decode
     ADMITTED    O D  memory promised; waiting for its prompt's turn, or for a handoff
     PREFILLING  O D  some of the prompt has been planned
     LOADING       D  blocks allocated, KV being read from the source
-    RUNNING       D  its sequences take part in every step (unless there is no free block for them)
+    RUNNING       D  its sequences take part in every step (unless there is no free block, or a token is to be known)
     PREEMPTED     D  gave way: its blocks are in host memory, it comes back before anybody new is admitted
     LEASED      O    prompt computed; the blocks wait for their reader under a lease
     FINISHED, CANCELLED, FAILED   terminal

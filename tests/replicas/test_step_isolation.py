@@ -8,6 +8,7 @@ import pytest
 
 from replicas.engine.step_isolation import run_isolated
 from scheduler.plan import (
+    Accepted,
     BlockCopy,
     BlockSwap,
     SampledToken,
@@ -43,7 +44,8 @@ class _Handle:
     def result(self) -> StepOutput:
         tokens = [SampledToken(row.request_id, row.choice, row.slot) for row in self._plan.rows]
         tokens += [SampledToken(c.request_id, t, 40 + t) for c in self._plan.chunks for t in c.sampled_choices]
-        return StepOutput(self._plan.step_id, tuple(tokens))
+        accepted = tuple(Accepted(row.request_id, row.choice, 1, row.num_tokens) for row in self._plan.rows)
+        return StepOutput(self._plan.step_id, tuple(tokens), accepted=accepted)
 
 
 class _Runner:

@@ -286,6 +286,7 @@ class SimulatedEngine:
         num_tokens = sum(part.num_tokens for part in plan.slices)
         assert not plan.is_empty or plan.swap_outs or plan.swap_ins
         assert num_tokens <= scheduler.limits.max_step_tokens, "over the token budget"
+        assert [part.is_prompt for part in plan.slices] == [False] * plan.num_rows + [True] * len(plan.chunks)
         assert len({(row.request_id, row.choice) for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
         owners = Counter(
             block_id
