@@ -39,6 +39,8 @@ class PagedContext:
         for kind, copy in enumerate(self._copies):
             torch.index_select(self._planes, 0, self._indices[2 * layer + kind], out=copy)
         keys, values = self._views
+        if keys.dtype is self._dtype:
+            return keys, values
         return keys.to(self._dtype), values.to(self._dtype)
 
     def mask(self, num_repeats: int = 1) -> torch.Tensor:
@@ -71,7 +73,9 @@ class PagedStep:
         Attention reads them there, as rounded to the pool's type: a prompt in one chunk sees what one in many does.
         """
         for kind, source in enumerate((keys, values)):
-            rows = source.flatten(1).to(self._token_rows.dtype)
+            rows = source.flatten(1)
+            if rows.dtype is not self._token_rows.dtype:
+                rows = rows.to(self._token_rows.dtype)
             self._token_rows.index_copy_(0, self._write_rows[2 * layer + kind], rows)
 
 

@@ -92,12 +92,17 @@ class _FlatSlices:
         spans: list[int] = (~is_single).nonzero()[0].tolist()
         return cls(slices, slots, starts, counts, counts.cumsum(), is_single.nonzero()[0], spans)
 
-    def positions(self) -> torch.Tensor:
-        offsets = self.starts + self.counts - self.ends
-        return torch.from_numpy(np.arange(self.ends[-1]) + offsets.repeat(self.counts))
+    def slots_and_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token, int64 [num_tokens]."""
+        if not self.spans:
+            return torch.from_numpy(self.slots), torch.from_numpy(self.starts)
+        positions = np.arange(self.ends[-1]) + (self.starts + self.counts - self.ends).repeat(self.counts)
+        return torch.from_numpy(self.slots.repeat(self.counts)), torch.from_numpy(positions)
 
     def logit_rows(self) -> torch.Tensor:
         """The flat token behind which each sampled one stands."""
+        if not self.spans:
+            return torch.arange(len(self.slices))
         last = (self.ends - 1).tolist()
         rows: list[int] = []
         done = 0
@@ -115,8 +120,7 @@ def build_step_inputs(plan: StepPlan, slots: SlotState, block_size: int) -> Step
     Raises ValueError for a slice that needs more of its slot's tokens than the last one.
     """
     flat = _FlatSlices.of(plan)
-    token_slots = torch.from_numpy(flat.slots.repeat(flat.counts))
-    positions = flat.positions()
+    token_slots, positions = flat.slots_and_positions()
     write_blocks = slots.block_table[token_slots, positions // block_size]
     write_offsets = positions % block_size
     single = _index(flat.ends[flat.single] - 1)
@@ -155,6 +159,8 @@ def _span(part: Slice, end: int, slots: SlotState, block_size: int) -> ChunkSpan
 
 
 def _decode_groups(flat: _FlatSlices, slots: SlotState, block_size: int) -> tuple[DecodeGroup, ...]:
+    if not len(flat.single):
+        return ()
     last_blocks = flat.starts[flat.single] // block_size
     sizes = np.frexp(last_blocks + 1)[1]  # bits of the number of blocks
     groups = []
