@@ -35,6 +35,7 @@ from replicas.kv.kv_transport import (
     merge_runs,
 )
 from replicas.kv.nixl_address import NixlAddress, NotAnAddress
+from replicas.kv.ucx_environment import set_ucx_defaults, ucx_settings
 from replicas.messages import TransferPeer
 from replicas.settings import TransferSettings
 
@@ -68,8 +69,7 @@ class NixlTransport(KvTransport):
     """Reads into one contiguous pool tensor, dimension 0 of which counts the blocks. Registers it once.
 
     Creating it loads UCX and registers the memory (about half a second on a CPU); the pool must outlive it.
-    net_devices: the interfaces that UCX may use; set in the environment of the process, which UCX reads, and only
-    where the operator has not set it. None: a CPU pool stays on loopback, with a GPU's UCX chooses.
+    net_devices: as `ucx_environment.set_ucx_defaults`, which changes the environment of the process.
     """
 
     def __init__(
@@ -85,10 +85,7 @@ class NixlTransport(KvTransport):
         self._pool = pool  # keeps the registered memory alive
         name = f"{replica_id}-{epoch}"
         on_cpu = pool.device.type == "cpu"
-        if on_cpu or net_devices is not None:
-            os.environ.setdefault("UCX_NET_DEVICES", net_devices or "lo")
-        if on_cpu:
-            os.environ.setdefault("UCX_TLS", "sm,tcp,self")
+        set_ucx_defaults(os.environ, pool.device.type, net_devices)
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         if _BACKEND not in self._agent.backends:
             raise RuntimeError("NIXL has no UCX backend here")
@@ -114,13 +111,12 @@ class NixlTransport(KvTransport):
         self._num_reads = 0
         self._closed = False
         logger.info(
-            "NIXL agent %s: %s pool, %d blocks of %d bytes, UCX_TLS=%s UCX_NET_DEVICES=%s",
+            "NIXL agent %s: %s pool, %d blocks of %d bytes, %s",
             name,
             mem_type,
             pool.shape[0],
             block_bytes,
-            os.environ.get("UCX_TLS", "(default)"),
-            os.environ.get("UCX_NET_DEVICES", "(default)"),
+            ucx_settings(os.environ),
         )
 
     def local_peer(self) -> TransferPeer:
