@@ -85,11 +85,9 @@ class HandoffReader:
         return any(transfer.peer.agent_name == agent_name for transfer in self._transfers.values())
 
     def is_open(self, transfer_id: str) -> bool:
-        """Whether it was expected, and has not ended."""
         return transfer_id in self._transfers
 
     def is_quarantined(self, transfer_id: str, now_s: float) -> bool:
-        """Whether its read is in flight quarantine_s after the transfer ended."""
         return now_s >= self._orphans.get(transfer_id, math.inf)
 
     def num_quarantined(self, now_s: float) -> int:

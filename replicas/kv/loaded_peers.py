@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from replicas.channels.wire import encode
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable
+from replicas.kv.pair_rate import PairRates
+from replicas.kv.prober import Prober
 from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 
 _PROBE = "probe"
@@ -19,27 +21,33 @@ logger = logging.getLogger(__name__)
 
 
 class LoadedPeers:
-    """For the thread that owns the transport. Time is monotonic seconds. on_forgotten: hears the agent name of each."""
+    """For the thread that owns the transport. Time is monotonic seconds. rates, prober: of those that are read."""
 
     def __init__(
-        self, transport: KvTransport, ask_every_s: float, now_s: float, on_forgotten: Callable[[str], None]
+        self, transport: KvTransport, ask_every_s: float, now_s: float, on_probe_failed: Callable[[str], None]
     ) -> None:
+        """on_probe_failed: as `Prober`."""
+        self.rates = PairRates()
+        self.prober = Prober(transport, self.rates, self._announce_probe, on_probe_failed)
         self._transport = transport
         self._ask_every_s = ask_every_s
-        self._on_forgotten = on_forgotten
         self._next_ask_s = now_s + ask_every_s
         self._peers: dict[str, TransferPeer] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def load(self, peer: TransferPeer) -> bool:
-        """Make it reachable. Idempotent: whether it was not before. Raises PeerUnreachable when its metadata is
-        unusable."""
+    def load(self, peer: TransferPeer) -> None:
+        """Make it reachable. Idempotent. Raises PeerUnreachable when its metadata is unusable."""
         self._transport.load_peer(peer)
-        is_new = peer.agent_name not in self._peers
         self._peers[peer.agent_name] = peer
-        return is_new
+
+    def load_source(self, peer: TransferPeer) -> None:
+        """As load, one that will be read from: it is measured when it is new, and was not reached by mistake."""
+        is_new = peer.agent_name not in self._peers
+        self.load(peer)
+        if is_new and peer.fingerprint == self._transport.local_peer().fingerprint:
+            self.prober.meet(peer)
 
     def check(self, peer: TransferPeer) -> None:
         """Load it, and say something: raises PeerUnreachable when that fails, or the connection is known to be broken.
@@ -49,15 +57,11 @@ class LoadedPeers:
         self.load(peer)
         self._transport.notify(peer.agent_name, _greeting(self._transport.local_peer(), peer))
 
-    def announce_probe(self, peer: TransferPeer) -> None:
-        """Tell it that it is measured, so that it polls as often as it does while its KV is read. Raises
-        PeerUnreachable."""
-        self._transport.notify(peer.agent_name, _greeting(self._transport.local_peer(), peer, _PROBE))
-
     def forget(self, agent_name: str) -> None:
         """Unload it; unknown names are fine."""
         self._peers.pop(agent_name, None)
-        self._on_forgotten(agent_name)
+        self.prober.forget(agent_name)
+        self.rates.forget(agent_name)
         self._transport.remove_peer(agent_name)
 
     def ask_all(self, is_open: Callable[[str], bool], now_s: float) -> None:
@@ -76,9 +80,13 @@ class LoadedPeers:
                 extra = {"event": "peer_gone", "peer": peer.agent_name, "reason": str(error)}
                 logger.info("a peer has gone", extra=extra)
 
+    def _announce_probe(self, peer: TransferPeer) -> None:
+        """Tell it that it is measured: it polls then as often as while its KV is read. Raises PeerUnreachable."""
+        self._transport.notify(peer.agent_name, _greeting(self._transport.local_peer(), peer, _PROBE))
+
 
 def is_probe_announced(message: Handoff | TransferNote) -> bool:
-    """Whether this is what `announce_probe` says."""
+    """Whether its sender is about to measure how fast it reads from here."""
     return not message.transfer_id and isinstance(message, TransferNote) and message.reason == _PROBE
 
 

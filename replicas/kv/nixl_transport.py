@@ -101,7 +101,7 @@ class NixlTransport(KvTransport):
         self._address = NixlAddress(bytes(self._agent.get_agent_metadata()), pool.data_ptr(), device_id, mem_type)
         self._scratch = torch.empty(min(MAX_PROBE_BYTES, pool.nbytes), dtype=torch.uint8, device=pool.device)
         if not on_cpu:
-            torch.cuda.synchronize(pool.device)  # what was freed there may still be in use, and reads wait for no stream
+            torch.cuda.synchronize(pool.device)  # what used that memory before: a read waits for no stream
         self._registrations.append(self._register(self._scratch))
         self._local = TransferPeer(
             replica_id=replica_id,
@@ -117,14 +117,8 @@ class NixlTransport(KvTransport):
         self._reads: dict[int, _Read] = {}
         self._num_reads = 0
         self._closed = False
-        logger.info(
-            "NIXL agent %s: %s pool, %d blocks of %d bytes, %s",
-            name,
-            mem_type,
-            pool.shape[0],
-            block_bytes,
-            ucx_settings(os.environ),
-        )
+        blocks = f"{mem_type} pool, {pool.shape[0]} blocks of {block_bytes} bytes"
+        logger.info("NIXL agent %s: %s, %s", name, blocks, ucx_settings(os.environ))
 
     def local_peer(self) -> TransferPeer:
         return self._local
@@ -185,16 +179,12 @@ class NixlTransport(KvTransport):
         here = [(self._scratch.data_ptr(), num_bytes, self._address.device_id)]
         return self._start(peer, here, [(address.base_address, num_bytes, address.device_id)], b"")
 
-    def _start(self, peer: TransferPeer, local: list[_Region], remote: list[_Region], notification: bytes) -> ReadHandle:
+    def _start(self, peer: TransferPeer, local: list[_Region], remote: list[_Region], notice: bytes) -> ReadHandle:
         agent = self._agent
         try:
-            nixl_handle = agent.initialize_xfer(
-                "READ",
-                agent.get_xfer_descs(local, self._address.mem_type),
-                agent.get_xfer_descs(remote, self._loaded(peer).mem_type),
-                peer.agent_name,
-                notification,
-            )
+            here = agent.get_xfer_descs(local, self._address.mem_type)
+            there = agent.get_xfer_descs(remote, self._loaded(peer).mem_type)
+            nixl_handle = agent.initialize_xfer("READ", here, there, peer.agent_name, notice)
         except Exception as error:
             raise PeerUnreachable(f"cannot prepare a read from {peer.agent_name}: {error}") from error
         state = self._post(nixl_handle, peer.agent_name)

@@ -12,6 +12,7 @@ _SMOOTHING = 0.2
 # Time is told by polls, some 0.2 ms apart: of a shorter read it says little, unless that it was fast all the same.
 _TELLING_S = 0.005
 _FAST_BYTES_PER_S = 10e9
+_LONGEST_WINDOW_S = 1.0
 
 
 class Pace(StrEnum):
@@ -41,18 +42,18 @@ class PairRate:
         return Pace.of(self.bytes_per_s)
 
     def after(self, bytes_per_s: float, duration_s: float) -> PairRate:
-        """A read went at this rate: a moving average."""
+        """Reads went at this rate: a moving average."""
         if duration_s < _TELLING_S and bytes_per_s < self.bytes_per_s:
             return self
         return replace(self, bytes_per_s=self.bytes_per_s + _SMOOTHING * (bytes_per_s - self.bytes_per_s))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBegun:
-    """delivered_bytes: what had come from the same peer until then."""
+@dataclass(slots=True)
+class _Window:
+    """What has come from a peer since it was quiet, or since the window before."""
 
-    at_s: float
-    delivered_bytes: int
+    begun_s: float
+    num_bytes: int = 0
 
 
 class PairRates:
@@ -60,7 +61,7 @@ class PairRates:
 
     def __init__(self) -> None:
         self._rates: dict[str, PairRate] = {}  # by agent name
-        self._delivered: dict[str, int] = {}
+        self._windows: dict[str, _Window] = {}
 
     def of(self, agent_name: str) -> PairRate | None:
         return self._rates.get(agent_name)
@@ -76,22 +77,27 @@ class PairRates:
         """By a probe. Mutates."""
         self._rates[agent_name] = rate
 
-    def began(self, agent_name: str, now_s: float) -> ReadBegun:
-        """A read from this peer is posted."""
-        return ReadBegun(now_s, self._delivered.get(agent_name, 0))
+    def began(self, agent_name: str, is_first: bool, now_s: float) -> None:
+        """A read from this peer was posted. is_first: no other is under way. Mutates."""
+        if is_first or agent_name not in self._windows:
+            self._windows[agent_name] = _Window(now_s)
 
-    def ended(self, peer: TransferPeer, num_bytes: int, begun: ReadBegun, now_s: float) -> None:
-        """It is done. Mutates.
+    def ended(self, peer: TransferPeer, num_bytes: int, is_last: bool, now_s: float) -> None:
+        """It is done; is_last: no other is under way. Mutates.
 
-        Reads from one peer share its rate: what counts is all that has come from it while this one was under way, as
-        in the delivery rate of BBR (draft-cheng-iccrg-delivery-rate-estimation).
+        Reads from one peer share its rate, so what counts is all that has come while it was read from.
         """
-        delivered = self._delivered.get(peer.agent_name, 0) + num_bytes
-        self._delivered[peer.agent_name] = delivered
-        duration_s = now_s - begun.at_s
-        if duration_s <= 0.0:
+        window = self._windows.get(peer.agent_name)
+        if window is None:
+            return  # it was forgotten meanwhile
+        window.num_bytes += num_bytes
+        duration_s = now_s - window.begun_s
+        if duration_s <= 0.0 or not (is_last or duration_s >= _LONGEST_WINDOW_S):
             return
-        bytes_per_s = (delivered - begun.delivered_bytes) / duration_s
+        self._windows[peer.agent_name] = _Window(now_s)
+        self._went(peer, window.num_bytes / duration_s, duration_s)
+
+    def _went(self, peer: TransferPeer, bytes_per_s: float, duration_s: float) -> None:
         known = self._rates.get(peer.agent_name)
         if known is not None:
             self._rates[peer.agent_name] = known.after(bytes_per_s, duration_s)
@@ -101,4 +107,4 @@ class PairRates:
     def forget(self, agent_name: str) -> None:
         """The peer has gone. Mutates; unknown names are fine."""
         self._rates.pop(agent_name, None)
-        self._delivered.pop(agent_name, None)
+        self._windows.pop(agent_name, None)

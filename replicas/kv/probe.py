@@ -1,7 +1,7 @@
 """How large the reads are by which a pair is measured, and what they tell. Pure.
 
-The first makes the connection, and its time says nothing. Each that follows is larger, as long as it will take no longer
-than LONGEST_READ_S if it goes like the one before: a pair of 10 MB/s is measured as fast as one of 500 GB/s.
+The first makes the connection, and its time says nothing. Each that follows is larger, as long as it will take no
+longer than LONGEST_READ_S if it goes like the one before: to measure 10 MB/s takes no longer than to measure 500 GB/s.
 """
 
 from __future__ import annotations

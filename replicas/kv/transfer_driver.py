@@ -36,8 +36,6 @@ from replicas.kv.handoff_reader import HandoffReader
 from replicas.kv.handoff_source import HandoffSource
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadState
 from replicas.kv.loaded_peers import LoadedPeers, is_probe_announced
-from replicas.kv.pair_rate import PairRates
-from replicas.kv.prober import Prober
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.kv.transfer_reads import TransferReads
 from replicas.messages import Handoff, TransferPeer
@@ -73,9 +71,6 @@ class TransferDriver:
         self.reader = HandoffReader(
             self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digest=digest_blocks is not None
         )
-        self.rates = PairRates()
-        self.reads = TransferReads(transport, self.rates, max_bytes_in_flight)
-        self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s(), self._on_forgotten)
         self.results: Counter[str] = Counter()
         self._transport = transport
         self._on_event = on_event
@@ -87,26 +82,28 @@ class TransferDriver:
         self._probed_until_s = -math.inf
         errors = ErrorCounts(now_s)
         self.errors, self._report, self._confined = errors.counts, errors.report, errors.confined
-        self._prober = Prober(transport, self.rates, self.peers.announce_probe, partial(self._report, "probe"))
+        self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s(), partial(self._report, "probe"))
+        failed = partial(self._report, "read")
+        self.reads = TransferReads(transport, self.reader, self.peers.rates, max_bytes_in_flight, failed)
 
     @property
     def is_busy(self) -> bool:
         """Something is pending that a poll may move. A quarantined read is not: it is looked at when idle, too."""
-        now_s = self._now_s()
-        moving = len(self.reads.in_flight) > self.reader.num_quarantined(now_s)
-        measuring = self._prober.is_busy or now_s < self._probed_until_s
-        return moving or measuring or bool(self.source.num_open or self.reader.num_open or self._held)
+        now_s, num_reads = self._now_s(), len(self.reads.in_flight)
+        moving = num_reads > self.reader.num_quarantined(now_s) or self.peers.prober.is_busy
+        return (
+            moving or now_s < self._probed_until_s or bool(self.source.num_open or self.reader.num_open or self._held)
+        )
 
     @property
     def is_eager(self) -> bool:
         """Something may end any moment, and how long it took matters."""
-        now_s = self._now_s()
-        return self.reads.is_eager(now_s) or self._prober.is_eager(now_s)
+        return any(part.is_eager(self._now_s()) for part in (self.reads, self.peers.prober))
 
     @property
     def num_landing(self) -> int:
         """Reads, of KV or of probes, that have not ended: the memory that they write must stay."""
-        return len(self.reads.in_flight) + self._prober.num_in_flight
+        return len(self.reads.in_flight) + self.peers.prober.num_in_flight
 
     # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
@@ -148,12 +145,9 @@ class TransferDriver:
             self._refuse(transfer_id, "expect", error)
             return
         try:
-            is_new = self.peers.load(source)
+            self.peers.load_source(source)
         except Exception as error:
             self._perform(self.reader.fail(transfer_id, LossReason.PEER_UNREACHABLE, str(error), now_s))
-            return
-        if is_new and source.fingerprint == self.local_peer.fingerprint:
-            self._prober.meet(source)
 
     def read_into(self, transfer_id: str, local_block_ids: tuple[int, ...]) -> None:
         try:
@@ -166,9 +160,8 @@ class TransferDriver:
         self._perform([*self.source.cancel(transfer_id, now_s), *self.reader.cancel(transfer_id, now_s)])
 
     def cancel_all(self) -> None:
-        """Before the end: of everything that is open, and of what is measured."""
         now_s = self._now_s()
-        self._prober.stop()
+        self.peers.prober.stop()
         self._perform([*self.source.cancel_all(now_s), *self.reader.cancel_all(now_s)])
 
     def forget_peer(self, agent_name: str) -> None:
@@ -197,12 +190,12 @@ class TransferDriver:
         self._perform(held)
         self._attempt(lambda: self.source.tick(self._now_s()))
         self._attempt(lambda: self.reader.tick(self._now_s()))
-        self._begin_reads()
-        self._confined("probe", lambda: self._prober.turn(self.reads.is_read_from, self._now_s))
+        self._attempt(lambda: self.reads.begin_due(self._now_s()))
+        self._confined("probe", lambda: self.peers.prober.turn(self.reads.is_open_with, self._now_s))
         self._confined("internal", lambda: self.peers.ask_all(self._is_open_with, self._now_s()))
 
     def close(self) -> None:
-        """Close the transport. Only when no read is in flight."""
+        """Close the transport. Only when nothing is landing."""
         self._transport.close()
 
     def _receive(self, agent_name: str, payload: bytes) -> list[Action]:
@@ -213,7 +206,6 @@ class TransferDriver:
             return []
         if is_probe_announced(message):
             self._probed_until_s = now_s + _PROBED_S
-            return []
         if isinstance(message, Handoff):
             return self.reader.receive_handoff(message, agent_name, now_s)
         return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
@@ -234,8 +226,7 @@ class TransferDriver:
         return self.reader.read_ended(transfer_id, ok, "" if ok else "the transport reports an error", self._now_s())
 
     def _is_open_with(self, agent_name: str) -> bool:
-        is_read = self.reads.is_read_from(agent_name)
-        return is_read or self.source.is_open_with(agent_name) or self.reader.is_open_with(agent_name)
+        return any(half.is_open_with(agent_name) for half in (self.reads, self.source, self.reader))
 
     # -- orders and events ---------------------------------------------------------------------------------------
 
@@ -264,14 +255,14 @@ class TransferDriver:
             case SendNote():
                 self._send(action)
             case StartRead():
-                self.reads.wait(action)
-                self._begin_reads()
+                self.reads.add(action)
+                return self.reads.begin_due(self._now_s())
             case CheckDigest():
                 return self._check_digest(action)
             case _:
                 self._emit(action)
-                if isinstance(action, KvLost) and self.reads.withdraw(action.transfer_id):
-                    return self._never_begun(action.transfer_id)
+                if isinstance(action, KvLost):
+                    return self.reads.withdraw(action.transfer_id, self._now_s())
         return []
 
     def _send(self, order: SendNote) -> None:
@@ -279,32 +270,6 @@ class TransferDriver:
             self._transport.notify(order.agent_name, encode(order.message))
         except PeerUnreachable as error:
             self._report("unreachable", str(error))
-
-    def _begin_reads(self) -> None:
-        """All whose turn it is."""
-        while (order := self.reads.take_due(self._is_given_up)) is not None:
-            self._attempt(partial(self._begin_read, order))
-
-    def _begin_read(self, order: StartRead) -> list[Action]:
-        if not self.reader.is_open(order.transfer_id):  # its transfer ended while a test held it
-            return self._never_begun(order.transfer_id)
-        try:
-            self.reads.begin(order, self._now_s())
-        except Exception as error:
-            self._report("read", f"read of {order.transfer_id}: {error}")
-            return self.reader.read_ended(order.transfer_id, False, str(error), self._now_s())
-        return []
-
-    def _never_begun(self, transfer_id: str) -> list[Action]:
-        """Its transfer has ended before it was its turn: nothing lands in its blocks."""
-        return self.reader.read_ended(transfer_id, False, "", self._now_s())
-
-    def _is_given_up(self, transfer_id: str) -> bool:
-        return self.reader.is_quarantined(transfer_id, self._now_s())
-
-    def _on_forgotten(self, agent_name: str) -> None:
-        self._prober.forget(agent_name)
-        self.rates.forget(agent_name)
 
     def _check_digest(self, order: CheckDigest) -> list[Action]:
         assert self._digest_blocks is not None, "the reader asks for a digest only when it verifies"

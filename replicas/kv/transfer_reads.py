@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicas.channels.wire import encode
-from replicas.kv.handoff_actions import StartRead
+from replicas.kv.handoff_actions import Action, StartRead
+from replicas.kv.handoff_reader import HandoffReader
 from replicas.kv.kv_transport import KvTransport, ReadHandle, ReadState
-from replicas.kv.pair_rate import PairRates, ReadBegun
+from replicas.kv.pair_rate import PairRates
 from replicas.messages import TransferPeer
 
 _EAGER_S = 0.005  # for so long a read's end is looked for at once: within one card it takes 0.3 ms
@@ -24,18 +25,26 @@ class ReadInFlight:
     local_block_ids: tuple[int, ...]
     num_bytes: int
     handle: ReadHandle
-    begun: ReadBegun
+    begun_s: float
     state: ReadState = ReadState.READING
 
 
 class TransferReads:
     """For the thread that owns the transport; figures may be read from others. Time is monotonic seconds.
 
-    max_bytes_in_flight: from one peer; a read that is larger goes alone.
+    max_bytes_in_flight: from one peer; a read that is larger goes alone. on_failed: hears why one could not be posted.
     """
 
-    def __init__(self, transport: KvTransport, rates: PairRates, max_bytes_in_flight: int) -> None:
-        self._transport, self._rates, self._max_bytes = transport, rates, max_bytes_in_flight
+    def __init__(
+        self,
+        transport: KvTransport,
+        reader: HandoffReader,
+        rates: PairRates,
+        max_bytes_in_flight: int,
+        on_failed: Callable[[str], None],
+    ) -> None:
+        self._transport, self._reader, self._rates = transport, reader, rates
+        self._max_bytes, self._on_failed = max_bytes_in_flight, on_failed
         self._block_bytes = transport.local_peer().block_bytes
         self._waiting: dict[str, OrderedDict[str, StartRead]] = {}  # by agent name, then by transfer id
         self.in_flight: dict[str, ReadInFlight] = {}  # by transfer id
@@ -49,54 +58,74 @@ class TransferReads:
 
     def is_eager(self, now_s: float) -> bool:
         """Whether a read may end any moment."""
-        return any(now_s - read.begun.at_s < _EAGER_S for read in self.in_flight.values())
+        return any(now_s - read.begun_s < _EAGER_S for read in self.in_flight.values())
 
-    def is_read_from(self, agent_name: str) -> bool:
+    def is_open_with(self, agent_name: str) -> bool:
         """Whether bytes of this peer may be landing."""
         return any(read.peer.agent_name == agent_name for read in self.in_flight.values())
 
     # -- their turns -------------------------------------------------------------------------------
 
-    def wait(self, order: StartRead) -> None:
+    def add(self, order: StartRead) -> None:
         """Behind those that came before it from the same peer. Mutates."""
         self._waiting.setdefault(order.peer.agent_name, OrderedDict())[order.transfer_id] = order
 
-    def withdraw(self, transfer_id: str) -> bool:
-        """Whether this read was waiting; now it is not. Mutates."""
-        for agent_name, orders in self._waiting.items():
-            if orders.pop(transfer_id, None) is not None:
-                if not orders:
-                    del self._waiting[agent_name]
-                return True
-        return False
+    def withdraw(self, transfer_id: str, now_s: float) -> list[Action]:
+        """This transfer has ended: if it is still waiting, nothing will land in its blocks. Mutates."""
+        if any(transfer_id in orders for orders in self._waiting.values()):
+            self._take(transfer_id)
+            return self._reader.read_ended(transfer_id, False, "", now_s)
+        return []
 
-    def take_due(self, is_given_up: Callable[[str], bool]) -> StartRead | None:
-        """The next read whose turn it is; it is to be begun at once. Mutates.
+    def begin_due(self, now_s: float) -> list[Action]:
+        """Post all whose turn it is. What follows of those that can't be posted. Mutates."""
+        actions: list[Action] = []
+        for agent_name in list(self._waiting):
+            ahead_bytes = self._bytes_ahead(agent_name, now_s)
+            while (order := self._first(agent_name)) is not None:
+                num_bytes = self._num_bytes(order)
+                if ahead_bytes and ahead_bytes + num_bytes > self._max_bytes:
+                    break
+                self._take(order.transfer_id)
+                if not self._reader.is_open(order.transfer_id):  # it ended while a test held this
+                    actions += self._reader.read_ended(order.transfer_id, False, "", now_s)
+                    continue
+                failures = self._begin(order, ahead_bytes == 0, now_s)
+                actions += failures
+                ahead_bytes += 0 if failures else num_bytes
+        return actions
 
-        is_given_up: of a transfer, that its read is not expected to end: nobody waits behind it.
-        """
-        for agent_name, orders in self._waiting.items():
-            order = next(iter(orders.values()))
-            ahead_bytes = sum(
-                read.num_bytes
-                for transfer_id, read in self.in_flight.items()
-                if read.peer.agent_name == agent_name
-                and read.state is ReadState.READING
-                and not is_given_up(transfer_id)
-            )
-            if not ahead_bytes or ahead_bytes + self._num_bytes(order) <= self._max_bytes:
-                self.withdraw(order.transfer_id)
-                return order
-        return None
+    def _begin(self, order: StartRead, is_first: bool, now_s: float) -> list[Action]:
+        peer, local = order.peer, order.local_block_ids
+        try:
+            handle = self._transport.start_read(peer, local, order.remote_block_ids, encode(order.done))
+        except Exception as error:
+            self._on_failed(f"read of {order.transfer_id}: {error}")
+            return self._reader.read_ended(order.transfer_id, False, str(error), now_s)
+        self.in_flight[order.transfer_id] = ReadInFlight(peer, local, self._num_bytes(order), handle, now_s)
+        self._rates.began(peer.agent_name, is_first, now_s)
+        return []
+
+    def _bytes_ahead(self, agent_name: str, now_s: float) -> int:
+        """Under way from this peer. Not those that are expected to end no more: nobody waits behind them."""
+        return sum(
+            read.num_bytes
+            for transfer_id, read in self.in_flight.items()
+            if read.peer.agent_name == agent_name
+            and read.state is ReadState.READING
+            and not self._reader.is_quarantined(transfer_id, now_s)
+        )
+
+    def _first(self, agent_name: str) -> StartRead | None:
+        return next(iter(self._waiting.get(agent_name, {}).values()), None)
+
+    def _take(self, transfer_id: str) -> None:
+        agent_name = next(name for name, orders in self._waiting.items() if transfer_id in orders)
+        del self._waiting[agent_name][transfer_id]
+        if not self._waiting[agent_name]:
+            del self._waiting[agent_name]
 
     # -- in flight ---------------------------------------------------------------------------------
-
-    def begin(self, order: StartRead, now_s: float) -> None:
-        """Post it. Raises what the transport raises; then nothing was posted. Mutates."""
-        peer, local = order.peer, order.local_block_ids
-        begun = self._rates.began(peer.agent_name, now_s)
-        handle = self._transport.start_read(peer, local, order.remote_block_ids, encode(order.done))
-        self.in_flight[order.transfer_id] = ReadInFlight(peer, local, self._num_bytes(order), handle, begun)
 
     def poll(self, transfer_id: str) -> ReadState:
         """Where it stands. Mutates; raises what the transport raises."""
@@ -109,8 +138,9 @@ class TransferReads:
         read = self.in_flight.pop(transfer_id)
         if read.state is ReadState.DONE:
             self.bytes_read += read.num_bytes
-            self.read_s += now_s - read.begun.at_s
-            self._rates.ended(read.peer, read.num_bytes, read.begun, now_s)
+            self.read_s += now_s - read.begun_s
+            is_last = not self._bytes_ahead(read.peer.agent_name, now_s)
+            self._rates.ended(read.peer, read.num_bytes, is_last, now_s)
         return read
 
     def _num_bytes(self, order: StartRead) -> int:

@@ -58,7 +58,8 @@ class TransferThread:
 
     make_transport: called on the new thread, the only one that touches the transport (a CUDA caller sets the
     device there). on_event: called on the transfer thread; must be quick and must not wait for this thread.
-    max_bytes_in_flight: read from one peer at a time. digest_blocks: digest of this engine's blocks; None: no verification, neither given nor asked for.
+    max_bytes_in_flight: as `TransferReads`. digest_blocks: digest of this engine's blocks; None: no verification,
+    neither given nor asked for.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class TransferThread:
             reads_in_flight=len(driver.reads.in_flight),
             reads_quarantined=driver.reader.num_quarantined(time.monotonic()),
             peers_loaded=len(driver.peers),
-            rates=driver.rates.all(),
+            rates=driver.peers.rates.all(),
             last_poll_s=self.last_poll_s,
         )
 
     def slowest_pair(self) -> PairRate | None:
         """The peer from which KV is read slowest, of those measured. Does not block; None before start()."""
-        return self._driver.rates.slowest() if self._driver is not None else None
+        return self._driver.peers.rates.slowest() if self._driver is not None else None
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
