@@ -157,7 +157,8 @@ class Prober:
 
     def _let_go(self) -> None:
         if self._measuring is not None:
-            self._let_go_of.append(self._measuring.handle)
+            if not self._has_ended(self._measuring.handle):
+                self._let_go_of.append(self._measuring.handle)
             self._measuring = None
 
     def _has_ended(self, handle: ReadHandle) -> bool:

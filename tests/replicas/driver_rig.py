@@ -10,7 +10,7 @@ from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.messages import FirstToken, Handoff
 
-BLOCK_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 16  # as of when a rig is made
 NUM_BLOCKS = 48
 TIMING = HandoffTiming(lease_s=1.0, resend_s=0.01, max_resend_s=0.05, quarantine_s=0.5, ask_peers_s=5.0)
 
@@ -59,6 +59,11 @@ class Rig:
             self.time_s = min(end_s, self.time_s + step_s)
             for driver in (self.reader, *self.sources):
                 driver.advance(driver.collect())
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing has landed in the reader's pool."""
+        return self.reader_pool.count(0) == len(self.reader_pool)
 
     def seen(self, transfer_id: str) -> list[str]:
         return [kind for _, kind, of in self.events if of == transfer_id]
