@@ -18,9 +18,9 @@ _LONGEST_WINDOW_S = 1.0
 class Pace(StrEnum):
     """What a rate is like. UCX tells nobody what it chose."""
 
-    TCP = "as TCP"
-    NETWORK = "as a fast network or shared memory"
-    DEVICE = "as CUDA IPC or RDMA"
+    TCP = "tcp"
+    NETWORK = "network"  # a fast one, or shared memory
+    DEVICE = "device"  # CUDA IPC, NVLink, RDMA
 
     @staticmethod
     def of(bytes_per_s: float) -> Pace:
