@@ -13,6 +13,9 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.routing.routing_policy import RoutingRules
 from cluster.routing.slow_transfers import SlowestRead, SlowTransferWatch, slowest_reads
 from replicas.messages import EngineLoad
+from tests.cluster.fake_model import spec_of
+from tests.cluster.fake_pools import FakeCluster
+from tests.cluster.router_rig import running_router
 
 IDLE = EngineLoad(0, 0, 0, 10, 10, 0.0)
 PREFILL = replace(IDLE, prefill_tokens_per_s=40_000.0)
@@ -107,6 +110,24 @@ def test_a_replica_that_has_gone_is_over(caplog: pytest.LogCaptureFixture) -> No
 def test_it_looks_once_a_second_however_many_frames_come() -> None:
     watch = Watched().watch
     assert [watch.is_due(10 + second / 10) for second in range(25)].count(True) == 3
+
+
+async def test_a_router_hears_of_it_in_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.routing.slow_transfers._LOOK_EVERY_S", 0.0)
+    cluster = FakeCluster(num_decode=1, num_prefill=1)
+    assert cluster.prefill is not None
+    ((decode_id, of_decode),) = cluster.decode.members.items()
+    ((prefill_id, of_prefill),) = cluster.prefill.members.items()
+    of_prefill.more_load = {"prefill_tokens_per_s": 1000.0}
+    of_decode.more_load = {"slowest_source": prefill_id, "slowest_read_bytes_per_s": 400.0}
+    async with running_router(cluster) as rig:
+        await rig.tokens(spec_of())
+        watch = rig.router.slow_transfers
+        assert watch.found == (SlowestRead(decode_id, prefill_id, 400.0, 1000.0),)
+        of_decode.more_load["slowest_read_bytes_per_s"] = 4000.0
+        await rig.tokens(spec_of())
+        assert watch.found == ()
+        assert watch.slowest == SlowestRead(decode_id, prefill_id, 4000.0, 1000.0)
 
 
 def test_readiness_names_the_slowest_and_those_too_slow() -> None:
