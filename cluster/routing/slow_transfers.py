@@ -79,7 +79,8 @@ class SlowTransferWatch:
         for read in self.found:
             if before.pop(read.key, None) is None:
                 logger.warning("%s", read, extra={"event": "slow_transfer", **_fields(read)})
-        for read in before.values():
+        now = {read.key: read for read in reads}
+        for read in (now.get(key, gone) for key, gone in before.items()):
             logger.info("KV is read fast enough again", extra={"event": "slow_transfer_over", **_fields(read)})
         self._tell(len(self.found))
 
