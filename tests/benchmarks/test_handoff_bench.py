@@ -1,4 +1,4 @@
-"""The script that times handoffs on a card, here on CPUs: the bytes are the source's, its figures those of its reads."""
+"""The script that times handoffs on a card, here on CPUs: the bytes are the source's, its figures its reads'."""
 
 from __future__ import annotations
 
