@@ -274,7 +274,8 @@ class FaultsConfig(Section):
 
     fault_dir: LocalPath | None = Field(
         default=None,
-        description="Folder whose files hold replicas at chosen points; tests only, never in production",
+        description="Folder whose files hold replicas at chosen points or slow their reads of KV; tests only, never in "
+        "production",
     )
 
     step_record_dir: LocalPath | None = Field(

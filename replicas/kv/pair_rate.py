@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from replicas.kv.kv_transport import MAX_PROBE_BYTES
 from replicas.messages import TransferPeer
 
 _SMOOTHING = 0.2
@@ -41,11 +42,13 @@ class PairRate:
     def pace(self) -> Pace:
         return Pace.of(self.bytes_per_s)
 
-    def after(self, bytes_per_s: float, duration_s: float) -> PairRate:
-        """Reads went at this rate: a moving average."""
+    def after(self, num_bytes: int, duration_s: float) -> PairRate:
+        """So much was read in this time: a moving average, in which few bytes count little."""
+        bytes_per_s = num_bytes / duration_s
         if duration_s < _TELLING_S and bytes_per_s < self.bytes_per_s:
             return self
-        return replace(self, bytes_per_s=self.bytes_per_s + _SMOOTHING * (bytes_per_s - self.bytes_per_s))
+        weight = _SMOOTHING * min(1.0, num_bytes / MAX_PROBE_BYTES)
+        return replace(self, bytes_per_s=self.bytes_per_s + weight * (bytes_per_s - self.bytes_per_s))
 
 
 @dataclass(slots=True)
@@ -95,12 +98,9 @@ class PairRates:
         if duration_s <= 0.0 or not (is_last or duration_s >= _LONGEST_WINDOW_S):
             return
         self._windows[peer.agent_name] = _Window(now_s)
-        self._went(peer, window.num_bytes / duration_s, duration_s)
-
-    def _went(self, peer: TransferPeer, bytes_per_s: float, duration_s: float) -> None:
-        known = self._rates.get(peer.agent_name)
+        known, bytes_per_s = self._rates.get(peer.agent_name), window.num_bytes / duration_s
         if known is not None:
-            self._rates[peer.agent_name] = known.after(bytes_per_s, duration_s)
+            self._rates[peer.agent_name] = known.after(window.num_bytes, duration_s)
         elif duration_s >= _TELLING_S or bytes_per_s >= _FAST_BYTES_PER_S:
             self._rates[peer.agent_name] = PairRate(peer.replica_id, bytes_per_s)
 

@@ -34,7 +34,7 @@ class _Measuring:
 class Prober:
     """For the thread that owns the transport. Time is monotonic seconds.
 
-    announce: tells a peer, by agent name, that it is about to be read. on_failed: hears why a probe failed.
+    announce: tells a peer that it is about to be read; may raise. on_failed: hears why a probe failed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Prober:
         self._let_go()
 
     def turn(self, is_read_from: Callable[[str], bool], now_s: Callable[[], float]) -> None:
-        """Look after the reads, begin what is due. Raises what the transport raises, having given up that probe.
+        """Look after the reads, begin what is due. A transport that can't begin one fails that probe.
 
         is_read_from: whether KV is being read from this agent now.
         """

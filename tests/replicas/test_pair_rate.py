@@ -88,6 +88,21 @@ def test_short_reads_say_nothing_unless_they_are_fast() -> None:
     assert faster.bytes_per_s == pytest.approx(0.8e9 + 0.2 * 100 * MIB / 0.001)
 
 
+def test_few_bytes_count_little() -> None:
+    """2 MiB whose end was seen late, as this process computed, are no news of the connection; many such are."""
+    rates = PairRates()
+    rates.measured(NAME, PairRate("prefill-1", 100e9))
+    read(rates, 2 * MIB, 0.0, 0.01)
+    rate = rates.of(NAME)
+    assert rate is not None
+    assert rate.bytes_per_s > 98e9
+    for number in range(1, 1000):
+        read(rates, 2 * MIB, number, number + 0.01)
+    rate = rates.of(NAME)
+    assert rate is not None
+    assert rate.bytes_per_s == pytest.approx(2 * MIB / 0.01, rel=0.01)
+
+
 def test_reads_at_the_same_time_share_a_rate() -> None:
     """Four of 100 MB, begun together, that end after about a second: 400 MB/s, not 100."""
     rates = PairRates()

