@@ -7,6 +7,7 @@ So all peers with which nothing is open are asked now and then; one whose proces
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from replicas.channels.wire import encode
@@ -16,6 +17,7 @@ from replicas.kv.prober import Prober
 from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
 
 _PROBE = "probe"
+_MEASURED_S = 0.25  # for so long after a peer's word that it measures us
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class LoadedPeers:
         self.prober = Prober(transport, self.rates, self._announce_probe, on_probe_failed)
         self._transport = transport
         self._ask_every_s = ask_every_s
+        self._measured_until_s = -math.inf
         self._next_ask_s = now_s + ask_every_s
         self._peers: dict[str, TransferPeer] = {}
 
@@ -80,14 +83,18 @@ class LoadedPeers:
                 extra = {"event": "peer_gone", "peer": peer.agent_name, "reason": str(error)}
                 logger.info("a peer has gone", extra=extra)
 
+    def hear(self, message: Handoff | TransferNote, now_s: float) -> None:
+        """A peer has sent this. Mutates if it is about to measure how fast it reads from here."""
+        if not message.transfer_id and isinstance(message, TransferNote) and message.reason == _PROBE:
+            self._measured_until_s = now_s + _MEASURED_S
+
+    def are_measured(self, now_s: float) -> bool:
+        """Whether one of them is measured here, or measures: polls bring that on."""
+        return self.prober.is_busy or now_s < self._measured_until_s
+
     def _announce_probe(self, peer: TransferPeer) -> None:
         """Tell it that it is measured: it polls then as often as while its KV is read. Raises PeerUnreachable."""
         self._transport.notify(peer.agent_name, _greeting(self._transport.local_peer(), peer, _PROBE))
-
-
-def is_probe_announced(message: Handoff | TransferNote) -> bool:
-    """Whether its sender is about to measure how fast it reads from here."""
-    return not message.transfer_id and isinstance(message, TransferNote) and message.reason == _PROBE
 
 
 def _greeting(local: TransferPeer, peer: TransferPeer, reason: str = "") -> bytes:

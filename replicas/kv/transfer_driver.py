@@ -7,7 +7,6 @@ the engine's callback, a peer's bytes or a test hook do wrong is counted, logged
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,7 @@ from replicas.kv.handoff_actions import (
 from replicas.kv.handoff_reader import HandoffReader
 from replicas.kv.handoff_source import HandoffSource
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadState
-from replicas.kv.loaded_peers import LoadedPeers, is_probe_announced
+from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.kv.transfer_reads import TransferReads
 from replicas.messages import Handoff, TransferPeer
@@ -44,9 +43,6 @@ from replicas.model_identity import UnlikeModels, refuse_unlike
 logger = logging.getLogger(__name__)
 
 DigestBlocks = Callable[[Sequence[int]], bytes]
-
-
-_PROBED_S = 0.25  # for so long after a peer's word that it measures us we poll as if something were open
 
 
 class TransferDriver:
@@ -79,7 +75,6 @@ class TransferDriver:
         self._now_s = now_s
         self._offered: dict[str, tuple[int, ...]] = {}  # blocks under a lease
         self._held: list[Action] = []
-        self._probed_until_s = -math.inf
         errors = ErrorCounts(now_s)
         self.errors, self._report, self._confined = errors.counts, errors.report, errors.confined
         self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s(), partial(self._report, "probe"))
@@ -90,10 +85,8 @@ class TransferDriver:
     def is_busy(self) -> bool:
         """Something is pending that a poll may move. A quarantined read is not: it is looked at when idle, too."""
         now_s, num_reads = self._now_s(), len(self.reads.in_flight)
-        moving = num_reads > self.reader.num_quarantined(now_s) or self.peers.prober.is_busy
-        return (
-            moving or now_s < self._probed_until_s or bool(self.source.num_open or self.reader.num_open or self._held)
-        )
+        moving = num_reads > self.reader.num_quarantined(now_s) or self.peers.are_measured(now_s)
+        return moving or bool(self.source.num_open or self.reader.num_open or self._held)
 
     @property
     def is_eager(self) -> bool:
@@ -204,8 +197,7 @@ class TransferDriver:
         except MalformedMessage as error:
             self._report("malformed", f"notification of {agent_name}: {error}")
             return []
-        if is_probe_announced(message):
-            self._probed_until_s = now_s + _PROBED_S
+        self.peers.hear(message, now_s)
         if isinstance(message, Handoff):
             return self.reader.receive_handoff(message, agent_name, now_s)
         return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
