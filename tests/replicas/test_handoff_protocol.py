@@ -63,6 +63,9 @@ class RandomFaults(NetworkFaults):
         is_known = self.rng.random() >= self.read_unknown
         return ReadFate(delay_s, succeeds=self.rng.random() >= self.read_failure, is_known=is_known)
 
+    def probe_fate(self, reader: str, source: str) -> ReadFate:
+        return self.read_fate(reader, source)
+
 
 class World:
     """One source and one reader engine, and what they saw."""
@@ -212,7 +215,7 @@ def check_end(world: World) -> Counter[str]:
     if not world.faults.read_stuck and not world.faults.read_unknown:
         assert not stuck
     for driver in (world.source, world.reader):
-        assert not set(driver.errors) - {"unreachable", "read"}
+        assert not set(driver.errors) - {"unreachable", "read", "probe"}
     outcomes: Counter[str] = Counter()
     for event in [*world.reader_events, *world.source_events]:
         match event:
