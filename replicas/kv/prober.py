@@ -16,7 +16,7 @@ from replicas.kv.pair_rate import PairRates
 from replicas.kv.probe import Probe
 from replicas.messages import TransferPeer
 
-_GIVE_UP_S = 2.0  # after which a read of a probe is not waited for
+_GIVE_UP_S = 5.0  # after which a read of a probe is not waited for; the first makes the connection, too
 _EAGER_S = 0.02  # for so long its end is looked for at once
 
 logger = logging.getLogger(__name__)

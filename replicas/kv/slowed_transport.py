@@ -5,6 +5,7 @@ So its end, and the source's word of it, come late too, and whoever asks in betw
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from replicas.kv.kv_transport import (
 )
 from replicas.kv.slow_link import SlowLink
 from replicas.messages import TransferPeer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,6 +49,7 @@ class SlowedTransport(KvTransport):
         self._links: defaultdict[str, SlowLink] = defaultdict(SlowLink)
         self._reads: dict[int, _Read] = {}
         self._read_ids = count()
+        self._told_bytes_per_s: float | None = None
 
     def local_peer(self) -> TransferPeer:
         return self._transport.local_peer()
@@ -106,6 +110,12 @@ class SlowedTransport(KvTransport):
     def _start(self, peer: TransferPeer, num_bytes: int, post: Callable[[], ReadHandle]) -> ReadHandle:
         """What is not slowed is posted at once, and raises at once."""
         now_s, bytes_per_s = self._now_s(), self._bytes_per_s()
+        if bytes_per_s != self._told_bytes_per_s:
+            self._told_bytes_per_s = bytes_per_s
+            extra = {"event": "reads_slowed", "bytes_per_s": bytes_per_s}
+            logger.warning(
+                "reads of KV are slowed by injection" if bytes_per_s else "reads of KV are slowed no more", extra=extra
+            )
         read = _Read(post, now_s)
         if bytes_per_s is None:
             read.real = post()
