@@ -279,6 +279,21 @@ def test_a_raising_callback_does_not_stop_the_thread(pair: Pair) -> None:
 
 
 def test_many_transfers_at_once(pair: Pair) -> None:
+    move_many(pair)
+
+
+def test_many_transfers_one_read_at_a_time() -> None:
+    source = Engine(lambda pool: NixlTransport(pool, "prefill-0", "s2", "f"))
+    reader = Engine(lambda pool: NixlTransport(pool, "decode-0", "r2", "f"), max_bytes_in_flight=1)
+    most: list[int] = []
+    reader.faults.hold = lambda point: most.append(reader.thread.snapshot().reads_in_flight) or False  # type: ignore[method-assign,func-returns-value]
+    move_many(Pair(source, reader))
+    assert max(most) == 1
+    for engine in (reader, source):
+        assert engine.thread.stop()
+
+
+def move_many(pair: Pair) -> None:
     ids = [f"many-{number}" for number in range(20)]
     kv = torch.randn(20, *SHAPE[1:])
     pair.source.pool[:20] = kv
