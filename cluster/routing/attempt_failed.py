@@ -24,6 +24,16 @@ class AttemptFailed(Exception):
         super().__init__(stage, status, detail, may_retry)
         self.stage, self.status, self.detail, self.may_retry = stage, status, detail, may_retry
 
+    @property
+    def is_before_handover(self) -> bool:
+        """Whether it came to nothing after admission and before decode had the prompt's KV."""
+        return self.stage in (Stage.PREFILL, Stage.TRANSFER) and self.status is not CallStatus.EVICTED
+
+    @property
+    def has_lost_kv(self) -> bool:
+        """Whether a handoff is at fault: the KV has not come, has not come in time, or came changed."""
+        return self.is_before_handover and self.may_retry and self.status in (CallStatus.KV_LOST, CallStatus.TIMEOUT)
+
     def api_error(self, has_emitted: bool, generation_id: str) -> ApiError:
         """What the client is told if this is the end. has_emitted: it has got tokens. generation_id: as in the log."""
         if self.status is CallStatus.TIMEOUT and self.stage is Stage.QUEUE and not has_emitted:

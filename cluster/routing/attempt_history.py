@@ -18,11 +18,12 @@ _MAX_BARREN = 8
 @dataclass(frozen=True, slots=True)
 class AttemptHistory:
     """Includes the attempts before the leg was split. excluded: replicas to avoid. num_barren: evictions since the last
-    one that brought a token."""
+    one that brought a token. num_lost: failures on the way over a prefill replica, none of a replica that died."""
 
     num_failed: int = 0
     excluded: frozenset[str] = frozenset()
     num_barren: int = 0
+    num_lost: int = 0
 
     def after(
         self, failure: AttemptFailed, route: Route, *, is_search: bool = False, has_advanced: bool = True
@@ -41,10 +42,12 @@ class AttemptHistory:
         if isinstance(cause, ReplicaLost) and cause.has_left and cause.replica_id not in self.excluded:
             # It was about to leave and had begun nothing. Each leaves once, so that this comes to an end.
             return replace(self, excluded=self.excluded | {cause.replica_id})
-        # If it is not known which of the two was at fault, both are avoided.
-        at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
-        excluded = self.excluded.union(id_ for id_ in at_fault if id_ is not None)
-        return AttemptHistory(self.num_failed + 1, excluded, self.num_barren)
+        if isinstance(cause, ReplicaLost):
+            return replace(self, num_failed=self.num_failed + 1, excluded=self.excluded | {cause.replica_id})
+        # It is not known which of the two was at fault: both are avoided.
+        excluded = self.excluded.union(id_ for id_ in (route.decode_id, route.prefill_id) if id_ is not None)
+        is_lost = route.prefill_id is not None and failure.is_before_handover
+        return AttemptHistory(self.num_failed + 1, excluded, self.num_barren, self.num_lost + is_lost)
 
     def is_over(self, max_retries: int) -> bool:
         """Whether it has failed as often as it may, or gives way again and again without getting on."""

@@ -163,6 +163,8 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
+                if failure.has_lost_kv and not isinstance(failure.__cause__, ReplicaLost):
+                    self._view.pairs.failed(attempt.route)
                 is_search, has_advanced = leg.spec.beam is not None, leg.has_advanced
                 past = past.after(failure, attempt.route, is_search=is_search, has_advanced=has_advanced)
                 if not self._may_retry(leg, failure, past, deadline_s):
@@ -231,7 +233,7 @@ class Router:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route = self._routes.route(leg, past.excluded)
+            route = self._routes.route(leg, past)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
 
@@ -250,10 +252,10 @@ class Router:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
         while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
-            if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
+            if not isinstance(self._routes.decide(leg, past), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
-        return self._routes.route(leg, past.excluded)
+        return self._routes.route(leg, past)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""

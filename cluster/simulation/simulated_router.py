@@ -101,7 +101,8 @@ class SimulatedRouter:
         client.attempt = attempt
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
-        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
+        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
+        self.view.pairs.sent(route, prompt_len)
         if route.prefill_id is not None:
             self.view.prompt_coming(route.prefill_id, prompt_len)
         deadline_s = job.arrival_s + self._times.request_timeout_s
@@ -110,7 +111,10 @@ class SimulatedRouter:
         self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
 
     def wake(self, now_s: float) -> None:
-        """A replica has come: whom a pool without any kept waiting is routed."""
+        """A replica has come: whom a pool without any kept waiting is routed. All pairs are as the cost model says."""
+        rates = dict.fromkeys(self._prefills, self._costs.transfer.bytes_per_s)
+        for decode_id in self._decodes:
+            self.view.pairs.measured(decode_id, rates)
         held, self._held = self._held, []
         for client, _ in held:
             if not client.is_over:
@@ -135,7 +139,8 @@ class SimulatedRouter:
     def _decide(self, need: Need) -> Route | NeverFits | Unavailable:
         started = time.thread_time()
         view = self.view
-        route = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules)
+        decodes, prefills = view.decode_candidates(), view.prefill_candidates()
+        route = choose_route(need, decodes, prefills, self._rules, pairs=view.pairs.of)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
         return route
@@ -167,6 +172,13 @@ class SimulatedRouter:
             decode = self._decodes[attempt.route.decode_id]
             self._call(decode, attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
+
+    def handed_over(self, attempt: Attempt) -> None:
+        """Decode has read its KV, or does not want it."""
+        if attempt.is_coming:
+            attempt.is_coming = False
+            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
+            self.view.pairs.worked(attempt.route)
 
     def _admitted(self, attempt: Attempt, now_s: float) -> None:
         if attempt.is_closed:
@@ -247,13 +259,16 @@ class SimulatedRouter:
             assert attempt.route.prefill_id is not None
             self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
         self._hear_admission(attempt)
+        if attempt.is_coming:
+            attempt.is_coming = False
+            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
         self.view.ended(attempt.route.decode_id)
 
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
             route = attempt.route
-            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait)
+            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
             if route.prefill_id is not None:
                 self.view.prompt_came(route.prefill_id, attempt.prompt_len)
 

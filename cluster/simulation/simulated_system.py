@@ -95,6 +95,7 @@ class SimulatedSystem:
             )
             for index in range(shape.num_routers)
         ]
+        self._wake_routers()
         self._run = SystemRun()
         self._num_over = 0
 
@@ -117,7 +118,7 @@ class SimulatedSystem:
         decode.prepare()
         self._num_made += 1
         self.decodes[name] = decode
-        self.decode_table[name] = _metadata(pool)
+        self.decode_table[name] = self._metadata(pool)
         self._wake_routers()
         return name
 
@@ -137,7 +138,7 @@ class SimulatedSystem:
         prefill.on_done = self._prompt_done
         self._num_made += 1
         self.prefills[name] = prefill
-        self.prefill_table[name] = _metadata(pool)
+        self.prefill_table[name] = self._metadata(pool)
         self._wake_routers()
         return name
 
@@ -145,6 +146,15 @@ class SimulatedSystem:
         """It takes no new work; what it has goes on to its end. Mutates. Raises KeyError."""
         table = self.decode_table if name in self.decode_table else self.prefill_table
         del table[name]
+
+    def _metadata(self, pool: PoolShape) -> Mapping[str, Any]:
+        """What routers are told of a replica; all have the same model."""
+        block_bytes = pool.limits.block_size * self.costs.kv_bytes_per_token
+        return {
+            "num_blocks": pool.limits.num_blocks,
+            "step_tokens": pool.limits.max_step_tokens,
+            "peer": {"fingerprint": "", "block_bytes": block_bytes},
+        }
 
     def _wake_routers(self) -> None:
         for router in self.routers:
@@ -276,17 +286,13 @@ class SimulatedSystem:
         """Decode is done with the source's blocks, or does not want them."""
         assert attempt.route.prefill_id is not None
         prefill = self.prefills[attempt.route.prefill_id]
+        self._router_of(attempt.client).handed_over(attempt)
         self.queue.at(
             now_s + self.costs.transfer.notify_s,
             Order.MESSAGE,
             prefill.key,
             lambda at_s: prefill.post(at_s, lambda taken_s: prefill.lease_ended(attempt.request_id, taken_s)),
         )
-
-
-def _metadata(pool: PoolShape) -> Mapping[str, Any]:
-    """What routers are told of a replica; all have the same model."""
-    return {"num_blocks": pool.limits.num_blocks, "peer": {"fingerprint": ""}}
 
 
 def _first_token(attempt: Attempt, time_s: float) -> None:
