@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FAILURE_S = 2.0  # added by each failure
+_FAILURE_S = 10.0  # added by each failure: one costs a request as much, or more
 _MOST_S = 60.0
-_HALF_LIFE_S = 10.0  # after one failure a prompt goes there again within a minute, after many in a row within two
+_HALF_LIFE_S = 10.0  # so that a prompt goes there again some minute or two later
 
 
 @dataclass(frozen=True, slots=True)

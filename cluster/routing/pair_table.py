@@ -3,24 +3,18 @@ is on that way, and how its handoffs have gone."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from cluster.policies.routing_policy import Pair, Route, RouteKind, unknown_pairs
+from cluster.policies.routing_policy import Pair, Route, unknown_pairs
 from cluster.routing.pair_health import PairHealth
-
-logger = logging.getLogger(__name__)
 
 # A rate that nothing has confirmed for so long counts twice as high, and so on: a pair that was too slow to be used is
 # tried again, by one prompt in some minutes. What is on its way there counts, so that others do not follow at once.
 _RATE_DOUBLES_S = 60.0
 _MOST_DOUBLINGS = 10.0
 _FRESH_S = 0.5  # how old a figure that changes with time may be
-_USED_AGAIN = 3  # so many prompts in a row are no trial
-
-_AVOIDED = (RouteKind.SLOW_PAIR, RouteKind.FAILED_PAIR)
 
 
 @dataclass(slots=True)
@@ -30,8 +24,6 @@ class _PairState:
     coming_tokens: int = 0
     num_coming: int = 0
     health: PairHealth = field(default_factory=PairHealth)
-    is_avoided: bool = False
-    num_since: int = 0  # prompts that have gone there since it was avoided last
     pair: Pair = field(default_factory=Pair)  # as policies see it, until then
     until_s: float = 0.0
 
@@ -64,17 +56,11 @@ class PairTable:
     def sent(self, route: Route, num_tokens: int) -> None:
         """A prompt takes this route. Mutates; so do the others."""
         if route.prefill_id is None:
-            self._avoided(route)
             return
         state = self._state(route.decode_id, route.prefill_id)
         state.coming_tokens += num_tokens
         state.num_coming += 1
         state.until_s = 0.0
-        state.num_since += 1
-        if state.is_avoided and state.num_since >= _USED_AGAIN:
-            state.is_avoided = False
-            extra = {"event": "pair_used_again", "decode": route.decode_id, "prefill": route.prefill_id}
-            logger.info("prompts go by this pair again", extra=extra)
 
     def arrived(self, route: Route, num_tokens: int) -> None:
         """Its KV is at decode, or never will be. Once for each `sent`."""
@@ -109,23 +95,6 @@ class PairTable:
         if state is None:
             state = self._states[decode_id, prefill_id] = _PairState()
         return state
-
-    def _avoided(self, route: Route) -> None:
-        if route.kind not in _AVOIDED or route.avoided_id is None:
-            return
-        state = self._state(route.decode_id, route.avoided_id)
-        state.num_since = 0
-        if state.is_avoided:
-            return
-        state.is_avoided = True
-        extra = {
-            "event": "pair_avoided",
-            "why": route.kind,
-            "decode": route.decode_id,
-            "prefill": route.avoided_id,
-            "bytes_per_s": state.bytes_per_s,
-        }
-        logger.warning("decode computes prompts itself rather than read their KV by this pair", extra=extra)
 
 
 def _pair(state: _PairState, now_s: float) -> Pair:

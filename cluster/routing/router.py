@@ -18,6 +18,7 @@ from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_history import AttemptHistory
 from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
@@ -61,6 +62,7 @@ class Router:
         self._same = SameTokenizer(tokenizer)
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
+        self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
@@ -214,6 +216,7 @@ class Router:
         attempt.open()
         leg.spec.binding.lean(route.model)
         self._metrics.routed(route.kind)
+        self._avoided.note(route, self._view.pairs)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.spec.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)

@@ -61,6 +61,7 @@ class SimulatedDecode(SimulatedEngine):
         self.gaps = GapHistogram()
         self.num_skipped_steps = 0
         self._frame = SimulatedFrame()
+        self._reads_end_s: dict[str, float] = {}  # of those from each prefill replica
         self._last_load = self.load()
         self._last_commit_s = 0.0
         self._stretch: _Stretch | None = None
@@ -83,7 +84,11 @@ class SimulatedDecode(SimulatedEngine):
             self.on_load_ended(attempt, now_s)
             return
         self.scheduler.begin_load(attempt.request_id, now_s)
-        end_s = now_s + self.costs.read_s(attempt.prompt_len)
+        source = attempt.route.prefill_id
+        assert source is not None
+        # In order of arrival, as replicas.kv.transfer_reads.
+        end_s = max(now_s, self._reads_end_s.get(source, 0.0)) + self.costs.read_s(attempt.prompt_len)
+        self._reads_end_s[source] = end_s
         self._queue_message(end_s, lambda at_s: self._read_ended(attempt, at_s))
 
     def _read_ended(self, attempt: Attempt, now_s: float) -> None:
