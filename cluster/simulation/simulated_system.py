@@ -149,12 +149,9 @@ class SimulatedSystem:
 
     def _metadata(self, pool: PoolShape) -> Mapping[str, Any]:
         """What routers are told of a replica; all have the same model."""
-        block_bytes = pool.limits.block_size * self.costs.kv_bytes_per_token
-        return {
-            "num_blocks": pool.limits.num_blocks,
-            "step_tokens": pool.limits.max_step_tokens,
-            "peer": {"fingerprint": "", "block_bytes": block_bytes},
-        }
+        limits = pool.limits
+        peer = {"fingerprint": "", "block_bytes": limits.block_size * self.costs.kv_bytes_per_token}
+        return {"num_blocks": limits.num_blocks, "step_tokens": limits.max_step_tokens, "peer": peer}
 
     def _wake_routers(self) -> None:
         for router in self.routers:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,6 +164,10 @@ def test_a_slow_or_failing_pair_is_left_for_another_before_decode_computes_itsel
     assert kinds("q", "p") == (FAILED, None)
 
 
+def _by_prefill(pairs: Mapping[str, Pair], decode_id: str, prefill_id: str) -> Pair:
+    return pairs[prefill_id]
+
+
 def test_what_the_cheapest_of_all_ways_is() -> None:
     """Against the sum of its parts, by hand, for each way."""
     rng = random.Random(7)
@@ -192,7 +198,7 @@ def test_what_the_cheapest_of_all_ways_is() -> None:
             chunk = min(left, step_tokens - num_rows)
             local += (num_rows + 1) * max(0.0, chunk / decode.tokens_per_s - rules.itl_budget_s)
             left -= chunk
-        route = choose_route(need, [decode], prefills, rules, pairs=lambda _, prefill: pairs[prefill])
+        route = choose_route(need, [decode], prefills, rules, pairs=partial(_by_prefill, pairs))
         assert isinstance(route, Route)
         chosen = local if route.prefill_id is None else costs[route.prefill_id]
         assert chosen == pytest.approx(min(local, *costs.values()))
