@@ -36,7 +36,7 @@ def measure_routes(num_replicas: int, is_heard: bool) -> float:
     for name in (*decodes, *prefills):
         view.heard_load(name, load)
     for name in decodes:
-        view.pairs.measured(name, dict.fromkeys(prefills, 50e9))
+        view.pairs.measured(name, [(prefill, 50e9) for prefill in prefills])
     least_s = 1.0
     for _ in range(_ROUNDS):
         began_s = time.thread_time()

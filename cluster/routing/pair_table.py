@@ -4,7 +4,7 @@ is on that way, and how its handoffs have gone."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from cluster.policies.routing_policy import Pair, Route, unknown_pairs
@@ -46,9 +46,10 @@ class PairTable:
             state.until_s = now_s + _FRESH_S
         return state.pair
 
-    def measured(self, decode_id: str, bytes_per_s: Mapping[str, float]) -> None:
-        """So fast this decode replica reads now, by prefill replica: the one place where rates come from. Mutates."""
-        for prefill_id, rate in bytes_per_s.items():
+    def measured(self, decode_id: str, bytes_per_s: Iterable[tuple[str, float]]) -> None:
+        """So fast this decode replica reads from these prefill replicas now: the one place where rates come from.
+        Mutates. To be told the same again confirms nothing: replicas say what they know again and again."""
+        for prefill_id, rate in bytes_per_s:
             state = self._state(decode_id, prefill_id)
             if rate != state.bytes_per_s:
                 state.bytes_per_s, state.confirmed_s, state.until_s = rate, self._clock(), 0.0
@@ -86,7 +87,8 @@ class PairTable:
 
     def left(self, present: Collection[str]) -> None:
         """These replicas there are now: pairs of others are forgotten, once nothing of ours is on its way there."""
-        gone = [ids for ids, state in self._states.items() if not state.num_coming and not set(ids) <= set(present)]
+        known = self._states.items()
+        gone = [ids for ids, state in known if not state.num_coming and not all(name in present for name in ids)]
         for ids in gone:
             del self._states[ids]
 

@@ -103,7 +103,7 @@ class SimulatedRouter:
         if route.prefill_id is not None:
             self.view.prompt_coming(route.prefill_id, prompt_len)
             # A pair is measured as soon as it meets.
-            self.view.pairs.measured(route.decode_id, {route.prefill_id: self._costs.transfer.bytes_per_s})
+            self.view.pairs.measured(route.decode_id, [(route.prefill_id, self._costs.transfer.bytes_per_s)])
         deadline_s = job.arrival_s + self._times.request_timeout_s
         decode = self._decodes[route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))

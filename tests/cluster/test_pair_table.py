@@ -50,13 +50,13 @@ def test_what_is_on_its_way() -> None:
 def test_a_rate_that_nothing_confirms_is_believed_less_and_less() -> None:
     """So that a pair that was slow is tried again."""
     table = Table()
-    table.measured("d", {"p": 1e9, "q": 5e9})
+    table.measured("d", [("p", 1e9), ("q", 5e9)])
     assert (table.pair.bytes_per_s, table.of("d", "q").bytes_per_s) == (1e9, 5e9)
     table.now_s += 60.0
     assert table.pair.bytes_per_s == 2e9
-    table.measured("d", {"p": 1e9})  # said once more, not measured
+    table.measured("d", [("p", 1e9)])  # said once more, not measured
     assert table.pair.bytes_per_s == 2e9
-    table.measured("d", {"p": 1.1e9})
+    table.measured("d", [("p", 1.1e9)])
     assert table.pair.bytes_per_s == 1.1e9
     table.now_s += 60.0
     table.sent(ROUTE, 1)
@@ -68,7 +68,7 @@ def test_a_rate_that_nothing_confirms_is_believed_less_and_less() -> None:
 
 def test_a_figure_of_this_moment_is_looked_up_not_made() -> None:
     table = Table()
-    table.measured("d", {"p": 1e9})
+    table.measured("d", [("p", 1e9)])
     assert table.pair is table.pair
 
 
@@ -112,7 +112,7 @@ def test_a_pair_that_works_at_times_is_not_well() -> None:
 
 def test_pairs_of_replicas_that_have_left_are_forgotten() -> None:
     table = Table()
-    table.measured("d", {"p": 1e9, "q": 1e9})
+    table.measured("d", [("p", 1e9), ("q", 1e9)])
     table.sent(ROUTE, 7)
     table.left({"d", "q"})
     assert table.pair == Pair(1e9, 7)
@@ -124,7 +124,7 @@ def test_pairs_of_replicas_that_have_left_are_forgotten() -> None:
 def test_avoided_pairs_are_told_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     table = Table()
     avoided = AvoidedPairs(lambda: table.now_s)
-    table.measured("d", {"p": 5e8})
+    table.measured("d", [("p", 5e8)])
     with caplog.at_level(logging.INFO, "cluster.routing.avoided_pairs"):
         for second in range(70):
             table.now_s = 1000.0 + second
