@@ -51,12 +51,14 @@ def local_s(need: Need, decode: DecodeCandidate, rules: RoutingRules, tokens_per
     such a step takes; what goes beyond itl_budget_s counts as a second of the prompt's does, for each stream and step,
     and for one stream more: the next one to come stands behind the prompt too, so that an idle replica costs something.
     """
-    num_tokens, num_rows = need.prompt_tokens, decode.num_rows
-    chunk = max(1, decode.step_tokens - num_rows) if decode.step_tokens else num_tokens
-    num_steps, rest = divmod(num_tokens, chunk)
-    stalled_s = num_steps * max(0.0, chunk / tokens_per_s - rules.itl_budget_s)
-    stalled_s += max(0.0, rest / tokens_per_s - rules.itl_budget_s)
-    return (decode.queued_tokens + num_tokens) / tokens_per_s + (num_rows + 1) * stalled_s
+    prompt_s = need.prompt_tokens / tokens_per_s
+    stalled_s = prompt_s
+    if rules.itl_budget_s:
+        chunk = max(1, decode.step_tokens - decode.num_rows) if decode.step_tokens else need.prompt_tokens
+        num_steps, rest = divmod(need.prompt_tokens, chunk)
+        stalled_s = num_steps * max(0.0, chunk / tokens_per_s - rules.itl_budget_s)
+        stalled_s += max(0.0, rest / tokens_per_s - rules.itl_budget_s)
+    return decode.queued_tokens / tokens_per_s + prompt_s + (decode.num_rows + 1) * stalled_s
 
 
 def why_local(

@@ -47,9 +47,9 @@ class Need:
         return blocks_for_generation(self.prompt_tokens, num_tokens, self.num_choices, self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    """One decode replica as this router knows it.
+class DecodeCandidate(NamedTuple):
+    """One decode replica as this router knows it. A tuple, as are the others: made for each decision, and a frozen
+    dataclass takes three times as long.
 
     free_blocks: what a newcomer may use there at every step to come, by the replica's own projection in its last
     frame, less what this router has sent since and not yet heard admitted; later_free_blocks: the same from the steps
@@ -104,8 +104,7 @@ class DecodeCandidate:
         return min(need.max_tokens, self.expected_tokens or need.max_tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
+class PrefillCandidate(NamedTuple):
     """One prefill replica. queued_tokens: prompt tokens not yet computed, this router's own included.
 
     tokens_per_s: how fast it computes them, measured; 0.0: not known yet.
@@ -120,7 +119,7 @@ class PrefillCandidate:
 
 
 class Pair(NamedTuple):
-    """What this router knows of a decode replica's reads from a prefill replica. A tuple, as it is made often.
+    """What this router knows of a decode replica's reads from a prefill replica.
 
     bytes_per_s: measured; 0.0: not known yet. coming_tokens: of this router's prompts whose KV is to go that way and
     has not arrived. penalty_s: what it counts that handoffs have failed there lately.

@@ -46,7 +46,7 @@ class Pools:
     @property
     def room(self) -> DecodeCandidate:
         """What counts for its memory."""
-        return replace(self.decode, num_rows=0, queued_tokens=0, tokens_per_s=0.0, step_tokens=0, block_bytes=0)
+        return self.decode._replace(num_rows=0, queued_tokens=0, tokens_per_s=0.0, step_tokens=0, block_bytes=0)
 
     @property
     def prefill(self) -> PrefillCandidate:
