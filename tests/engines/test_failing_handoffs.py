@@ -30,7 +30,7 @@ def test_while_handoffs_hang_decode_computes_the_prompts(tmp_path: Path, tiny_go
         try:
             touch(tmp_path, "hold.send_handoff")
             began_s = asyncio.get_running_loop().time()
-            together = [collect(router, system.spec(golden.prompt_ids, 16)) for golden in goldens]
+            together = [collect(router, system.generation(golden.prompt_ids, 16)) for golden in goldens]
             for golden, got in zip(goldens, await asyncio.gather(*together), strict=True):
                 assert got.token_ids[0] == golden.output_ids[:16]
             assert asyncio.get_running_loop().time() - began_s > HANDOFF_S, "each has waited for its handoff"
@@ -38,7 +38,7 @@ def test_while_handoffs_hang_decode_computes_the_prompts(tmp_path: Path, tiny_go
             assert (decided("remote"), decided("local_failed_pair")) == (3, 3)
             async with asyncio.timeout(HANDOFF_S):  # who comes now does not
                 for golden in goldens:
-                    got = await collect(router, system.spec(golden.prompt_ids, 16))
+                    got = await collect(router, system.generation(golden.prompt_ids, 16))
                     assert got.token_ids[0] == golden.output_ids[:16]
             assert (decided("remote"), decided("local_failed_pair")) == (3, 6)
             (tmp_path / "hold.send_handoff").unlink()
@@ -65,7 +65,7 @@ def test_both_ways_give_the_same_tokens(num_prompt_tokens: int, tmp_path: Path, 
             moved = []
             for bytes_per_s in (50e9, 50e9, 1.0, 1.0):
                 router._view.pairs.measured("decode-0", [("prefill-0", bytes_per_s)])
-                got = await collect(router, system.spec(golden.prompt_ids, 32))
+                got = await collect(router, system.generation(golden.prompt_ids, 32))
                 assert got.token_ids[0] == golden.output_ids[:32]
                 moved.append(system.decode.transfers.snapshot().results.get("ready", 0))
             assert moved == [1, 2, 2, 2]
