@@ -13,7 +13,7 @@ from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
 from scheduler.generated_token import Token
 from scheduler.outcome import PromptDone, StepEvents
-from scheduler.plan import DecodeRow, SampledToken, StepOutput, StepPlan
+from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 from scheduler.residents import Residents
@@ -87,14 +87,17 @@ class Scheduler(Residents):
         """What the next step does, or None when there is nothing to compute. Mutates."""
         self._project_from_now()
         step_id = self.builder.next_step_id
-        rows: list[DecodeRow] = []
+        rows: list[Slice] = []
         stalled: list[Request] = []
         if len(self.batch) or self.preemption:
             self._bring_back(step_id, now_s)
             self._make_room(step_id, now_s)
             rows, stalled = self.batch.plan_rows(step_id, self._num_available)
-        token_budget = self.limits.max_step_tokens - len(rows)
-        chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
+        chunks: list[Slice] = []
+        completed: list[Request] = []
+        if self.prompts:
+            token_budget = self.limits.max_step_tokens - sum([row.num_tokens for row in rows])
+            chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for request in completed:
             if request.hands_over:
                 self._handing_over[request.request_id] = request
@@ -103,7 +106,7 @@ class Scheduler(Residents):
             for sequence in request.sequences:
                 sequence.num_planned = 1
             self._start(request, step_id + 1)
-        plan = self.builder.build(chunks, rows)
+        plan = self.builder.build(rows, chunks)
         self.num_stalls += len(stalled)
         for request in stalled:
             self.budget.running(request, self.builder.next_step_id)
@@ -124,6 +127,8 @@ class Scheduler(Residents):
             event = self.batch.commit(token)
             if event is not None:
                 events.append(event)
+        for accepted in output.accepted:
+            self._settle(accepted)
         self._step_committed(output.step_id)
         for request in self.batch.beams.select():
             events += hypothesis_tokens(request)
@@ -156,6 +161,12 @@ class Scheduler(Residents):
         self.builder.next_step_id += count
         self._committed_step_id += count
         self._project_from_now()
+
+    def _settle(self, accepted: Accepted) -> None:
+        """The request is as far as its tokens that count, no further. Mutates."""
+        request = self.batch.settle(accepted)
+        if request is not None and request.state is RequestState.RUNNING:
+            self.budget.running(request, self.builder.next_step_id)
 
     def _choice_ended(self, request_id: str, now_s: float) -> None:
         request = self.get(request_id)
@@ -230,7 +241,7 @@ class Scheduler(Residents):
 
     def _make_room(self, step_id: int, now_s: float) -> None:
         """Preempt until the rows of this step have their blocks, now or when steps in flight have let go of them."""
-        requests = [request for request in self.batch.requests if not request.awaits_selection]
+        requests = [request for request in self.batch.requests if not request.awaits_tokens]
         if self._num_available >= sum([len(request.sequences) for request in requests]):
             return
         requests.sort(key=importance)
@@ -251,7 +262,7 @@ class Scheduler(Residents):
         """The least important that may be preempted. Never the only one: nobody would be helped."""
         requests = self.batch.requests
         able = [r for r in requests if num_planned(r) < r.spec.max_tokens and not self.preemption.is_protected(r)]
-        able = [r for r in able if not r.awaits_selection]  # which of its blocks it keeps is not known
+        able = [r for r in able if not r.awaits_tokens]  # which of its blocks it keeps is not known
         return max(able, key=importance) if able and len(requests) > 1 else None
 
     def _preempt(self, request: Request, step_id: int, now_s: float) -> None:

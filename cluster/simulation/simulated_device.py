@@ -51,8 +51,7 @@ class SimulatedDevice:
         if self.is_shared:
             end_s = self._machine.launch(self._key, self._pool, start_s, step_s, self.steps.contention, goes_on)
         self.free_s = end_s
-        request_ids = [row.request_id for row in plan.rows]
-        request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
+        request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
         self.counts.num_steps += 1
