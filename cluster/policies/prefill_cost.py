@@ -65,8 +65,8 @@ def why_local(
     need: Need, prefill: PrefillCandidate, decode: DecodeCandidate, rules: RoutingRules, pair: Pair
 ) -> RouteKind | None:
     """None where the way over the prefill replica costs no more, and, as long as neither of the two has computed a
-    prompt, unless it has failed. Else what makes it dearer: that it has failed, that the pair is slow, or, without
-    either, that the prefill replica is busy.
+    prompt, unless it has failed. Else why it is dearer: it has failed; or the larger part of its cost is the KV's way,
+    or the prefill replica's work.
 
     Of two rates of which one is unknown the other stands for both: they have the same model.
     """
@@ -75,9 +75,10 @@ def why_local(
         return RouteKind.FAILED_PAIR if has_failed else None
     here_s = local_s(need, decode, rules, decode.tokens_per_s or prefill.tokens_per_s)
     tokens_per_s = prefill.tokens_per_s or decode.tokens_per_s
-    if remote_s(need, prefill, decode, rules, pair, tokens_per_s) <= here_s:
+    there_s = remote_s(need, prefill, decode, rules, pair, tokens_per_s)
+    if there_s <= here_s:
         return None
     if has_failed:
         return RouteKind.FAILED_PAIR
-    without_reads_s = (prefill.queued_tokens + need.prompt_tokens) / tokens_per_s + MESSAGES_S
-    return RouteKind.SLOW_PAIR if without_reads_s <= here_s else RouteKind.BUSY_PREFILL
+    computed_s = (prefill.queued_tokens + need.prompt_tokens) / tokens_per_s
+    return RouteKind.SLOW_PAIR if there_s - computed_s > computed_s else RouteKind.BUSY_PREFILL

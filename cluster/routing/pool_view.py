@@ -99,6 +99,8 @@ class PoolView:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
         self._candidates.pop(replica_id, None)
+        if load.read_source:
+            self.pairs.measured(replica_id, [(load.read_source, load.read_bytes_per_s)])
 
     def sent(self, replica_id: str, blocks: int, must_wait: bool, local_tokens: int = 0) -> None:
         """local_tokens: of a prompt that this decode replica is to compute itself."""

@@ -209,3 +209,13 @@ def test_prompts_that_decode_computes_itself_and_the_streams_beside_them() -> No
     pools.view.ended("d")
     pools.view.ended("d")
     assert pools.decode.queued_tokens == 0
+
+
+def test_each_load_tells_the_rate_of_a_pair() -> None:
+    pools = Pools()
+    pools.view.heard(frame("d", load(read_source="p", read_bytes_per_s=5e8)))
+    pools.view.heard(frame("d", load(read_source="q", read_bytes_per_s=7e9)))
+    pools.view.heard(frame("d", load()))
+    assert [pools.view.pairs.of("d", name).bytes_per_s for name in "pqr"] == [5e8, 7e9, 0.0]
+    pools.view.left({"d", "p"})
+    assert [pools.view.pairs.of("d", name).bytes_per_s for name in "pqr"] == [5e8, 0.0, 0.0]

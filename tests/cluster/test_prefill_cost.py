@@ -207,6 +207,6 @@ def test_what_the_cheapest_of_all_ways_is() -> None:
 
 
 def test_why_names_what_made_the_difference() -> None:
-    assert why_local(NEED, P(queued=50_000), D(), RULES, Pair(50e6)) is BUSY, "it would be dearer with any reads"
+    assert why_local(NEED, P(queued=50_000), D(), RULES, Pair(50e6)) is BUSY, "most of it is the wait there"
     assert why_local(NEED, P(queued=50_000), D(), RULES, Pair(50e6, penalty_s=0.1)) is FAILED
     assert unknown_pairs("d", "p") == Pair()
