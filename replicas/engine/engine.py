@@ -80,7 +80,7 @@ class Engine:
         self.steps = StepClock()
         self._timer = StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
-        self._pair_in_turn = self._slowest_pair
+        self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
         self._inbox = Inbox(self.calls.fail)
         self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
