@@ -32,7 +32,8 @@ def measure_routes(num_replicas: int, is_heard: bool) -> float:
     prefills = {f"prefill-{index}": _metadata(f"prefill-{index}") for index in range(num_replicas)}
     view = PoolView(lambda: decodes, lambda: prefills)
     rules = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallback_to_decode=False)
-    load = EngineLoad(12, 0, 4_096, 9_000, 20_000, 0.006, 43_000.0, (9_500, 10_000, 15_000, 20_000), 128)
+    later, pair = (9_500, 10_000, 15_000, 20_000), {"read_source": "prefill-0", "read_bytes_per_s": 50e9}
+    load = EngineLoad(12, 0, 4_096, 9_000, 20_000, 0.006, 43_000.0, later, 128, **pair)
     for name in (*decodes, *prefills):
         view.heard_load(name, load)
     for name in decodes:
