@@ -158,5 +158,7 @@ def test_bad_requests_get_an_envelope(server: RunningServer) -> None:
             assert error["message"]
         assert client.get("/v1/nothing").status_code == 404
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-        assert client.get("/health/ready").json() == {"status": "ready"}
+        ready = client.get("/health/ready").json()
+        assert ready.pop("slowest_transfer", {}).keys() in (set(), {"reader", "source", "gb_per_s"})
+        assert ready == {"status": "ready"}
         assert client.get("/version").json()["version"]
