@@ -12,14 +12,17 @@ from scheduler.block_allocator import BlockAllocator
 from scheduler.capabilities import Capabilities
 from scheduler.deadlines import Deadlines
 from scheduler.decode_batcher import DecodeBatcher
+from scheduler.lane import Lane
 from scheduler.memory_budget import Budget, MemoryBudget, blocks_needed, num_blocks_for
 from scheduler.outcome import DuplicateRequest, Ledger, NeverFits, NotCapable
-from scheduler.plan_builder import PlanBuilder
 from scheduler.pool_limits import PoolLimits
 from scheduler.preemption import Preemption
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
 from scheduler.waiting_queue import WaitingQueue
+
+# Of a request whose prompt is computed here, until it is decoded or its KV handed over.
+_STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
 
 
 class Residents:
@@ -34,25 +37,31 @@ class Residents:
         admission: AdmissionPolicy | None = None,
         lag: int = 0,
         num_host_blocks: int = 0,
+        has_two_lanes: bool = False,
     ) -> None:
-        """lag: steps that may be in flight when one is planned. num_host_blocks: room for those that give way.
+        """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
+        way. has_two_lanes: prompts are computed in steps of their own, beside those of rows.
 
         Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
         when running sequences alone could fill a step, so that prompts would starve.
         """
-        if capabilities.decodes and limits.max_step_tokens < limits.max_sequences:
+        if capabilities.decodes and not has_two_lanes and limits.max_step_tokens < limits.max_sequences:
             raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
         self.limits, self.capabilities, self.lag = limits, capabilities, lag
         num_blocks, block_size = limits.num_blocks, limits.block_size
         admission = admission or AdmissionPolicy()
         if capabilities.decodes:
-            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag)
+            # Of two lanes one may be looked at while the other is full: the step that comes next is then not planned yet.
+            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes)
             self._max_overtakes = admission.max_overtakes
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
             self._max_overtakes = 0
         self.allocator = BlockAllocator(num_blocks)
-        self.builder = PlanBuilder()
+        self.has_two_lanes = has_two_lanes
+        self.decode_lane = Lane()
+        self.prefill_lane = Lane() if has_two_lanes else self.decode_lane
+        self.builder = self.decode_lane.builder
         self.prompts = PrefillBatcher()
         self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
         self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
@@ -60,13 +69,13 @@ class Residents:
         self._queue = WaitingQueue()
         self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
-        self._ending: list[Request] = []  # over, but a step in flight still computes on their blocks
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
         self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
-        self._handing_over: dict[str, Request] = {}  # the step that completes their prompts is in flight
+        # The step that completes their prompts is in flight, and before its end nothing can follow: they hand over, to
+        # another engine or to the other lane.
+        self._handing_over: dict[str, Request] = {}
         self._evicted: list[Request] = []  # not named yet
         self._deadlines = Deadlines()
-        self._committed_step_id = -1
 
     def blocks_needed(self, request: Request) -> int:
         """Most blocks the request can ever need."""
@@ -129,11 +138,16 @@ class Residents:
         if not request.local_prefill:
             self._unloaded[request.request_id] = num_blocks_for(request.prompt_len, self.limits.block_size)
             return
-        block_ids = self._allocate_prompt(request)
-        for sequence in request.sequences:
-            self.builder.init_slot(request.slot_init(sequence))
-        self.builder.write_table(request.sequences[0].slot, 0, block_ids)
+        self._allocate_prompt(request)
         self.prompts.add(request)
+
+    def _take_slots(self, request: Request) -> None:
+        """The step being planned begins its prompt, so what is noted of its slots is over when the step is. Mutates."""
+        builder = self.prefill_lane.builder
+        for sequence in request.sequences:
+            builder.init_slot(request.slot_init(sequence))
+        first = request.sequences[0]
+        builder.write_table(first.slot, 0, tuple(first.block_ids))
 
     def _allocate_prompt(self, request: Request) -> tuple[int, ...]:
         block_ids = self.allocator.allocate(num_blocks_for(request.prompt_len, self.limits.block_size))
@@ -172,43 +186,59 @@ class Residents:
         return self._deadlines.next_s
 
     def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
+        lane = self._lane_of(request)
         self.batch.discard(request.request_id)
         self._unloaded.pop(request.request_id, None)
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
         self._queue.discard(request.request_id)
         self.prompts.discard(request)
-        if request.last_step_id <= self._committed_step_id:
+        if lane.is_done_with(request):
             self._release(request)
             return
-        self._ending.append(request)
-        if request.request_id not in self.preemption:
+        lane.ending.append(request)
+        if request.request_id in self.preemption:
+            return
+        if lane is self.decode_lane:
             self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
+        else:  # after which of the rows' steps that will be is not known
+            self.budget.shrink(request.request_id, num_distinct_blocks(request))
 
-    def _step_committed(self, step_id: int) -> None:
-        """Everything up to `step_id` has run: blocks that waited for it go back."""
-        for request_id in self.preemption.step_committed(step_id):
-            self.budget.end(request_id)  # nothing of it is left in the pool
-        self._committed_step_id = step_id
-        due = [request for request in self._ending if request.last_step_id <= step_id]
-        if due:
-            self._ending = [request for request in self._ending if request.last_step_id > step_id]
-        for request in due:
+    def _lane_of(self, request: Request) -> Lane:
+        """The only one that can have steps in flight which compute on its blocks."""
+        return self.prefill_lane if request.state in _STATES_OF_PROMPTS else self.decode_lane
+
+    def _step_committed(self, lane: Lane, step_id: int) -> None:
+        """Everything up to `step_id` of this lane has run: blocks that waited for it go back."""
+        if lane is self.decode_lane:
+            for request_id in self.preemption.step_committed(step_id):
+                self.budget.end(request_id)  # nothing of it is left in the pool
+        for request in lane.committed(step_id):
             self._release(request)
+
+    @property
+    def _ending(self) -> list[Request]:
+        """Over, but a step in flight still computes on their blocks."""
+        if not self.has_two_lanes:
+            return self.decode_lane.ending
+        return self.prefill_lane.ending + self.decode_lane.ending
 
     def steps_abandoned(self) -> None:
         """No step launched or being planned will be committed (the engine failed): nothing waits for one. Mutates.
 
         Their tokens are lost, so the caller ends every request that is prefilling or running.
         """
-        self.builder.abandon()
-        self._step_committed(self.builder.next_step_id - 1)
+        for lane in (self.prefill_lane, self.decode_lane) if self.has_two_lanes else (self.decode_lane,):
+            lane.builder.abandon()
+            self._step_committed(lane, lane.builder.next_step_id - 1)
         self._project_from_now()
 
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""
         self.preemption.discard(request.request_id)
         self._handing_over.pop(request.request_id, None)
+        if self.has_two_lanes:
+            self.builder.forget(frozenset([sequence.slot for sequence in request.sequences]))
         for sequence in request.sequences:
             self.allocator.release(sequence.block_ids)
             sequence.block_ids = []

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from scheduler.admission import num_distinct_blocks
 from scheduler.beam_batcher import hypothesis_events
 from scheduler.beam_search import Candidate
+from scheduler.lane import Lane
 from scheduler.outcome import PromptDone, StepEvents, TokenEvent
-from scheduler.plan import DecodeRow, SampledToken, StepOutput, StepPlan
+from scheduler.plan import DecodeRow, PrefillChunk, SampledToken, StepOutput, StepPlan
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 from scheduler.residents import Residents
@@ -82,39 +83,72 @@ class Scheduler(Residents):
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """What the next step does, or None when there is nothing to compute. Mutates."""
+        """What the next step does, or None when there is nothing to compute. Mutates. Where there is one lane."""
         self._project_from_now()
-        step_id = self.builder.next_step_id
-        rows: list[DecodeRow] = []
-        stalled: list[Request] = []
-        if len(self.batch) or self.preemption:
-            self._bring_back(step_id, now_s)
-            self._make_room(step_id, now_s)
-            rows, stalled = self.batch.plan_rows(step_id, self._num_available)
-        token_budget = self.limits.max_step_tokens - len(rows)
-        chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
-        for request in completed:
-            if request.hands_over:
-                self._handing_over[request.request_id] = request
-                continue
-            request.enter(RequestState.RUNNING, now_s)
-            for sequence in request.sequences:
-                sequence.num_planned = 1
-            self._start(request, step_id + 1)
+        rows, stalled = self._plan_rows(now_s)
+        chunks = self._plan_chunks(self.limits.max_step_tokens - len(rows), now_s)
         plan = self.builder.build(chunks, rows)
-        self.num_stalls += len(stalled)
-        for request in stalled:
-            self.budget.running(request, self.builder.next_step_id)
+        self._stalled(stalled)
         return plan
 
-    def commit(self, output: StepOutput, now_s: float) -> StepEvents:
+    def plan_decode(self, now_s: float) -> StepPlan | None:
+        """What the next step of the decode lane does: rows only. As `plan`."""
+        self._project_from_now()
+        rows, stalled = self._plan_rows(now_s)
+        plan = self.builder.build([], rows)
+        if plan is not None:
+            for request in stalled:  # what was noted of their slots is in this step, too
+                request.last_step_id = plan.step_id
+        self._stalled(stalled)
+        return plan
+
+    def plan_prefill(self, now_s: float) -> StepPlan | None:
+        """What the next step of the prefill lane does: parts of prompts only. As `plan`."""
+        return self.prefill_lane.builder.build(self._plan_chunks(self.limits.max_step_tokens, now_s), [])
+
+    def _plan_rows(self, now_s: float) -> tuple[list[DecodeRow], list[Request]]:
+        """Rows, and who must wait a step for a block."""
+        if not len(self.batch) and not self.preemption:
+            return [], []
+        step_id = self.builder.next_step_id
+        self._bring_back(step_id, now_s)
+        self._make_room(step_id, now_s)
+        return self.batch.plan_rows(step_id, self._num_available)
+
+    def _stalled(self, requests: list[Request]) -> None:
+        self.num_stalls += len(requests)
+        for request in requests:
+            self.budget.running(request, self.builder.next_step_id)
+
+    def _plan_chunks(self, token_budget: int, now_s: float) -> list[PrefillChunk]:
+        step_id = self.prefill_lane.builder.next_step_id
+        chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
+        for chunk in chunks:
+            if chunk.start == 0:
+                self._take_slots(self._requests[chunk.request_id])
+        for request in completed:
+            if request.hands_over or self.has_two_lanes:
+                self._handing_over[request.request_id] = request
+            else:
+                self._run(request, step_id + 1, now_s)
+        return chunks
+
+    def _run(self, request: Request, first_step: int, now_s: float) -> None:
+        """Its prompt is computed, or will be when it has its first row. Mutates."""
+        request.enter(RequestState.RUNNING, now_s)
+        for sequence in request.sequences:
+            sequence.num_planned = 1
+        self._start(request, first_step)
+
+    def commit(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> StepEvents:
         """A step has run: the tokens that count, and the prompts that it completed, each with its blocks held for the
-        transfer to come. Requests with all choices ended are released. Mutates.
+        transfer to come. Requests with all choices ended are released. Mutates. lane: whose step; None: there is one.
 
         A beam search has no tokens until it is over, and then all of them.
         """
         tokens, firsts, theirs = output.tokens, [], self._handing_over
         if theirs:
+            self._change_lanes(tokens, now_s)
             firsts = [token for token in tokens if token.request_id in theirs]
             tokens = tuple([token for token in tokens if token.request_id not in theirs])
         events: list[TokenEvent] = []
@@ -122,7 +156,7 @@ class Scheduler(Residents):
             event = self.batch.commit(token)
             if event is not None:
                 events.append(event)
-        self._step_committed(output.step_id)
+        self._step_committed(lane or self.decode_lane, output.step_id)
         for request in self.batch.beams.select():
             events += hypothesis_events(request)
             self._finish(request, RequestState.FINISHED, now_s)
@@ -133,6 +167,17 @@ class Scheduler(Residents):
         prompts = self._prompts_done(firsts, now_s) if firsts else ()
         self._project_from_now()
         return StepEvents(tuple(events), prompts)
+
+    def _change_lanes(self, tokens: Iterable[SampledToken], now_s: float) -> None:
+        """Requests that have their first tokens by a step of the prefill lane are decoded from now on. Mutates."""
+        for request_id in dict.fromkeys([token.request_id for token in tokens]):
+            request = self._handing_over.get(request_id)
+            if request is None or request.hands_over:
+                continue
+            del self._handing_over[request_id]
+            if not request.is_over:
+                request.last_step_id = -1  # of the other lane none yet
+                self._run(request, self.builder.next_step_id, now_s)
 
     def counts(self, token: SampledToken) -> bool:
         """Whether a sampled token is one of its request's, and not surplus."""

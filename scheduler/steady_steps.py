@@ -54,7 +54,7 @@ def take_steady_steps(scheduler: Scheduler, count: int) -> None:
         if num_new > 0:
             blocks += scheduler.allocator.allocate(num_new, after=blocks[-1])
     scheduler.batch.num_forwarded_tokens += count * len(requests)
-    scheduler._committed_step_id += count
+    scheduler.decode_lane.committed_step_id += count
     scheduler.budget.move_to(builder.next_step_id, scheduler.get)
 
 
