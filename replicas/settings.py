@@ -90,6 +90,7 @@ class EngineSettings:
     max_running_sequences: int
     max_batch_tokens: int
     lag: int
+    layout: str = "split"  # "two_lanes": prompts are computed beside the rows, where the device can do that
     # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     host_memory_bytes: int | None = None

@@ -51,7 +51,7 @@ class Residents:
         num_blocks, block_size = limits.num_blocks, limits.block_size
         admission = admission or AdmissionPolicy()
         if capabilities.decodes:
-            # Of two lanes one may be looked at while the other is full: the step that comes next is then not planned yet.
+            # Of two lanes one may be full while the other is looked at: as if a step more were in flight.
             self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes)
             self._max_overtakes = admission.max_overtakes
         else:

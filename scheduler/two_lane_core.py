@@ -1,4 +1,4 @@
-"""The loop of an engine with two lanes: prompts in one line of steps, rows in another, at the same time, over one ledger.
+"""The loop of an engine with two lanes: prompts in one line of steps, rows in another, over one ledger.
 
     turn -> its driver launches the plans -> launched, prefill_launched -> a step has run -> lane_of -> commit
 

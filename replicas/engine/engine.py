@@ -26,6 +26,7 @@ import torch
 
 from replicas.engine.broken_output import broken_requests, without
 from replicas.engine.engine_parts import EngineParts
+from replicas.engine.engine_watch import Watched
 from replicas.engine.inbox import Inbox
 from replicas.engine.open_call import open_call
 from replicas.engine.open_calls import OpenCalls
@@ -44,12 +45,14 @@ from replicas.messages import (
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
+from scheduler.lane import Lane
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import RequestState
 
 if TYPE_CHECKING:
     from replicas.channels.token_sender import TokenSender
     from replicas.kv.transfer_thread import TransferThread
+    from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class Engine:
         self.name = name
         self.frames = frames
         self.scheduler = parts.scheduler
-        self.core: EngineCore[StepHandle | StepOutput] = EngineCore(parts.scheduler)
+        self.core: EngineCore[Any] = self._make_core(parts.scheduler)
         self.runner = parts.runner
         self.faults = parts.faults
         self.metrics = parts.metrics
@@ -136,6 +139,10 @@ class Engine:
         """The engine's own; for those that watch it."""
         return self._thread
 
+    def watched(self) -> dict[str, Watched]:
+        """Its threads, for a watch."""
+        return {"engine": Watched(self._thread, lambda: self.last_beat_s)}
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
@@ -162,7 +169,7 @@ class Engine:
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._num_threads)
-            self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
+            self._prepare()
         except Exception as error:
             self._prepared.set_exception(error)
             return
@@ -180,8 +187,24 @@ class Engine:
                 # What fails with nothing open fails at once again: not a thousand times a second until it is replaced.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
+        self._stop_lanes()
         if self.frames is not None:
             self.frames.sender.shut_down()
+
+    def _make_core(self, scheduler: Scheduler) -> EngineCore[Any]:
+        core: EngineCore[StepHandle | StepOutput] = EngineCore(scheduler)
+        return core
+
+    def _prepare(self) -> None:
+        """Before the first turn. Blocks."""
+        self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
+
+    def _finish_steps(self) -> None:
+        """Block until nothing that was launched runs any more."""
+        self.runner.finish()
+
+    def _stop_lanes(self) -> None:
+        """Nothing is launched any more."""
 
     def _iterate(self) -> None:
         self.faults.freeze(f"{self.name}.thread")
@@ -234,10 +257,14 @@ class Engine:
         self.recorder.committed(output.step_id)
         if (timed := self._timer.committed(output.step_id, time.monotonic())) is not None:
             self._count(*timed)
+        self._take_output(output)
+
+    def _take_output(self, output: StepOutput, lane: Lane | None = None) -> None:
+        """What a step gave is passed on. lane: whose step it was; None: there is one."""
         broken = broken_requests(output, self.scheduler.counts)
         for request_id, (status, detail) in broken.items():
             self.calls.end(request_id, RequestState.FAILED, status, detail)
-        self.calls.stepped(without(output, broken) if broken else output, time.monotonic())
+        self.calls.stepped(without(output, broken) if broken else output, time.monotonic(), lane)
         self._num_loop_failures = 0
 
     def _flush(self, now_s: float) -> None:
@@ -258,7 +285,7 @@ class Engine:
     def _end_all(self, status: CallStatus, detail: str) -> None:
         """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
         try:
-            self.runner.finish()  # what was launched uses blocks that are about to be free
+            self._finish_steps()  # what was launched uses blocks that are about to be free
             self.core.abandon()
             if self._stopping:
                 self._inbox.run()  # nobody does after this

@@ -17,6 +17,7 @@ from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.token_frames import TokenFrames
+from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
@@ -70,7 +71,7 @@ class BuiltEngine:
     def watched(self) -> dict[str, Watched]:
         """Its threads, for a watch."""
         return {
-            "engine": Watched(self.engine.thread, lambda: self.engine.last_beat_s),
+            **self.engine.watched(),
             "kv-transfer": Watched(self.transfers.thread, lambda: self.transfers.last_poll_s),
         }
 
@@ -120,8 +121,12 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
-    scheduler = Scheduler(base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks)
-    engine = Engine(settings.pool, base.engine_parts(scheduler), frames)
+    has_two_lanes = settings.layout == "two_lanes" and capabilities.decodes
+    scheduler = Scheduler(
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, has_two_lanes
+    )
+    kind = TwoLaneEngine if has_two_lanes else Engine
+    engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
     return base.built(engine)
 

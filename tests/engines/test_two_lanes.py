@@ -1,0 +1,337 @@
+"""Prompts beside rows in one engine: the same texts as anywhere else, and no stream waits for a prompt's step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.api_error import ApiError
+from cluster.routing.generation import GenerationSpec
+from replicas.engine.two_lane_engine import TwoLaneEngine
+from replicas.settings import EngineSettings
+from scheduler.admission import AdmissionPolicy
+from scheduler.beam_search import BeamParams
+from scheduler.length_estimator import LengthEstimator
+from scheduler.plan import StepPlan
+from scheduler.request import RequestState
+from scheduler.sampling_params import SamplingParams
+from tests.engines.local_system import GREEDY, Generated, LocalSystem, collect
+from tests.engines.tiny_goldens import TinyGoldens
+from tests.engines.tiny_model import tiny_settings
+
+PATIENCE_S = 30.0
+STEP_TOKENS = 48  # so that prompts come in chunks
+PROMPTS = [[(7 * number + 13 * index) % 500 for index in range(9 + 25 * number)] for number in range(8)]
+SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, seed=number) for number in range(8)]
+
+
+@contextmanager
+def running(engine: EngineSettings) -> Iterator[LocalSystem]:
+    system = LocalSystem(engine, None)
+    yield system
+    system.close()
+    for lane in lanes_of(system)._lanes:
+        assert not lane.thread.is_alive()
+
+
+def lanes_of(system: LocalSystem) -> TwoLaneEngine:
+    engine = system.decode.engine
+    assert isinstance(engine, TwoLaneEngine)
+    return engine
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
+def two_lanes(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
+    changes: dict[str, Any] = {"lag": request.param, "layout": "two_lanes", "max_batch_tokens": STEP_TOKENS}
+    with running(tiny_settings("decode", tiny_goldens.folder, **changes)) as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def one_lane(tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
+    system = LocalSystem(tiny_settings("decode", tiny_goldens.folder, lag=1, kv_capacity_tokens=8192), None)
+    yield system
+    system.close()
+
+
+def texts_of(system: LocalSystem, specs: list[GenerationSpec]) -> list[dict[int, list[int]]]:
+    texts = [got.token_ids for got in system.run(specs)]
+    asyncio.run(system.wait_for_baseline())
+    return texts
+
+
+def test_texts_are_those_of_transformers(two_lanes: LocalSystem, tiny_goldens: TinyGoldens) -> None:
+    goldens = [tiny_goldens.of(length) for length in (1, 15, 16, 17, 33, 100, 150, 200)]
+    texts = texts_of(two_lanes, [two_lanes.spec(golden.prompt_ids, 64) for golden in goldens])
+    assert texts == [{0: golden.output_ids[:64]} for golden in goldens]
+
+
+def test_choices_seeds_and_ends_are_those_of_one_lane(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
+    def specs(system: LocalSystem) -> list[GenerationSpec]:
+        made = [system.spec(p, 60, s, num_choices=3) for p, s in zip(PROMPTS, SEEDED, strict=True)]
+        made += [
+            system.spec(p, 60, s, stop_token_ids=frozenset(range(40))) for p, s in zip(PROMPTS, SEEDED, strict=True)
+        ]
+        made += [system.spec(prompt, 1) for prompt in PROMPTS]
+        penalised = [replace(s, presence_penalty=0.5, repetition_penalty=1.2, num_logprobs=2) for s in SEEDED]
+        return made + [system.spec(p, 40, s) for p, s in zip(PROMPTS, penalised, strict=True)]
+
+    assert texts_of(two_lanes, specs(two_lanes)) == texts_of(one_lane, specs(one_lane))
+
+
+def test_beam_searches_are_those_of_one_lane(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
+    def specs(system: LocalSystem) -> list[GenerationSpec]:
+        beams = [BeamParams(2 + number % 3, 1.0, early_stopping=False) for number in range(8)]
+        made = [system.spec(p, 24, GREEDY, num_choices=2) for p in PROMPTS]
+        return [replace(spec, beam=beam) for spec, beam in zip(made, beams, strict=True)]
+
+    assert texts_of(two_lanes, specs(two_lanes)) == texts_of(one_lane, specs(one_lane))
+
+
+def test_scores_of_prompts_beside_rows(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
+    """They take the model's forward method in pieces, which the other lane is running."""
+
+    def specs(system: LocalSystem) -> list[GenerationSpec]:
+        scored = [replace(GREEDY, num_prompt_logprobs=2) for _ in PROMPTS]
+        return [system.spec(p, 30, s) for p, s in zip(PROMPTS * 2, scored + SEEDED, strict=True)]
+
+    got, expected = two_lanes.run(specs(two_lanes)), one_lane.run(specs(one_lane))
+    assert [g.token_ids for g in got] == [e.token_ids for e in expected]
+    for mine, theirs in zip(got, expected, strict=True):
+        assert len(flat(mine)) == len(flat(theirs))
+        for score, other in zip(flat(mine), flat(theirs), strict=True):
+            assert (score is None) == (other is None)
+            assert score is None or score.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def flat(generated: Generated) -> list[Any]:
+    return [score for prompt in generated.prompts for score in prompt.positions]
+
+
+# -- a stream waits for no prompt ---------------------------------------------------------------------
+
+
+def hold_prompts(
+    system: LocalSystem, monkeypatch: pytest.MonkeyPatch, length: int
+) -> tuple[threading.Event, list[int]]:
+    """Chunks of a prompt this long do not end before the event. rows: how many each other step had meanwhile."""
+    forward, goes_on, rows = system.decode.engine.runner._forward, threading.Event(), list[int]()
+    is_held = threading.Event()
+
+    def held(plan: StepPlan) -> torch.Tensor:
+        if any(len(chunk.token_ids) == length for chunk in plan.chunks):
+            is_held.set()
+            assert goes_on.wait(PATIENCE_S)
+        elif is_held.is_set() and not goes_on.is_set():
+            rows.append(len(plan.rows))
+        return forward(plan)
+
+    monkeypatch.setattr(system.decode.engine.runner, "_forward", held)
+    return goes_on, rows
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, "not in time"
+        await asyncio.sleep(0.001)
+
+
+def test_streams_go_on_while_a_prompt_is_computed(
+    two_lanes: LocalSystem, tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goldens, late = [tiny_goldens.of(length) for length in (15, 16, 17)], tiny_goldens.of(33)
+    goes_on, rows = hold_prompts(two_lanes, monkeypatch, 33)
+
+    async def run() -> tuple[list[Generated], Generated]:
+        router = await two_lanes.start_router()
+        try:
+            specs = [two_lanes.spec(golden.prompt_ids, 64) for golden in (*goldens, late)]
+            *streams, held = [asyncio.create_task(collect(router, spec)) for spec in specs]
+            done = await asyncio.wait_for(asyncio.gather(*streams), PATIENCE_S)  # all of their texts
+            goes_on.set()
+            return done, await held
+        finally:
+            goes_on.set()
+            await router.stop()
+
+    done, held = asyncio.run(run())
+    assert [got.token_ids[0] for got in done] == [golden.output_ids[:64] for golden in goldens]
+    assert held.token_ids[0] == late.output_ids[:64]
+    assert sum(rows) > 100, "the prompt was not being computed while the streams went on"
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_computed(
+    two_lanes: LocalSystem, tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks and slots are nobody's until that step is over, whatever the other lane commits."""
+    golden = tiny_goldens.of(16)
+    goes_on, _ = hold_prompts(two_lanes, monkeypatch, 33)
+    scheduler = two_lanes.decode.engine.scheduler
+
+    async def run() -> Generated:
+        router = await two_lanes.start_router()
+        try:
+            stream = asyncio.create_task(collect(router, two_lanes.spec(golden.prompt_ids, 64)))
+            await until(lambda: len(scheduler.batch) == 1)
+            gone = asyncio.create_task(collect(router, two_lanes.spec(tiny_goldens.of(33).prompt_ids, 64)))
+            await until(lambda: any(r.state is RequestState.PREFILLING for r in list(scheduler._requests.values())))
+            gone.cancel()
+            await until(lambda: bool(scheduler.prefill_lane.ending))
+            done = await stream
+            assert scheduler.num_running == 1
+            assert scheduler.ledger().blocks.request == 3
+            goes_on.set()
+            await two_lanes.wait_for_baseline()
+            return done
+        finally:
+            goes_on.set()
+            await router.stop()
+
+    assert asyncio.run(run()).token_ids[0] == golden.output_ids[:64]
+
+
+# -- memory that runs short, and what goes wrong ------------------------------------------------------
+
+
+@pytest.mark.parametrize("host_memory_bytes", [1 << 26, 0], ids=["host memory", "no host memory"])
+def test_who_gives_way_beside_prompts(tiny_goldens: TinyGoldens, one_lane: LocalSystem, host_memory_bytes: int) -> None:
+    engine = tiny_settings(
+        "decode",
+        tiny_goldens.folder,
+        lag=1,
+        layout="two_lanes",
+        kv_capacity_tokens=1280,
+        admission=AdmissionPolicy(quantile=0.05, min_samples=1),
+        host_memory_bytes=host_memory_bytes,
+    )
+    with running(engine) as tight:
+        estimator = tight.decode.engine.scheduler.budget.estimator
+        assert isinstance(estimator, LengthEstimator)
+        for _ in range(100):  # outputs were very short so far
+            estimator.observe(20)
+        specs = [tight.spec(p, 100, s, num_choices=2) for p, s in zip(PROMPTS, SEEDED, strict=True)]
+        specs += [tight.spec(prompt, 150) for prompt in PROMPTS]
+        assert texts_of(tight, specs) == texts_of(one_lane, specs)
+        preemption = tight.decode.engine.scheduler.preemption
+        assert (preemption.num_swapped if host_memory_bytes else preemption.num_evicted) > 0
+        assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
+
+
+POISON_PROMPT = [17] * 21
+
+
+@pytest.mark.parametrize("fault", ["raises", "not a number"])
+@pytest.mark.parametrize("lane", ["prefill", "decode"])
+def test_a_poisoned_request_fails_alone(
+    two_lanes: LocalSystem, tiny_goldens: TinyGoldens, lane: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, goldens = two_lanes.decode.engine.runner, [tiny_goldens.of(length) for length in (15, 16, 17, 33)]
+    forward, poisoned, hits = runner._forward, set[str](), list[str]()
+
+    def faulty(plan: StepPlan) -> Any:
+        poisoned.update(chunk.request_id for chunk in plan.chunks if list(chunk.token_ids) == POISON_PROMPT)
+        names = [row.request_id for row in plan.rows] or [chunk.request_id for chunk in plan.chunks]
+        if not poisoned.intersection(names) or bool(plan.rows) != (lane == "decode"):
+            return forward(plan)
+        hits.append(fault)
+        if fault == "raises":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        logits = forward(plan)
+        logits[[index for index, name in enumerate(names) if name in poisoned]] = torch.nan
+        return logits
+
+    monkeypatch.setattr(runner, "_forward", faulty)
+
+    async def run() -> tuple[list[Generated], ApiError]:
+        router = await two_lanes.start_router(max_retries=0)
+        try:
+            bad = asyncio.create_task(collect(router, two_lanes.spec(POISON_PROMPT, 32)))
+            good = await asyncio.gather(*(collect(router, two_lanes.spec(g.prompt_ids, 24)) for g in goldens))
+            with pytest.raises(ApiError) as raised:
+                await bad
+            await two_lanes.wait_for_baseline()
+            return good, raised.value
+        finally:
+            await router.stop()
+
+    good, error = asyncio.run(run())
+    assert hits
+    assert error.status == 500
+    assert [got.token_ids for got in good] == [{0: golden.output_ids[:24]} for golden in goldens]
+    assert two_lanes.decode.engine.is_healthy(max_silence_s=10)
+
+
+@pytest.mark.parametrize("lane", ["prefill", "decode"])
+def test_a_step_that_fails_as_a_whole_costs_all_requests_and_nothing_else(
+    two_lanes: LocalSystem, tiny_goldens: TinyGoldens, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both lanes stand still before any block is free, and go on afterwards."""
+    engine, golden = lanes_of(two_lanes), tiny_goldens.of(100)
+    prepare, has_failed, running_at_release = engine.runner._prepare, list[bool](), list[int]()
+
+    def failing(plan: StepPlan) -> None:
+        is_it = bool(plan.rows) if lane == "decode" else bool(plan.chunks and plan.chunks[0].start)
+        if is_it and len(has_failed) < 2:  # the step, and what goes before its pieces
+            has_failed.append(True)
+            raise LookupError("a bug of ours")
+        prepare(plan)
+
+    release = engine.scheduler._release
+
+    def releasing(request: Any) -> None:
+        if len(has_failed) == 2:
+            running_at_release.append(sum(thread._num_open for thread in engine._lanes))
+        release(request)
+
+    async def run() -> ApiError:
+        router = await two_lanes.start_router(max_retries=0)
+        try:
+            with pytest.raises(ApiError) as raised:
+                await collect(router, two_lanes.spec(golden.prompt_ids, 24))
+            return raised.value
+        finally:
+            await router.stop()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "_prepare", failing)
+        patch.setattr(engine.scheduler, "_release", releasing)
+        assert asyncio.run(run()).status == 500
+    assert len(has_failed) == 2
+    assert running_at_release == [0]
+    (text,) = texts_of(two_lanes, [two_lanes.spec(golden.prompt_ids, 24)])
+    assert text == {0: golden.output_ids[:24]}
+
+
+def test_a_lane_that_stands_still_is_seen(
+    two_lanes: LocalSystem, tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = lanes_of(two_lanes)
+    assert engine.watched().keys() == {"engine", "decode-lane", "prefill-lane"}
+    goes_on, _ = hold_prompts(two_lanes, monkeypatch, 33)
+    beat = engine.watched()["prefill-lane"].beat
+
+    async def run() -> Generated:
+        router = await two_lanes.start_router()
+        try:
+            held = asyncio.create_task(collect(router, two_lanes.spec(tiny_goldens.of(33).prompt_ids, 4)))
+            await until(lambda: time.monotonic() - beat() > 0.3)
+            assert time.monotonic() - engine.last_beat_s < 0.8
+            assert not engine.is_healthy(0.3)
+            assert engine.is_healthy(10.0)
+            goes_on.set()
+            return await held
+        finally:
+            goes_on.set()
+            await router.stop()
+
+    assert asyncio.run(run()).token_ids[0] == tiny_goldens.of(33).output_ids[:4]
+    assert engine.is_healthy(1.0)
