@@ -1,1 +1,5 @@
-"""GPU-side workers: engines, KV pool, KV transfer, token channel, and the thin Serve replicas around them."""
+"""The workers: engines, KV pool, KV transfer, channels, and the thin Serve replicas around them.
+
+Begin with `messages.py`, all that crosses between processes, and `engine/engine.py`. Files beside the folders are
+used by all of them.
+"""

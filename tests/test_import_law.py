@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +37,33 @@ def imports_of(folder: str) -> set[tuple[str, str]]:
     return {(str(file.relative_to(ROOT)), name) for file in python_files(folder) for name in imported_packages(file)}
 
 
+def own_imports() -> Iterator[tuple[Path, Path]]:
+    """Which of our files imports which, by any statement in it."""
+    files = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in python_files(*PACKAGES)}
+    for file in files.values():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            yield from ((file, files[name]) for name in names if name in files)
+
+
+@pytest.mark.parametrize("is_of_folders", [False, True])
+def test_imports_go_in_no_circle(is_of_folders: bool) -> None:
+    """Neither from file to file nor from folder to folder; the order of the floors is in pyproject.toml."""
+    below: defaultdict[Path, set[Path]] = defaultdict(set)
+    for file, imported in own_imports():
+        upper, lower = (file.parent, imported.parent) if is_of_folders else (file, imported)
+        if upper != lower:
+            below[upper].add(lower)
+    assert len(below) > 15
+    order = list(TopologicalSorter(below).static_order())  # raises CycleError, which names the circle
+    assert order.index(ROOT / "scheduler" if is_of_folders else ROOT / "scheduler/plan.py") < len(order) // 3
+
+
 def test_scheduler_is_standard_library_only() -> None:
     allowed = sys.stdlib_module_names | {"scheduler"}
     assert {(file, name) for file, name in imports_of("scheduler") if name not in allowed} == set()
@@ -53,6 +83,15 @@ def test_files_outside_tests_are_short() -> None:
     assert files
     num_lines = {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert {file: lines for file, lines in num_lines.items() if lines > MAX_LINES} == {}
+
+
+def test_the_list_of_files_is_true() -> None:
+    made = subprocess.run(
+        [sys.executable, ROOT / "docs/list_files.py", "-"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (ROOT / "docs/files.md").read_text(encoding="utf-8"), "run: python docs/list_files.py"
+    listed = set(re.findall("^- `([a-z_0-9]+)`", made.stdout, re.MULTILINE))
+    assert {file.stem for file in python_files(*PACKAGES)} - listed == {"__init__"}
 
 
 def test_no_file_is_named_like_a_standard_module() -> None:

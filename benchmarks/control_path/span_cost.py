@@ -13,7 +13,7 @@ from benchmarks.control_path.tracing_cost import collector
 from cluster.config.tracing import TracingConfig
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing, open_tracing
-from cluster.routing.routing_policy import Route, RouteKind
+from cluster.policies.routing_policy import Route, RouteKind
 from replicas.messages import CallStatus, EngineLoad, GenerateReply, PrefillReply
 
 _NUM_REQUESTS = 1_000

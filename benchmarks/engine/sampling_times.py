@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from replicas.model.slot_state import SlotState
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import sample_tokens
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 

@@ -16,7 +16,6 @@ from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.slot_columns import BLOCK_TABLE, sampling_columns
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
-from replicas.kv.kv_pool import KvLayout
 from scheduler.sampling_params import SamplingParams
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
@@ -52,7 +51,7 @@ def decode_attention(
     q = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
-    sharing = WorkSharing.of(KvLayout(1, BLOCK, KV_HEADS, DIM, torch.bfloat16), 132, batch)
+    sharing = WorkSharing.of(KV_HEADS, DIM, torch.bfloat16, 132, batch)
     sharing = replace(sharing, num_resident=num_resident or sharing.num_resident)
     if tile:
         sharing = replace(sharing, short_tile=tile[0], long_tile=tile[0])

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from cluster.autoscaling.demand_report import DemandReport
 from cluster.autoscaling.pool_scaler import PoolState
+from cluster.routing.demand_report import DemandReport
 
 _LOOK_BACK_S = 30.0  # AutoscalingConfig.look_back_period_s
 

@@ -1,1 +1,4 @@
-"""How many replicas: what demand is reported, and the policy that Serve's controller runs."""
+"""How many replicas: the policy that Serve's controller runs, and what it goes by.
+
+Begin with `autoscaling_policy.py`.
+"""

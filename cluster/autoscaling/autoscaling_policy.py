@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.autoscaling.demand_report import DemandReport
 from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas, is_tpot_possible
 from cluster.autoscaling.scaling_rules import ScalingRules
+from cluster.routing.demand_report import DemandReport
 
 logger = logging.getLogger("ray.serve")
 

@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.autoscaling.demand_report import DemandReport, combined
 from cluster.autoscaling.scaling_rules import Delays, ScalingRules
 from cluster.autoscaling.scaling_window import Need, ScalingWindow
+from cluster.routing.demand_report import DemandReport, combined
 
 # Time constant of the arrival rate: bursts shorter than that show as waiting prompts, not as a rate.
 _RATE_TIME_S = 30.0

@@ -1,4 +1,4 @@
-"""Bounds of autoscaling, pools that could exchange nothing and memory that holds nothing. As config_conflicts."""
+"""Bounds of autoscaling, pools that could exchange nothing and memory that holds nothing. As `conflicts`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from cluster.config.section import (
     Section,
     base_dir_of,
 )
-from cluster.routing.policies.policy_table import POLICIES
+from cluster.policies.policy_table import POLICIES
 from replicas.kv.transport_table import TRANSPORTS
 
 ServeProxy = Literal["serve", "haproxy"]

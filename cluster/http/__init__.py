@@ -1,1 +1,4 @@
-"""HTTP: the app, its middleware, bodies in, answers and events out, the published schema."""
+"""HTTP: the app and its middleware, bodies in, answers and events out, the published schema.
+
+Begin with `app.py`.
+"""

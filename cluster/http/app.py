@@ -23,7 +23,8 @@ from cluster.http.openapi_document import openapi_document
 from cluster.http.request_id import request_id_of
 from cluster.monitoring.metrics_merge import CONTENT_TYPE
 from cluster.monitoring.request_timer import RequestTimer, outcome_of
-from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.generation_body import GenerationBody
+from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.served_model import check_model, model_card, model_list
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
 from cluster.openai.whole_answer import whole_answer
@@ -31,8 +32,8 @@ from cluster.text.generation import TextGeneration
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
+    from cluster.http.backend import HttpBackend
     from cluster.openai.response import Answer
-    from cluster.serving.ingress import Ingress
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 _READ = ["GET", "HEAD"]
 
 
-def build_http_app(ingress: Ingress, server_sends_request_id: bool = False) -> ASGIApp:
+def build_http_app(backend: HttpBackend, server_sends_request_id: bool = False) -> ASGIApp:
     """The ASGI app of one ingress replica. Raises ConfigError if its API keys can't be read.
 
     server_sends_request_id: whether the server that runs it puts X-Request-Id on responses, as Ray Serve does.
@@ -49,61 +50,67 @@ def build_http_app(ingress: Ingress, server_sends_request_id: bool = False) -> A
     app = FastAPI(
         title="SplitServe", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
     )
-    _add_generation_routes(app, ingress)
-    _add_tokenize_routes(app, ingress)
-    _add_model_routes(app, ingress)
-    _add_operation_routes(app, ingress)
-    _add_documentation_routes(app, ingress)
+    _add_generation_routes(app, backend)
+    _add_tokenize_routes(app, backend)
+    _add_model_routes(app, backend)
+    _add_operation_routes(app, backend)
+    _add_documentation_routes(app, backend)
     app.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
     app.add_middleware(ClientGone)
-    wrapped = add_middleware(app, ingress.config, lambda: ingress.metrics.rejected("auth"), server_sends_request_id)
-    return ingress.drain.counting(wrapped)
+    wrapped = add_middleware(app, backend.config, lambda: backend.metrics.rejected("auth"), server_sends_request_id)
+    return backend.drain.counting(wrapped)
 
 
-def _add_generation_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_generation_routes(app: FastAPI, backend: HttpBackend) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        return await _serve_generation(ingress, request, ChatCompletionBody, "/v1/chat/completions")
+        return await _serve_generation(backend, request, ChatCompletionBody, "/v1/chat/completions")
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _serve_generation(ingress, request, CompletionBody, "/v1/completions")
+        return await _serve_generation(backend, request, CompletionBody, "/v1/completions")
 
 
-def _add_tokenize_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_tokenize_routes(app: FastAPI, backend: HttpBackend) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = await receive_body(request, TokenizeBody, ingress.limits, ingress.lanes)
-        return json_response(await ingress.tokenize_service.tokenize(body))
+        body = await receive_body(request, TokenizeBody, backend.config.limits, backend.threads)
+        return json_response(await backend.tokenize_service.tokenize(body))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = await receive_body(request, DetokenizeBody, ingress.limits, ingress.lanes)
-        return json_response(await ingress.tokenize_service.detokenize(body))
+        body = await receive_body(request, DetokenizeBody, backend.config.limits, backend.threads)
+        return json_response(await backend.tokenize_service.detokenize(body))
 
 
-def _add_model_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_model_routes(app: FastAPI, backend: HttpBackend) -> None:
+    served = backend.config.model
+
     @app.api_route("/v1/models", methods=_READ)
     async def models() -> Response:
-        return json_response(model_list(ingress.model_name, ingress.started_at, ingress.max_model_len))
+        return json_response(
+            model_list(backend.config.model.name, backend.started_at, backend.config.model.max_model_len)
+        )
 
     @app.api_route("/v1/models/{model:path}", methods=_READ)
     async def model(model: str) -> Response:
-        check_model(model, ingress.model_name)
-        return json_response(model_card(ingress.model_name, ingress.started_at, ingress.max_model_len))
+        check_model(model, served.name)
+        return json_response(
+            model_card(backend.config.model.name, backend.started_at, backend.config.model.max_model_len)
+        )
 
 
-def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
+def _add_operation_routes(app: FastAPI, backend: HttpBackend) -> None:
     @app.api_route("/health", methods=_READ)
     async def health() -> Response:
         return json_response({"status": "ok"})
 
     @app.api_route("/health/ready", methods=_READ)
     async def ready() -> Response:
-        found = ingress.readiness()
+        found = backend.readiness()
         if found.is_ready:
             return json_response({"status": "ready"} | ({"notes": list(found.notes)} if found.notes else {}))
         details = {"missing_pools": list(found.missing_pools), "reasons": [*found.reasons, *found.notes]}
@@ -115,15 +122,15 @@ def _add_operation_routes(app: FastAPI, ingress: Ingress) -> None:
 
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
-        return Response(await ingress.render_metrics(), media_type=CONTENT_TYPE)
+        return Response(await backend.render_metrics(), media_type=CONTENT_TYPE)
 
 
-def _add_documentation_routes(app: FastAPI, ingress: Ingress) -> None:
-    server = ingress.config.server
+def _add_documentation_routes(app: FastAPI, backend: HttpBackend) -> None:
+    server = backend.config.server
     if not server.openapi:
         return
     document = openapi_document(
-        ingress.limits, ingress.config.auth, ingress.model_name, ingress.sampling_defaults.fields
+        backend.config.limits, backend.config.auth, backend.config.model.name, backend.sampling_defaults.fields
     )
 
     @app.api_route("/openapi.json", methods=_READ)
@@ -141,19 +148,19 @@ def _add_documentation_routes(app: FastAPI, ingress: Ingress) -> None:
 
 
 async def _serve_generation(
-    ingress: Ingress, request: Request, body_class: type[GenerationBody], endpoint: str
+    backend: HttpBackend, request: Request, body_class: type[GenerationBody], endpoint: str
 ) -> Response:
-    trace = ingress.tracing.request(endpoint, request.headers) if ingress.tracing is not None else None
-    timer = RequestTimer(ingress.metrics, endpoint, ingress.config.slo, trace)
+    trace = backend.tracing.request(endpoint, request.headers) if backend.tracing is not None else None
+    timer = RequestTimer(backend.metrics, endpoint, backend.config.slo, trace)
     try:
-        ingress.drain.check_accepting()
-        body = await receive_body(request, body_class, ingress.limits, ingress.lanes)
+        backend.drain.check_accepting()
+        body = await receive_body(request, body_class, backend.config.limits, backend.threads)
         if isinstance(body, ChatCompletionBody):
-            generation, answer = await ingress.service.chat(body, timer)
+            generation, answer = await backend.service.chat(body, timer)
         else:
             assert isinstance(body, CompletionBody)
-            generation, answer = await ingress.service.completion(body, timer)
-        generation.stand_in_line(-body.priority, client_label(request.headers, ingress.config.fairness))
+            generation, answer = await backend.service.completion(body, timer)
+        generation.stand_in_line(-body.priority, client_label(request.headers, backend.config.fairness))
         _log(request, generation)
         if body.stream:
             return await _stream(generation, answer, timer)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from cluster.text.work_threads import WorkThreads
 
 
-async def receive_body(request: Request, model: type[Body], limits: LimitsConfig, lanes: WorkThreads) -> Body:
+async def receive_body(request: Request, model: type[Body], limits: LimitsConfig, threads: WorkThreads) -> Body:
     """The body, valid. Raises ApiError, see read_body and parse_body."""
     raw = await read_body(request, limits)
     content_type = request.headers.get("content-type")
     if len(raw) <= LONG:  # milliseconds at worst
         return parse_body(raw, content_type, model, limits)
-    return await lanes.run(len(raw), _parse_long_body, raw, content_type, model, limits)
+    return await threads.run(len(raw), _parse_long_body, raw, content_type, model, limits)
 
 
 def _parse_long_body(raw: bytes, content_type: str | None, model: type[Body], limits: LimitsConfig) -> Body:

@@ -11,8 +11,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cluster.http import api_schemas as answers
+from cluster.openai.generation_body import GenerationBody
 from cluster.openai.object import LIMIT
-from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
 from cluster.openai.unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
 from cluster.version import VERSION

@@ -1,1 +1,1 @@
-"""Ready, draining, the end."""
+"""Ready, draining, the end: of an ingress, of a node, of the whole server."""

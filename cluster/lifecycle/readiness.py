@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.routing.routing_policy import RoutingRules
+from cluster.policies.routing_policy import RoutingRules
 
 _MOST_NOTES = 4
 

@@ -18,7 +18,7 @@ from replicas.messages import CallStatus
 
 if TYPE_CHECKING:
     from cluster.monitoring.ingress_metrics import IngressMetrics
-    from cluster.routing.routing_policy import Route
+    from cluster.policies.routing_policy import Route
     from replicas.messages import GenerateReply, PrefillReply
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.routing.routing_policy import Route
+    from cluster.policies.routing_policy import Route
     from replicas.messages import GenerateReply, PrefillReply
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from cluster.openai.response import json_bytes, sse_event
 
 if TYPE_CHECKING:
-    from cluster.openai.response import Answer, Usage
+    from cluster.openai.response import Answer
     from cluster.text.choice import TextDelta
+    from cluster.text.usage import Usage
 
 
 class ChoiceEvents:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from cluster.api_error import ApiError
 from cluster.monitoring.request_timer import RequestTimer
 from cluster.openai.engine_params import beam_params, sampling_params
+from cluster.openai.generation_body import GenerationBody
 from cluster.openai.logprobs import LogprobsReport, TokenNames
-from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.openai.served_model import check_model
 from cluster.routing.generation import GenerationSpec
@@ -46,10 +47,10 @@ class GenerationService:
         tokenizer: Tokenizer,
         source: TokenSource,
         metrics: IngressMetrics,
-        lanes: WorkThreads,
+        threads: WorkThreads,
         defaults: SamplingDefaults,
     ) -> None:
-        self._lanes = lanes
+        self._threads = threads
         self._defaults = defaults
         self._config = config
         self._tokenizer = tokenizer
@@ -63,7 +64,7 @@ class GenerationService:
             body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
         )
         messages = body.template_messages()
-        ids = await self._lanes.run(
+        ids = await self._threads.run(
             size_up_to([messages, options.variables], LONG),
             self._tokenizer.apply_chat_template,
             messages,
@@ -83,7 +84,7 @@ class GenerationService:
         keep = self._num_kept(body)
         most, most_chars = self._most_prompt_tokens, self._config.limits.max_text_chars
         prompts = [
-            await self._lanes.run(len(prompt), self._tokenizer.encode_prompt, prompt, most, keep, most_chars)
+            await self._threads.run(len(prompt), self._tokenizer.encode_prompt, prompt, most, keep, most_chars)
             for prompt in body.prompt
         ]
         echoes: list[PromptEcho | None] = [None] * len(prompts)

@@ -10,24 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cluster.text.scored_token import ScoredToken
 from replicas.messages import TokenLogprobs
 
 if TYPE_CHECKING:
     from cluster.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token in its text.
-
-    text: what it added; empty while a character is incomplete, and for special tokens that are not shown.
-    offset: where that begins, in characters. logprobs: None of the first token of a prompt.
-    """
-
-    token_id: int
-    text: str
-    offset: int
-    logprobs: TokenLogprobs | None
 
 
 class TokenNames:

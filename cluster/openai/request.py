@@ -4,18 +4,15 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 - types are strict: true and "5" are no numbers; 5.0 is 5, and 5.5 is not an integer;
 - null means the same as leaving the field out;
 - fields nobody knows are ignored (`unknown_fields`, to log them), fields that would need something this server does
-  not do are refused (openai_unsupported);
+  not do are refused (`unsupported`);
 - vLLM's extensions work on both endpoints where they make sense for both.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
-    AfterValidator,
-    ConfigDict,
     FailFast,
     Field,
     PlainValidator,
@@ -24,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from cluster.openai.combinations import check_beam_search, check_choices, check_output
+from cluster.openai.generation_body import INT64_MAX, GenerationBody
 from cluster.openai.messages import ChatMessage, TemplateVariables
 from cluster.openai.object import (
     AtMost,
@@ -36,29 +33,9 @@ from cluster.openai.object import (
     token_ids,
     token_ids_schema,
 )
-from cluster.openai.output import OutputFields
-from cluster.openai.sampling import SamplingFields
-from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
 
-# Known, without effect here, and no reason for a log line.
-_TOLERATED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-_MAX_UNKNOWN_NAMES = 10
 _MAX_MESSAGES = 2048
-_INT64_MAX = 2**63 - 1
-_Tokens = Annotated[Integer, Field(ge=1, le=_INT64_MAX)]
-_TokensOrZero = Annotated[Integer, Field(ge=0, le=_INT64_MAX)]
-_TokensToKeep = Annotated[Integer, Field(ge=-1, le=_INT64_MAX, json_schema_extra={"not": {"const": 0}})]
+_TokensOrZero = Annotated[Integer, Field(ge=0, le=INT64_MAX)]
 
 
 def _prompts(value: Any, info: ValidationInfo) -> list[str | list[int]]:
@@ -90,85 +67,6 @@ _PROMPT_SCHEMA = {
         {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": limit("max_prompts")},
     ],
 }
-
-
-def _check_priority(value: int, info: ValidationInfo) -> int:
-    least, most = limits_of(info).min_priority, limits_of(info).max_priority
-    if not least <= value <= most:
-        raise invalid(f"must be from {least} (goes first) to {most}")
-    return value
-
-
-_Priority = Annotated[
-    Integer,
-    AfterValidator(_check_priority),
-    WithJsonSchema({"type": "integer", "minimum": limit("min_priority"), "maximum": limit("max_priority")}),
-]
-
-
-class GenerationBody(SamplingFields, OutputFields, ABC):
-    """What both endpoints have in common."""
-
-    model_config = ConfigDict(extra="allow")
-
-    # What only another endpoint has and this one would have to ignore, and the values that ask for nothing.
-    fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    model: str | None = Field(
-        default=None, description="Name of the model, as /v1/models gives it; left out: the one that is served."
-    )
-    max_tokens: _Tokens | None = Field(
-        default=None,
-        description="Most tokens of each choice. Together with the prompt it must fit into the model's context.",
-        examples=[64],
-    )
-    max_completion_tokens: _Tokens | None = Field(
-        default=None,
-        description="OpenAI's newer name for max_tokens; goes before it.",
-        examples=[64],
-    )
-    truncate_prompt_tokens: _TokensToKeep | None = Field(
-        default=None,
-        description="Keep only so many last tokens of each prompt; -1: as many as leave room for one token of output "
-        "or for max_tokens. Not 0. Left out: a prompt that is too long is an error. Not in OpenAI's API.",
-        examples=[256],
-    )
-
-    priority: _Priority = Field(
-        default=0,
-        description="Whose turn it is while requests wait: the smaller goes first, as in vLLM. Not in OpenAI's API.",
-        examples=[0],
-    )
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The client's limit for each choice, under either name."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    @abstractmethod
-    def num_logprobs(self) -> int | None:
-        """How many most likely tokens to report beside each token of the answer; None: no log-probabilities."""
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
-        return self.prompt_logprobs
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Names of ignored fields, for the log: sorted, shortened, the first few."""
-        extra = self.model_extra or {}
-        names = extra.keys() - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
-        names -= {name for name in OFFERS if not extra.get(name)}
-        return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
-
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        check_choices(self)
-        check_output(self)
-        check_beam_search(self)
-        return self
 
 
 class ChatCompletionBody(GenerationBody):

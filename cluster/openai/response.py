@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import orjson
 
 from cluster.api_error import ApiError
-from cluster.openai.logprobs import LogprobsReport, ScoredToken, chat_logprobs, completion_logprobs
+from cluster.openai.logprobs import LogprobsReport, chat_logprobs, completion_logprobs
+from cluster.text.scored_token import ScoredToken
+from cluster.text.usage import Usage
 
 SSE_DONE = b"data: [DONE]\n\n"
-# A comment line: keeps connections open while a request waits; clients ignore it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +31,6 @@ class Choice:
     token_ids: tuple[int, ...] | None = None
     tokens: tuple[ScoredToken, ...] = ()
     prompt_logprobs: list[dict[str, Any] | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one request; completion_tokens of all its choices together.
-
-    cached_tokens: how many of the prompt's tokens were not computed again; None while there is no prefix cache.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-        if self.cached_tokens is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        return usage
 
 
 @dataclass(frozen=True, slots=True)

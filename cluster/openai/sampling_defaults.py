@@ -16,7 +16,7 @@ from cluster.text.checkpoint_file import checkpoint_file
 from cluster.user_error import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.openai.request import GenerationBody
+    from cluster.openai.generation_body import GenerationBody
 
     Body = TypeVar("Body", bound=GenerationBody)
 

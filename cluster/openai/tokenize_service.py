@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class TokenizeService:
     """One per ingress replica. Stateless but for its tokenizer, which works in threads: texts may be long."""
 
-    def __init__(self, config: ServingConfig, tokenizer: Tokenizer, lanes: WorkThreads) -> None:
+    def __init__(self, config: ServingConfig, tokenizer: Tokenizer, threads: WorkThreads) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._lanes = lanes
+        self._threads = threads
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """The answer of /tokenize. Raises ApiError 4xx. Longer texts than the model takes are counted too, up to
@@ -31,12 +31,12 @@ class TokenizeService:
         check_model(body.model, self._config.model.name)
         messages = [message.for_template() for message in body.messages]
         size = len(body.prompt or "") + size_up_to(messages, LONG)
-        return await self._lanes.run(size, self._tokenize, body, messages)
+        return await self._threads.run(size, self._tokenize, body, messages)
 
     async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """The answer of /detokenize. Raises ApiError 4xx."""
         check_model(body.model, self._config.model.name)
-        return await self._lanes.run(len(body.tokens), self._detokenize, body)
+        return await self._threads.run(len(body.tokens), self._detokenize, body)
 
     def _tokenize(self, body: TokenizeBody, messages: list[dict[str, Any]]) -> dict[str, Any]:
         ids = self._encode(body, messages)

@@ -9,8 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cluster.openai.logprobs import ScoredToken, prompt_logprobs
+from cluster.openai.logprobs import prompt_logprobs
 from cluster.openai.response import Choice
+from cluster.text.scored_token import ScoredToken
 
 if TYPE_CHECKING:
     from cluster.openai.response import Answer

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_mailboxes import Mailboxes
 from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
@@ -24,7 +25,6 @@ from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.router_limits import AttemptLimits
-from cluster.routing.routing_policy import Route
 from replicas.channels.wire import MalformedMessage, NotSendable, decode_scores
 from replicas.messages import (
     CallStatus,

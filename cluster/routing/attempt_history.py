@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import ReplicaLost
-from cluster.routing.routing_policy import Route
 from replicas.messages import CallStatus
 
 # Evictions in a row that brought no token. In simulated storms 112 of 2,497 evictions brought none, so that by chance

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import Need, RoutingRules
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.routing_policy import Need, RoutingRules
 
 logger = logging.getLogger(__name__)
 

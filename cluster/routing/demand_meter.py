@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.autoscaling.demand_report import DemandReport, heard_figures
+from cluster.policies.routing_policy import Need, RoutingRules
+from cluster.routing.demand_report import DemandReport, heard_figures
 from cluster.routing.pool_view import PoolView
-from cluster.routing.routing_policy import Need, RoutingRules
 
 
 class Held(Protocol):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from cluster.routing.policies.policy_table import POLICIES
-from cluster.routing.routing_policy import (
+from cluster.policies.policy_table import POLICIES
+from cluster.policies.routing_policy import (
     CandidateT,
     Costs,
     DecodeCandidate,

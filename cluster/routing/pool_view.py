@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.policies.routing_policy import DecodeCandidate, PrefillCandidate
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
 from replicas.messages import EngineLoad, Frame, TransferPeer
 
 

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
 from cluster.routing.route_refusal import refuse
-from cluster.routing.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 
 
 class RouteFinder:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
-from cluster.routing.routing_policy import Need, NeverFits, Unavailable
+from cluster.policies.routing_policy import Need, NeverFits, Unavailable
 
 
 def refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics) -> NoReturn:

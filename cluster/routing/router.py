@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Collection
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_history import AttemptHistory
@@ -29,7 +30,6 @@ from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.route_finder import RouteFinder
 from cluster.routing.router_limits import RouterLimits
-from cluster.routing.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
 from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame

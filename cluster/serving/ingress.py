@@ -24,11 +24,11 @@ from cluster.monitoring.otel_tracing import open_tracing
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
+from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
-from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
@@ -41,7 +41,6 @@ from replicas.model.identity_digests import tokenizer_digest
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from cluster.config.service import LimitsConfig
     from cluster.config.serving import ServingConfig, SharedConfig
     from replicas.metrics.metric_set import FamilySnapshot
 
@@ -104,11 +103,11 @@ class Ingress:
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
         self._targets = ScalingTargets(context.app_name, self.metrics)
-        self.lanes = WorkThreads()
+        self.threads = WorkThreads()
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.lanes, self.sampling_defaults
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults
         )
-        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
 
     async def _start(self) -> None:
@@ -158,18 +157,6 @@ class Ingress:
         return build_http_app(self, server_sends_request_id=True)
 
     # -- what the HTTP app asks --------------------------------------------------------------------
-
-    @property
-    def model_name(self) -> str:
-        return self.config.model.name
-
-    @property
-    def max_model_len(self) -> int:
-        return self.config.model.max_model_len
-
-    @property
-    def limits(self) -> LimitsConfig:
-        return self.config.limits
 
     def readiness(self) -> Readiness:
         """Whether requests can be served now, and if not, why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.routing.routing_policy import Route, RouteKind
+from cluster.policies.routing_policy import Route, RouteKind
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.autoscaling.demand_report import DemandReport
 from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas
 from cluster.autoscaling.scaling_rules import ScalingRules
+from cluster.routing.demand_report import DemandReport
 from cluster.simulation.event_queue import Action, Order
 from cluster.simulation.simulated_decode import SimulatedDecode
 from cluster.simulation.simulated_prefill import SimulatedPrefill

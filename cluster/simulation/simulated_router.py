@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from cluster.policies.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.demand_meter import DemandMeter, OpenDemand
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order

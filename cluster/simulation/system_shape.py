@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cluster.config.admission_settings import admission_policy
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
-from cluster.routing.routing_policy import RoutingRules
+from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError

@@ -1,1 +1,4 @@
-"""Text and token ids: tokenizer, chat template, detokeniser, stop strings, a request's text as it grows."""
+"""Text and token ids: tokenizer, chat template, detokeniser, stop strings, a request's text as it grows.
+
+Begin with `generation.py`.
+"""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from cluster.openai.logprobs import ScoredToken
 from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.scored_token import ScoredToken
 from cluster.text.stop_strings import StopMatch, StopMatcher
 
 if TYPE_CHECKING:

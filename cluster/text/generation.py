@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.openai.response import Usage
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.generation import GenerationItem, GenerationSpec, ScoredPrompt
 from cluster.text.choice import TextChoice, TextDelta
+from cluster.text.usage import Usage
 
 if TYPE_CHECKING:
     from cluster.monitoring.request_timer import RequestTimer

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# What is done with more bytes or characters than this waits in a lane of its own.
+# What is done with more bytes or characters than this waits in a line of its own.
 LONG = 32_768
 # With no more than this it takes less time than the way to a thread and back, which a busy event loop makes longer yet.
 SHORT = 512

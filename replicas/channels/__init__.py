@@ -1,1 +1,4 @@
-"""What carries calls, their replies and tokens between routers and replicas."""
+"""What carries calls, their replies and tokens between routers and replicas.
+
+Begin with `wire.py`.
+"""

@@ -21,7 +21,7 @@ from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kv.kv_pool import KvPool
 from replicas.model.attention import refuse_arguments
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 CUDA_ATTENTION_NAME = "splitserve_paged_cuda"
 _FRESH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

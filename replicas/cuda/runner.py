@@ -51,7 +51,9 @@ class CudaRunner(ModelRunner):
             num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
         )
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._sharing = WorkSharing.of(pool.layout, num_processors, num_slots)
+        self._sharing = WorkSharing.of(
+            pool.layout.num_kv_heads, pool.layout.head_dim, pool.layout.dtype, num_processors, num_slots
+        )
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None

@@ -13,10 +13,10 @@ import torch
 
 from replicas.device_copy import to_device
 from replicas.kernels.slot_columns import BLOCK_TABLE, LAST_TOKEN, sampling_columns
-from replicas.model.slot_state import SlotState
 from replicas.sampling.draw import GREEDY_BELOW
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.slot_rules import SlotRules
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
 

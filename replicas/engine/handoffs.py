@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from replicas.engine.open_call import OpenCall
 from replicas.kv.handoff_actions import (
@@ -31,10 +31,19 @@ from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from replicas.engine.open_calls import OpenCalls
     from replicas.kv.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
+
+
+class Answers(Protocol):
+    """The calls of the engine's requests, and how they are told: `open_calls.OpenCalls`."""
+
+    by_id: dict[str, OpenCall]
+
+    def answer(self, opened: OpenCall) -> None: ...
+
+    def end(self, request_id: str, state: RequestState, status: CallStatus, detail: str) -> None: ...
 
 
 class Handoffs:
@@ -42,7 +51,7 @@ class Handoffs:
 
     transfers: TransferThread  # set by the builder before start: its events come back to this engine
 
-    def __init__(self, scheduler: Scheduler, calls: OpenCalls, on_joined: Callable[[OpenCall], None]) -> None:
+    def __init__(self, scheduler: Scheduler, calls: Answers, on_joined: Callable[[OpenCall], None]) -> None:
         self._scheduler, self._calls, self._on_joined = scheduler, calls, on_joined
 
     def admitted(self, opened: OpenCall) -> None:

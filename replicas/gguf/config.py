@@ -13,7 +13,7 @@ from replicas.gguf.file import GgufFile
 from replicas.gguf.rope import ROPE_SETTINGS, rope_parameters
 from replicas.gguf.settings import check_settings
 from replicas.gguf.tokenizer import BYTE_LEVEL, SENTENCEPIECE
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 _EMBEDDING = "token_embd.weight"
 _TOKENIZER = "tokenizer.ggml.model"

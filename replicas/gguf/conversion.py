@@ -19,7 +19,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

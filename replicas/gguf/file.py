@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 # Longer arrays are no settings.
 _LONGEST_ARRAY = 4_096

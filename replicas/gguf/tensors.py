@@ -10,7 +10,7 @@ from typing import Any
 
 from replicas.gguf.config import applied_tensors, architecture_of
 from replicas.gguf.file import GgufFile
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 _MAX_NAMED = 4
 

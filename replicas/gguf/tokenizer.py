@@ -13,7 +13,7 @@ from typing import Any
 
 from replicas.gguf.file import GgufFile
 from replicas.gguf.splitting import SPLITTINGS, Splitting
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 _PREFIX = "tokenizer.ggml."

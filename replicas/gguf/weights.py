@@ -12,7 +12,7 @@ from replicas.gguf.config import model_config
 from replicas.gguf.file import GgufFile, read_gguf
 from replicas.gguf.tensors import check_tensors
 from replicas.gguf.tokenizer import write_tokenizer
-from replicas.model.model_support import UnsupportedModel, refuse_unsupported
+from replicas.model_support import UnsupportedModel, refuse_unsupported
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kv.kv_pool import KvLayout
-
 # So many programs fit a processor at once (tiles of 64 keys of 128 16-bit numbers).
 _PROGRAMS_A_PROCESSOR = 5
 # So many rows fill the processors with fewer programs too, of larger tiles: 4 to 6 % faster for mixed contexts (H200).
@@ -66,9 +64,11 @@ class WorkSharing:
     most_rows: int
 
     @classmethod
-    def of(cls, layout: KvLayout, num_processors: int, most_rows: int) -> WorkSharing:
-        num_resident = max(1, _PROGRAMS_A_PROCESSOR * num_processors // layout.num_kv_heads)
-        if layout.dtype.itemsize > 2 or layout.head_dim > 128:
+    def of(
+        cls, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_processors: int, most_rows: int
+    ) -> WorkSharing:
+        num_resident = max(1, _PROGRAMS_A_PROCESSOR * num_processors // num_kv_heads)
+        if dtype.itemsize > 2 or head_dim > 128:
             return cls(num_resident, 32, 32, most_rows)
         return cls(num_resident, 64, 128, most_rows)
 

@@ -1,1 +1,1 @@
-"""What an engine reports."""
+"""What an engine reports of itself."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from replicas.model.attention import UnsupportedAttention, refuse_arguments
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 _TRACED_NAME = "splitserve_traced"
 TRACED_POSITIONS = (0, 1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 
 _MOST_NAMES = 6
 

@@ -9,13 +9,13 @@ import torch
 from replicas.kv.host_pool import HostPool
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
-from replicas.model.model_support import UnsupportedModel
 from replicas.model.paged_context import PagedStep
-from replicas.model.slot_state import SlotState
 from replicas.model.step_inputs import build_step_inputs
+from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 
 

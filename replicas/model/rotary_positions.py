@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from replicas.model.attention_trace import TRACED_POSITIONS
-from replicas.model.model_support import UnsupportedModel, model_name
+from replicas.model_support import UnsupportedModel, model_name
 
 # Cosines and sines of one position differ by rounding alone, if at all.
 _TOLERANCE = 1e-5

@@ -13,8 +13,8 @@ import torch
 
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ModelRunner
-from replicas.model.model_support import UnsupportedModel
 from replicas.model.reference_logits import CheckedPrompt
+from replicas.model_support import UnsupportedModel
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from replicas.model.slot_state import SlotState
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 
 

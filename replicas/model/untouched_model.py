@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.model.attention_trace import AttentionShape, trace_attention
-from replicas.model.model_support import UnsupportedModel
 from replicas.model.reference_logits import CheckedPrompt, compute_reference
 from replicas.model.rotary_positions import (
     make_rotation_static,
@@ -14,6 +13,7 @@ from replicas.model.rotary_positions import (
     recorded_position_calls,
     refuse_neighbours_in_positions,
 )
+from replicas.model_support import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)

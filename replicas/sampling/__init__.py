@@ -1,1 +1,4 @@
-"""From logits to tokens and to what is said of them."""
+"""From logits to tokens and to what is said of them.
+
+Begin with `sampled_tokens.py`.
+"""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replicas.device_copy import to_device
-from replicas.model.slot_state import SlotState
+from replicas.sampling.slot_state import SlotState
 from replicas.sampling.token_scores import TokenScores
 from scheduler.plan import PrefillChunk, StepPlan
 from scheduler.token_logprobs import PromptLogprobs

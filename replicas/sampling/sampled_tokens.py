@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.model.slot_state import SlotState
 from replicas.sampling.draw import sample
 from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.slot_state import SlotState
 from replicas.sampling.token_scores import TokenScores
 from scheduler.token_logprobs import TokenLogprobs
 

@@ -29,8 +29,8 @@ from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
-from replicas.model.model_support import naming_failures
 from replicas.model.self_check import self_check
+from replicas.model_support import naming_failures
 from replicas.pool_size import num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
 from replicas.settings import EngineSettings

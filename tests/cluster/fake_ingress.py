@@ -20,7 +20,6 @@ from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec
-from cluster.serving.ingress import Ingress
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
@@ -128,7 +127,7 @@ class ScriptedSource:
 
 
 class FakeIngress:
-    """What build_http_app asks of an Ingress."""
+    """An HttpBackend without Serve."""
 
     model_name, max_model_len, started_at = MODEL, 512, 1_700_000_000
 
@@ -157,12 +156,12 @@ class FakeIngress:
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
-        self.lanes = WorkThreads()
-        self.service = GenerationService(config, tokenizer, source, self.metrics, self.lanes, self.sampling_defaults)
-        self.tokenize_service = TokenizeService(config, tokenizer, self.lanes)
+        self.threads = WorkThreads()
+        self.service = GenerationService(config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults)
+        self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
 
     def app(self) -> ASGIApp:
-        return build_http_app(cast("Ingress", self))
+        return build_http_app(self)
 
     def readiness(self) -> Readiness:
         return Readiness(tuple(self.missing), tuple(f"no {name}" for name in self.missing))

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.generation import GeneratedToken, GenerationSpec
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
-from cluster.routing.routing_policy import RoutingRules
 from tests.cluster.fake_model import Token
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.policies.routing_policy import Route, RouteKind
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.attempt_history import AttemptHistory
 from cluster.routing.pool_client import ReplicaLost
-from cluster.routing.routing_policy import Route, RouteKind
 from replicas.messages import CallStatus
 
 ROUTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)

@@ -19,11 +19,11 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.autoscaling import autoscaling_policy
-from cluster.autoscaling.demand_report import DemandReport, HeardFigures
 from cluster.autoscaling.scaling_options import ingress_deployment, pool_deployment
 from cluster.autoscaling.scaling_rules import scaling_rules
 from cluster.config.file import config_of
 from cluster.config.root import Config
+from cluster.routing.demand_report import DemandReport, HeardFigures
 from cluster.serving.serve_config import POLICY_FUNCTION
 
 UP_S, DOWN_S, ZERO_S = 5.0, 40.0, 20.0

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from cluster.text.detokenizer import IncrementalDetokenizer, token_bytes
+from cluster.text.detokenizer import IncrementalDetokenizer
+from cluster.text.token_bytes import token_bytes
 from cluster.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"

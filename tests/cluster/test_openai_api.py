@@ -12,7 +12,8 @@ import pytest
 from cluster.api_error import ApiError
 from cluster.config.service import LimitsConfig
 from cluster.openai.body import parse_body
-from cluster.openai.request import ChatCompletionBody, CompletionBody, GenerationBody
+from cluster.openai.generation_body import GenerationBody
+from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.unsupported import NEUTRAL_VALUES
 
 LIMITS = LimitsConfig()

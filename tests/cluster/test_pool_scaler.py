@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.autoscaling.demand_report import DemandReport, HeardFigures
 from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas
 from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
 from cluster.config.root import Config
+from cluster.routing.demand_report import DemandReport, HeardFigures
 
 UP_S, DOWN_S, ZERO_S = 10.0, 60.0, 30.0
 POOL = {

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cluster.policies.routing_policy import DecodeCandidate, PrefillCandidate
 from cluster.routing.pool_view import PoolView
 from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
-from cluster.routing.routing_policy import DecodeCandidate, PrefillCandidate
 from replicas.messages import (
     EngineLoad,
     Frame,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.routing.routing_policy import DecodeCandidate, Need
+from cluster.policies.routing_policy import DecodeCandidate, Need
 from scheduler.admission import AdmissionPolicy
 from scheduler.request import RequestState
 from scheduler.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
-from cluster.routing.routing_policy import RoutingRules
+from cluster.policies.routing_policy import RoutingRules
 
 SPLIT = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallback_to_decode=False)
 FALLBACK = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallback_to_decode=True)

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.config.root import Config
-from cluster.routing import pairing
-from cluster.routing.pairing import choose_decode, choose_prefill, choose_route
-from cluster.routing.policies.policy_table import POLICIES
-from cluster.routing.routing_policy import (
+from cluster.policies.policy_table import POLICIES
+from cluster.policies.routing_policy import (
     Costs,
     DecodeCandidate,
     Need,
@@ -24,6 +22,8 @@ from cluster.routing.routing_policy import (
     RoutingRules,
     Unavailable,
 )
+from cluster.routing import pairing
+from cluster.routing.pairing import choose_decode, choose_prefill, choose_route
 from scheduler.admission import LATER_STEPS
 
 SPLIT = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallback_to_decode=False)

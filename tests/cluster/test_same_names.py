@@ -14,8 +14,8 @@ from cluster.config.file import load_config
 from cluster.config.root import Config
 from cluster.openai.engine_params import sampling_params
 from cluster.openai.sampling import SamplingFields
+from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
-from cluster.routing.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.serving.replica_settings import engine_settings
 from cluster.simulation.simulated_router import RouterTimes

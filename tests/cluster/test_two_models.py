@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
+from cluster.policies.routing_policy import PrefillCandidate
 from cluster.routing.generation import GenerationSpec
 from cluster.routing.model_binding import ModelBinding
-from cluster.routing.routing_policy import PrefillCandidate
 from replicas.model_identity import ModelIdentity
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, spec_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.generation import GenerationSpec, ScoredPrompt
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
-from cluster.routing.routing_policy import RoutingRules
 from replicas.channels.wire import Decoder, encode
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
 from replicas.serving.engine_builder import BuiltEngine, build_engine

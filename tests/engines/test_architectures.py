@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from tests.engines.architectures import REFUSED, SERVED, Case
 from tests.engines.random_model import (
     PROMPT_LENGTHS,

@@ -19,8 +19,8 @@ from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_row
 from replicas.engine.step_isolation import run_isolated
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
-from replicas.model.model_support import UnsupportedModel
 from replicas.model.self_check import self_check
+from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams

@@ -14,7 +14,6 @@ from replicas.kernels.kv_write import write_kv
 from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.work_sharing import WorkSharing
-from replicas.kv.kv_pool import KvLayout
 
 pytestmark = pytest.mark.interpreted
 
@@ -92,7 +91,7 @@ def check_decode(
     positions = torch.tensor([n - 1 for n in lengths], dtype=torch.int32, device=device)
     before = case.kv.clone()
     scale = head_dim**-0.5
-    sharing = WorkSharing.of(KvLayout(1, BLOCK_SIZE, num_kv_heads, head_dim, dtype), 132, len(lengths))
+    sharing = WorkSharing.of(num_kv_heads, head_dim, dtype, 132, len(lengths))
     sharing = replace(sharing, num_resident=num_resident)
     paged_decode(
         query.to(device), new_key.to(device), new_value.to(device), case.kv, case.table, slots, positions,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from replicas.model.checkpoint import FilesAsRead
 from replicas.model.checkpoint_mismatch import CheckpointMismatch
 from replicas.model.model_loader import LoadedModel, load_model
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
 from tests.engines.local_system import LocalSystem
 from tests.engines.random_model import save_random_model, tiny_config

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from replicas.gguf import conversion as gguf_conversion
 from replicas.gguf import weights as gguf_weights
 from replicas.gguf.conversion import convert, converted_folder, is_converted, resolve_source
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from tests.replicas.tiny_gguf import gguf_of, tiny_model
 
 NORM = "model.norm.weight"

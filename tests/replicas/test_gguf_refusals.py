@@ -12,7 +12,7 @@ from gguf import GGUFEndian, GGUFWriter
 
 from replicas.gguf import weights as gguf_weights
 from replicas.gguf.conversion import convert
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from tests.replicas.tiny_gguf import TinyGguf, gguf_of, tiny_model
 
 CLASSES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "phi3": "Phi3Config", "gpt2": "GPT2Config"}

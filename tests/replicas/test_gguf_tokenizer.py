@@ -19,7 +19,7 @@ from replicas.gguf.conversion import convert
 from replicas.gguf.file import GgufFile, read_gguf
 from replicas.gguf.splitting import SPLITTINGS
 from replicas.gguf.tokenizer import write_tokenizer
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from tests.golden.golden_prompts import PASSAGE, TEXTS
 from tests.golden.golden_set import load_goldens
 from tests.replicas.tiny_gguf import END, END_OF_TURN, TOKENIZER, VOCAB_SIZE, gguf_of, tiny_model

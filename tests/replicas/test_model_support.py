@@ -14,8 +14,8 @@ from replicas.kv.kv_pool import KvPool
 from replicas.model.attention_trace import AttentionShape, trace_attention
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner
-from replicas.model.model_support import UnsupportedModel, refuse_unsupported
 from replicas.model.self_check import self_check
+from replicas.model_support import UnsupportedModel, refuse_unsupported
 from replicas.serving.engine_builder import build_engine
 from replicas.settings import ModelSettings
 from tests.engines.random_model import TINY, save_random_model, small_engine, tiny_config

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from replicas.kv.kv_pool import KvLayout, KvPool
 from replicas.model.paged_context import PagedContext, PagedStep
-from replicas.model.slot_state import SlotState
 from replicas.model.step_inputs import build_step_inputs
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan, TableWrite
 
 LAYOUT = KvLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from replicas.model.model_loader import LoadedModel, load_model
-from replicas.model.model_support import UnsupportedModel
+from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
 from tests.engines.random_model import (
     assert_same_text,

@@ -13,8 +13,8 @@ import replicas.model.attention as attention
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner
-from replicas.model.model_support import UnsupportedModel
 from replicas.model.self_check import self_check
+from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
 from tests.engines.random_model import save_random_model, tiny_config
 

@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from replicas.model.slot_state import SlotState
 from replicas.sampling.draw import SamplingBatch, sample
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED, sample_tokens
+from replicas.sampling.slot_state import SlotState
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected

@@ -73,7 +73,7 @@ def until_stop(token_ids: Row[int], stop_token_ids: frozenset[int]) -> Answer:
 
 
 class PagedRunner:
-    """Applies plans to the letter, as replicas.model.model_runner and replicas.model.slot_state do."""
+    """Applies plans to the letter, as replicas.model.model_runner and replicas.sampling.slot_state do."""
 
     def __init__(self, limits: PoolLimits, max_blocks: int, num_host_blocks: int = 0) -> None:
         self._block_size = limits.block_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cluster.routing.routing_policy import RoutingRules
+from cluster.policies.routing_policy import RoutingRules
 from cluster.simulation.client import Job
 from cluster.simulation.cost_model import ControlCosts, CostModel, TransferCosts
 from cluster.simulation.simulated_router import RouterTimes

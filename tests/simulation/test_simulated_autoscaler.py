@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.simulation.serve_default_policy import ServeDefaultPolicy, StaticSplit
-from cluster.autoscaling.demand_report import DemandReport
 from cluster.autoscaling.pool_scaler import PoolState
 from cluster.autoscaling.scaling_rules import scaling_rules
 from cluster.config.root import Config
+from cluster.routing.demand_report import DemandReport
 from cluster.simulation.client import ClientStatus, Job
 from cluster.simulation.simulated_autoscaler import ShippedPolicy, SimulatedAutoscaler
 from cluster.simulation.simulated_system import SimulatedSystem, SystemRun

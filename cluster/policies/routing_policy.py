@@ -1,7 +1,7 @@
 """What is known and what is decided of where a request goes, and what a routing policy is.
 
 A policy is a pure function of a snapshot. `cluster.routing.pairing` asks it, `cluster.routing.router` applies what was
-decided. A new one is a new file in `cluster/routing/policies` and a line in `policy_table` there.
+decided. A new one is a new file in `cluster/policies` and a line in `policy_table` there.
 """
 
 from __future__ import annotations

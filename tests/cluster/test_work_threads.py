@@ -12,18 +12,18 @@ from cluster.text.work_threads import LONG, SHORT, WorkThreads
 
 
 async def test_short_work_passes_long_work() -> None:
-    lanes, release, running = WorkThreads(), threading.Event(), threading.Semaphore(0)
+    threads, release, running = WorkThreads(), threading.Event(), threading.Semaphore(0)
 
     def hold() -> int:
         running.release()
         assert release.wait(30)
         return 1
 
-    long = [asyncio.ensure_future(lanes.run(LONG + 1, hold)) for _ in range(40)]
+    long = [asyncio.ensure_future(threads.run(LONG + 1, hold)) for _ in range(40)]
     try:
         for _ in range(2):
             assert await asyncio.to_thread(running.acquire, timeout=30)
-        assert [await lanes.run(LONG, len, "abc") for _ in range(20)] == [3] * 20
+        assert [await threads.run(LONG, len, "abc") for _ in range(20)] == [3] * 20
         assert not running.acquire(blocking=False), "more than two at a time"
     finally:
         release.set()
@@ -31,8 +31,12 @@ async def test_short_work_passes_long_work() -> None:
 
 
 async def test_very_short_work_takes_no_thread() -> None:
-    lanes, here = WorkThreads(), threading.get_ident()
-    assert [await lanes.run(size, threading.get_ident) == here for size in (0, SHORT, SHORT + 1)] == [True, True, False]
+    threads, here = WorkThreads(), threading.get_ident()
+    assert [await threads.run(size, threading.get_ident) == here for size in (0, SHORT, SHORT + 1)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("size", [0, SHORT + 1, LONG + 1])

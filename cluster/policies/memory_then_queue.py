@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.routing.routing_policy import (
+from cluster.policies.routing_policy import (
     Costs,
     DecodeCandidate,
     Need,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cluster.routing.policies.memory_then_queue import MEMORY_THEN_QUEUE
-from cluster.routing.routing_policy import RoutingPolicy
+from cluster.policies.memory_then_queue import MEMORY_THEN_QUEUE
+from cluster.policies.routing_policy import RoutingPolicy
 
 POLICIES: Mapping[str, RoutingPolicy] = {
     "memory_then_queue": MEMORY_THEN_QUEUE,

@@ -1,1 +1,0 @@
-"""Routing policies, one a file: each says what candidates cost. `policy_table` lists them by name."""
