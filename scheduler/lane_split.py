@@ -27,18 +27,19 @@ class LaneShare:
 
 WHOLE_CARD = LaneShare(None, 1.0, 1.0)  # while the other lane has nothing to do
 
-# Parts of the card that the prefill lane gets, and both rates. Measured on an H200 (132 multiprocessors): products of
-# 2,048 and of 16 rows with 4096 x 14336 weights, back to back. Few, as each takes graphs of its own; beyond the first
-# prompts gain little and rows lose much (116: 0.77 and 0.25).
-_MEASURED = ((100 / 132, 0.68, 0.43), (92 / 132, 0.615, 0.598), (68 / 132, 0.48, 0.69))
+# Parts of the card that the prefill lane leaves alone, and both rates. Measured on an H200 (132 multiprocessors):
+# products of 2,048 and of 16 rows with 4096 x 14336 weights, back to back. Few, as each takes graphs of its own; beyond
+# the first prompts gain little and rows lose much (with 16 left alone 0.77 and 0.25).
+_MEASURED = ((32 / 132, 0.68, 0.43), (40 / 132, 0.615, 0.598), (64 / 132, 0.48, 0.69))
+_GROUP = 8  # multiprocessors; every card can be divided by a multiple of so many
 
 
-def measured_shares(num_processors: int, step: int) -> tuple[LaneShare, ...]:
-    """Ways to divide a card of so many multiprocessors, the prefill lane's multiples of `step`, as far as they differ."""
+def measured_shares(num_processors: int) -> tuple[LaneShare, ...]:
+    """Ways to divide a card of so many multiprocessors, as far as they differ."""
     shares: dict[int, LaneShare] = {}
     for part, prefill_rate, decode_rate in _MEASURED:
-        count = round(part * num_processors / step) * step
-        if step <= count < num_processors:
+        count = num_processors - max(1, round(part * num_processors / _GROUP)) * _GROUP
+        if count > 0:
             shares.setdefault(count, LaneShare(count, prefill_rate, decode_rate))
     return tuple(shares.values())
 

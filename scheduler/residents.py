@@ -23,6 +23,7 @@ from scheduler.waiting_queue import WaitingQueue
 
 # Of a request whose prompt is computed here, until it is decoded or its KV handed over.
 _STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
+_STATES_WITHOUT_TOKENS = (RequestState.QUEUED, RequestState.ADMITTED, RequestState.PREFILLING)
 
 
 class Residents:
@@ -297,6 +298,11 @@ class Residents:
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens yet to be computed here, queued ones included."""
         return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
+
+    def oldest_prompt_s(self, now_s: float) -> float:
+        """How long the prompt has waited that waits longest for its first token; 0.0: there is none. O(requests)."""
+        waiting = [request for request in self._requests.values() if request.state in _STATES_WITHOUT_TOKENS]
+        return max((now_s - request.entered_s[RequestState.QUEUED] for request in waiting), default=0.0)
 
     def free_blocks(self) -> int:
         """Blocks that a newcomer may use at every step to come."""

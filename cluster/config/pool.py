@@ -136,7 +136,8 @@ class DecodePoolConfig(PoolConfig):
         "null: as much as its KV cache with output_length quantile, else none",
     )
     lanes: LanesConfig = Field(
-        default=LanesConfig(), description="With layout two_lanes: what the division of a card between its lanes aims at"
+        default=LanesConfig(),
+        description="With layout two_lanes: what the division of a card between its lanes aims at",
     )
 
 

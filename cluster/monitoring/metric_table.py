@@ -25,7 +25,14 @@ from cluster.monitoring.ingress_metrics import (
     UNLIKENESS,
 )
 from replicas.metrics import metric_buckets as buckets
-from replicas.metrics.pool_metrics import BLOCK_STATES, OPEN_TRANSFERS, PREEMPTIONS, TRANSFER_ERRORS, TRANSFER_RESULTS
+from replicas.metrics.pool_metrics import (
+    BLOCK_STATES,
+    LANES,
+    OPEN_TRANSFERS,
+    PREEMPTIONS,
+    TRANSFER_ERRORS,
+    TRANSFER_RESULTS,
+)
 
 Labels = dict[str, tuple[str, ...] | None]
 
@@ -115,11 +122,15 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "kv_transfer_errors": {"backend": None, "kind": TRANSFER_ERRORS},
     "kv_transfer_bytes": {"backend": None},
     "kv_transfer_busy_seconds": {"backend": None},
+    "lane_steps": {"pool": None, "lane": LANES},
+    "lane_busy_seconds": {"pool": None, "lane": LANES},
 }
 _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_blocks": {"pool": None, "state": BLOCK_STATES},
     "kv_cache_usage_ratio": {"pool": None},
     "host_kv_blocks": {"pool": None},
+    "lanes": {"pool": None},
+    "lane_processors": {"pool": None},
     "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},
 }
 _ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], Labels]] = {

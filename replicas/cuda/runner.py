@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
-from replicas.cuda.graphs import PlannedPass, StepGraphs
+from replicas.cuda.graph_passes import PromptShape
+from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
 from replicas.cuda.rotated_attention import use_rotation
 from replicas.cuda.skinny_linear import use_skinny_products
 from replicas.cuda.slots import CudaSlots, SamplingKinds
@@ -106,16 +107,10 @@ class CudaRunner(ModelRunner):
         Mutates pool blocks and slot 0.
         """
         started_s = time.monotonic()
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer in _decoder_layers(self._model, self._loaded.num_layers):
-            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
-        for length in _WARM_UP_LENGTHS:
-            self._run_prompt(min(length, self._max_model_len))
-        torch.cuda.synchronize()
+        self.compile_layers()
         compiled_s = time.monotonic()
-        self._graphs = StepGraphs(
-            self._model, self._slots, self._sharing, self._max_model_len, has_fresh=self._has_fresh
-        )
+        sizes = batch_sizes(self.num_slots)
+        self._graphs = StepGraphs(self._model, self._slots, self._sharing, sizes, self._prompt_shapes())
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -129,6 +124,19 @@ class CudaRunner(ModelRunner):
             },
         )
         return True
+
+    def compile_layers(self) -> None:
+        """And run them once for each way they are compiled. Blocks. Mutates pool blocks and slot 0."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for layer in _decoder_layers(self._model, self._loaded.num_layers):
+            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
+        for length in _WARM_UP_LENGTHS:
+            self._run_prompt(min(length, self._max_model_len))
+        torch.cuda.synchronize()
+
+    def _prompt_shapes(self) -> list[PromptShape]:
+        """Of the graphs that compute prompts."""
+        return prompt_shapes(self.num_slots, self._max_model_len, has_fresh=self._has_fresh)
 
     @torch.inference_mode()
     def prepare_thread(self, max_step_tokens: int) -> None:
@@ -145,7 +153,7 @@ class CudaRunner(ModelRunner):
         blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))
         init = SlotInit(0, 0, SamplingParams(temperature=0.0), 1)
         chunk = PrefillChunk("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
-        super().launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
+        self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)

@@ -18,7 +18,10 @@ from replicas.engine.engine_watch import Watched
 from replicas.engine.lane_thread import LaneStep, LaneThread
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
+from replicas.metrics.lane_clock import LaneClock
 from scheduler.engine_core import EngineCore
+from scheduler.lane_split import WHOLE_CARD, LaneLoad, LaneShare, choose_share
+from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 from scheduler.two_lane_core import TwoLaneCore
 
@@ -34,6 +37,9 @@ class TwoLaneEngine(Engine):
 
     def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
         super().__init__(name, parts, frames)
+        self._objectives = parts.objectives
+        self.steps: LaneClock = LaneClock()
+        self._share = WHOLE_CARD  # of the prompts that are computed now
         self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
         self._prefill = LaneThread("prefill-lane", parts.num_threads, self._on_step)
 
@@ -63,8 +69,8 @@ class TwoLaneEngine(Engine):
         return core
 
     def _prepare(self) -> None:
-        for lane in self._lanes:
-            lane.start(super()._prepare)
+        self._decode.start(lambda: None)  # libraries prepare prompts only
+        self._prefill.start(super()._prepare)
 
     def _finish_steps(self) -> None:
         for lane in self._lanes:
@@ -86,7 +92,8 @@ class TwoLaneEngine(Engine):
         if turn.plan is not None:
             self.core.launched(self._decode.submit(turn.plan, self.runner))
         if turn.prompts is not None:
-            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner))
+            self._share = self._choose_share(turn.prompts, now_s)
+            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share)))
         self._flush(now_s)
         is_planned = turn.plan is not None or turn.prompts is not None
         if not is_planned or self.steps.due_for_status(now_s):
@@ -94,6 +101,17 @@ class TwoLaneEngine(Engine):
         # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
+
+    def _choose_share(self, prompts: StepPlan, now_s: float) -> LaneShare:
+        """Of the device, for prompts that are computed next."""
+        load = LaneLoad(
+            num_prompt_tokens=self.scheduler.queued_prompt_tokens + prompts.num_prefill_tokens,
+            oldest_wait_s=self.scheduler.oldest_prompt_s(now_s),
+            num_rows=len(self.scheduler.batch),
+            prefill_tokens_per_s=self.steps.whole_tokens_per_s,
+            decode_step_s=self.steps.decode_step_s,
+        )
+        return choose_share(load, self._objectives, self.runner.shares)
 
     def _commit_step(self, step: LaneStep) -> None:
         """A step has run. Raises what made it fail as a whole, and what the books raise."""
@@ -105,5 +123,8 @@ class TwoLaneEngine(Engine):
         assert step.output is not None
         for request_id, error in step.errors.items():
             self.calls.fail(request_id, error)
-        self._count(step.plan, step.ended_s - step.started_s)
+        duration_s = step.ended_s - step.started_s
+        is_alone = not step.plan.chunks and not self.core.prompts_in_flight
+        self.steps.count_lane(step.plan, duration_s, WHOLE_CARD if is_alone else self._share)
+        self.metrics.step_done(duration_s)
         self._take_output(step.output, lane)
