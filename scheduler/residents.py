@@ -299,6 +299,11 @@ class Residents:
         """Prompt tokens yet to be computed here, queued ones included."""
         return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
 
+    @property
+    def num_changing_lanes(self) -> int:
+        """Requests that the step which ends their prompt, in flight now, makes rows."""
+        return sum([not request.hands_over for request in self._handing_over.values()])
+
     def oldest_prompt_s(self, now_s: float) -> float:
         """How long the prompt has waited that waits longest for its first token; 0.0: there is none. O(requests)."""
         waiting = [request for request in self._requests.values() if request.state in _STATES_WITHOUT_TOKENS]

@@ -87,12 +87,13 @@ class TwoLaneEngine(Engine):
         self.last_beat_s = now_s
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
+        num_rows = len(self.scheduler.batch) + self.scheduler.num_changing_lanes
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn)
         if turn.plan is not None:
             self.core.launched(self._decode.submit(turn.plan, self.runner))
         if turn.prompts is not None:
-            self._share = self._choose_share(turn.prompts, now_s)
+            self._share = self._choose_share(turn.prompts, num_rows, now_s)
             self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share)))
         self._flush(now_s)
         is_planned = turn.plan is not None or turn.prompts is not None
@@ -102,12 +103,12 @@ class TwoLaneEngine(Engine):
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
 
-    def _choose_share(self, prompts: StepPlan, now_s: float) -> LaneShare:
-        """Of the device, for prompts that are computed next."""
+    def _choose_share(self, prompts: StepPlan, num_rows: int, now_s: float) -> LaneShare:
+        """Of the device, for prompts that are computed next. num_rows: beside them, now or soon."""
         load = LaneLoad(
             num_prompt_tokens=self.scheduler.queued_prompt_tokens + prompts.num_prefill_tokens,
             oldest_wait_s=self.scheduler.oldest_prompt_s(now_s),
-            num_rows=len(self.scheduler.batch),
+            num_rows=num_rows,
             prefill_tokens_per_s=self.steps.whole_tokens_per_s,
             decode_step_s=self.steps.decode_step_s,
         )

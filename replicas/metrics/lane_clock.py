@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from replicas.metrics.engine_status import SMOOTHING, StepClock
 from replicas.metrics.pool_metrics import LANES
 from scheduler.lane_split import LaneShare
@@ -11,7 +13,8 @@ from scheduler.plan import StepPlan
 class LaneClock(StepClock):
     """As StepClock, whose mean_s is that of the decode lane's steps: the gaps between tokens. Engine thread only.
 
-    num_lane_steps, lane_busy_s: by lane. num_processors: of the prefill lane in its last step; 0: the whole card.
+    num_lane_steps, lane_busy_s: by lane. num_steps_by_processors: of the prefill lane, by how many multiprocessors it
+    had (0: the whole card); num_processors: in its last step.
     decode_step_s, whole_tokens_per_s: moving averages, as they would be on the whole card with nothing beside.
     """
 
@@ -20,6 +23,7 @@ class LaneClock(StepClock):
         self.num_lane_steps = dict.fromkeys(LANES, 0)
         self.lane_busy_s = dict.fromkeys(LANES, 0.0)
         self.num_processors = 0
+        self.num_steps_by_processors: Counter[int] = Counter()
         self.decode_step_s = 0.0
         self.whole_tokens_per_s = 0.0
 
@@ -35,6 +39,7 @@ class LaneClock(StepClock):
         if lane == "prefill":
             self.mean_s = mean_s
             self.num_processors = share.num_processors or 0
+            self.num_steps_by_processors[self.num_processors] += 1
             if duration_s > 0.0:
                 rate = plan.num_prefill_tokens / (duration_s * share.prefill_rate)
                 self.whole_tokens_per_s += (rate - self.whole_tokens_per_s) * self._weight(lane)
