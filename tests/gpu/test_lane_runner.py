@@ -88,22 +88,23 @@ def test_each_share_passes_the_self_check_before_and_after_its_graphs(device: to
 
 def plans_of_two_requests() -> list[StepPlan]:
     """A fresh prompt, one in chunks, and some rows of both. No step has prompts and rows."""
-    tables = (TableWrite(0, 0, tuple(range(8))), TableWrite(1, 0, tuple(range(20, 28))))
-    first, second = tuple(range(10, 60)), tuple(range(100, 145))
+    tables = (TableWrite(0, 0, tuple(range(4))), TableWrite(1, 0, tuple(range(20, 24))))
+    first, second = tuple(range(10, 30)), tuple(range(100, 125))
     targets = (SampleTarget(0, 0),), (SampleTarget(1, 0),)
     chunks = (
         PrefillChunk("a", 0, 0, first, targets[0]),
-        PrefillChunk("b", 1, 0, second[:20], ()),
-        PrefillChunk("b", 1, 20, second[20:], targets[1]),
+        PrefillChunk("b", 1, 0, second[:10], ()),
+        PrefillChunk("b", 1, 10, second[10:], targets[1]),
     )
     inits = (SlotInit(0, 0, GREEDY, None), SlotInit(1, 0, GREEDY, None))
     plans = [StepPlan(0, inits, tables, (), chunks[:2], ()), StepPlan(1, (), (), (), chunks[2:], ())]
-    for number in range(5):
-        rows = (DecodeRow("a", 0, 0, 50 + number), DecodeRow("b", 0, 1, 45 + number))
+    for number in range(3):
+        rows = (DecodeRow("a", 0, 0, 20 + number), DecodeRow("b", 0, 1, 25 + number))
         plans.append(StepPlan(2 + number, (), (), (), (), rows))
     return plans
 
 
+@pytest.mark.timeout(900)
 @torch.inference_mode()
 def test_prompts_of_one_lane_and_rows_of_the_other_are_those_of_one_runner(
     device: torch.device, tmp_path: Path
@@ -113,7 +114,6 @@ def test_prompts_of_one_lane_and_rows_of_the_other_are_those_of_one_runner(
     one = loaded_into(CudaRunner, tmp_path / "one", device)
     two = loaded_into(DividedRunner, tmp_path / "two", device)
     assert isinstance(two, DividedRunner)
-    one.warm_up()
     two.warm_up()
     texts: list[list[Any]] = []
     for runner, prompts in ((one, one), (two, two.beside(two.shares[0])), (two, two.beside(WHOLE_CARD))):
@@ -122,7 +122,7 @@ def test_prompts_of_one_lane_and_rows_of_the_other_are_those_of_one_runner(
             where = prompts if plan.chunks else runner
             tokens += [token.token_id for token in where.launch(plan).result().tokens]
         texts.append(tokens)
-    assert len(texts[0]) > 8
+    assert len(texts[0]) == 8
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
 
