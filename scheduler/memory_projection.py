@@ -110,6 +110,10 @@ class MemoryProjection:
     def get(self, request_id: str) -> Profile | None:
         return self._profiles.get(request_id)
 
+    def use_at(self, step: int) -> int:
+        """Blocks in use after the rows of `step`, whatever comes later. O(m)."""
+        return sum(profile.use_at(step, self._block_size) for profile in self._profiles.values())
+
     def set(self, request_id: str, profile: Profile) -> None:
         """Add a request, or say anew what it will use. Mutates."""
         self._profiles[request_id] = profile

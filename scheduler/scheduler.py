@@ -184,6 +184,22 @@ class Scheduler(Residents):
         request = self._handing_over.get(token.request_id)
         return self.batch.counts(token) if request is None else not request.is_over
 
+    def room_to_grow(self) -> int:
+        """Free blocks for running sequences while nothing happens but that they grow.
+
+        0 while more does: prompts are in work, somebody is over or away whose blocks a step must still let go of, or
+        somebody waits who might be admitted.
+        """
+        is_busy = len(self.prompts) or self._handing_over or self._ending
+        is_short = self.preemption or self.preemption.is_cooling
+        return 0 if is_busy or is_short or (self.num_queued and self._free_slots) else self._num_available
+
+    def steps_passed(self, count: int) -> None:
+        """As many steps as have been planned have been committed, and the running batch is as they left it. Mutates."""
+        self.builder.next_step_id += count
+        self.decode_lane.committed_step_id += count
+        self._project_from_now()
+
     def _choice_ended(self, request_id: str, now_s: float) -> None:
         request = self.get(request_id)
         if request is None:

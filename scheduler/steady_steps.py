@@ -13,15 +13,16 @@ from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 
 
-def num_steady_steps(scheduler: Scheduler, lag: int, most: int) -> int:
+def num_steady_steps(scheduler: Scheduler, most: int) -> int:
     """How many next steps are surely steady if nothing arrives, at most `most`; 0 when the very next may not be.
 
     Ends are foreseen only by max_tokens: who knows of earlier ones lowers `most`. O(running).
     """
-    requests, budget = scheduler.batch.requests, scheduler.budget
+    requests, budget, lag = scheduler.batch.requests, scheduler.budget, scheduler.lag
     if type(budget) is not ProjectedBudget:
         return 0
-    if not requests or not _is_quiet(scheduler) or not all(_is_in_step(request, lag) for request in requests):
+    room = scheduler.room_to_grow()
+    if not requests or not room or not all(_is_in_step(request, lag) for request in requests):
         return 0
     step = scheduler.builder.next_step_id
     if budget.projection.overdue(step):
@@ -33,17 +34,15 @@ def num_steady_steps(scheduler: Scheduler, lag: int, most: int) -> int:
     # Its last known token ends a request: that step is none of these, nor is one that has no row for it.
     count = min(count, min(request.max_tokens - request.sequences[0].num_planned for request in requests) - 1)
     # Room for a block each in every step, so that nobody is looked at more closely.
-    block_size = scheduler.limits.block_size
-    blocks_each = scheduler._num_available // len(requests)
-    return max(0, min(count, (blocks_each - 2) * block_size))
+    blocks_each = room // len(requests)
+    return max(0, min(count, (blocks_each - 2) * scheduler.limits.block_size))
 
 
 def take_steady_steps(scheduler: Scheduler, count: int) -> None:
     """As if `count` steps, no more than num_steady_steps said, had been planned and as many committed. Mutates."""
     block_size = scheduler.limits.block_size
-    builder, requests = scheduler.builder, scheduler.batch.requests
-    builder.next_step_id += count
-    last_step_id = builder.next_step_id - 1
+    requests = scheduler.batch.requests
+    last_step_id = scheduler.builder.next_step_id + count - 1
     for request in requests:
         sequence = request.sequences[0]
         sequence.num_planned += count
@@ -54,21 +53,7 @@ def take_steady_steps(scheduler: Scheduler, count: int) -> None:
         if num_new > 0:
             blocks += scheduler.allocator.allocate(num_new, after=blocks[-1])
     scheduler.batch.num_forwarded_tokens += count * len(requests)
-    scheduler.decode_lane.committed_step_id += count
-    scheduler.budget.move_to(builder.next_step_id, scheduler.get)
-
-
-def _is_quiet(scheduler: Scheduler) -> bool:
-    """No prompt in work, nobody over or away whose blocks a step must still let go of, nobody to admit."""
-    preemption = scheduler.preemption
-    return (
-        not len(scheduler.prompts)
-        and not scheduler._handing_over
-        and not preemption
-        and not preemption.is_cooling
-        and not scheduler._ending
-        and (not scheduler.num_queued or not scheduler._free_slots)
-    )
+    scheduler.steps_passed(count)
 
 
 def _is_in_step(request: Request, lag: int) -> bool:

@@ -77,6 +77,27 @@ def test_cluster_does_not_import_torch() -> None:
     assert {(file, name) for file, name in imports_of("cluster") if name == "torch"} == set()
 
 
+def imported_modules(file: Path) -> Iterator[str]:
+    """Full names, of `from a import b` both a and a.b."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_nothing_below_the_simulator_imports_it() -> None:
+    """But the command line: its options when it starts, the rest when it is asked for (test_check_command.py)."""
+    simulator = ROOT / "cluster" / "simulation"
+    files = [file for file in python_files(*PACKAGES) if simulator not in file.parents]
+    found = {
+        str(file.relative_to(ROOT))
+        for file in files
+        if any(name.startswith("cluster.simulation") for name in imported_modules(file))
+    }
+    assert found == {"cluster/serving/command_line.py"}
+
+
 def test_files_outside_tests_are_short() -> None:
     folders = [path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
     files = python_files(*(folder for folder in folders if folder not in {"tests", "build", "dist"}))

@@ -13,16 +13,12 @@ class FreeBlocksBudget(ProjectedBudget):
     """Looks at the blocks in use in the next step and no further. Preemption and all else is as shipped."""
 
     def _fits(self, newcomer: Profile) -> bool:
-        in_use = self._in_use(self.step)
+        in_use = self.projection.use_at(self.step)
         return in_use + newcomer.use_at(self.step, self._block_size) <= self._limit_now
 
     def free_from(self, num_steps: int) -> int:
         """Now, whatever num_steps: later is not looked at."""
-        return max(0, self._limit_now - self._in_use(self.step))
-
-    def _in_use(self, step: int) -> int:
-        profiles = self.projection._profiles.values()
-        return sum(profile.use_at(step, self._block_size) for profile in profiles)
+        return max(0, self._limit_now - self.projection.use_at(self.step))
 
 
 def free_blocks_decode(shape: SystemShape) -> Scheduler:

@@ -14,7 +14,7 @@ from cluster.config.root import Config
 from cluster.config.summary import summarize
 from cluster.config.yaml_document import YamlError, parse_yaml
 from cluster.serving.serve_config import as_yaml, config_values, serve_config
-from cluster.simulation.command import add_fit_options, add_simulate_options, run_fit, run_simulate
+from cluster.simulation.command_options import add_fit_options, add_simulate_options
 from cluster.user_error import UserError
 from cluster.version import VERSION
 
@@ -34,12 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.command == "fit-steps":
-        return run_fit(arguments, print)
+    if arguments.command in ("simulate", "fit-steps"):
+        return _simulate(arguments)
     if arguments.command == "deploy":
         return _deploy(arguments.config, arguments.output)
-    if arguments.command == "simulate":
-        return run_simulate(load_config(arguments.config, {}), arguments, print)
     if arguments.command == "check":
         served = _of_serve_config(arguments.config)
         config = load_config(arguments.config, _overrides(arguments)) if served is None else config_of(served)
@@ -57,6 +55,14 @@ def _of_serve_config(path: str) -> dict[str, Any] | None:
         return config_values(parse_yaml(Path(path).read_text(encoding="utf-8")).values)
     except (OSError, UnicodeDecodeError, YamlError):
         return None
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from cluster.simulation.command import run_fit, run_simulate  # here, not above: servers need no simulator
+
+    if arguments.command == "fit-steps":
+        return run_fit(arguments, print)
+    return run_simulate(load_config(arguments.config, {}), arguments, print)
 
 
 def _deploy(path: str, output: Path | None) -> int:

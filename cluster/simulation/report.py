@@ -119,7 +119,7 @@ def _costs(system: SimulatedSystem, duration_s: float) -> dict[str, Any]:
     num_planned = sum(engine.counts.num_decisions for engine in decodes)
     return {
         "decode_steps": sum(engine.counts.num_steps for engine in decodes),
-        "skipped_steps": sum(engine.num_skipped_steps for engine in decodes),
+        "skipped_steps": sum(engine.counts.num_skipped_steps for engine in decodes),
         "decode_busy": _ratio(math.fsum(e.counts.busy_s for e in decodes), len(decodes) * duration_s),
         "prefill_busy": _ratio(math.fsum(e.counts.busy_s for e in prefills), len(prefills) * duration_s),
         "mean_rows": _ratio(sum(e.counts.num_rows for e in decodes), sum(e.counts.num_steps for e in decodes)),

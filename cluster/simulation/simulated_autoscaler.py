@@ -10,8 +10,6 @@ from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_repl
 from cluster.autoscaling.scaling_rules import ScalingRules
 from cluster.routing.demand_report import DemandReport
 from cluster.simulation.event_queue import Action, Order
-from cluster.simulation.simulated_decode import SimulatedDecode
-from cluster.simulation.simulated_prefill import SimulatedPrefill
 from cluster.simulation.simulated_system import SimulatedSystem
 
 _INTERVAL_S = 1.0
@@ -85,10 +83,10 @@ class SimulatedAutoscaler:
     ) -> None:
         """bounds: fewest and most replicas of each pool, by name. start_delay_s: from the order to the first work."""
         self._system, self._policy, self._start_delay_s = system, policy, start_delay_s
-        names = {"prefill": list(system.prefills), "decode": list(system.decodes)}
         self._pools = {
-            pool: _Pool(limits, len(names[pool]), [_Life(0.0, name) for name in names[pool]])
-            for pool, limits in bounds.items()
+            name: _Pool(limits, len(pool.engines), [_Life(0.0, replica) for replica in pool.engines])
+            for name, limits in bounds.items()
+            for pool in (system.pools[name],)
         }
         self._stepped: dict[str, tuple[float, int]] = {}  # decode replica: busy seconds and steps at the last look
         self.samples: list[ScalingSample] = []
@@ -131,7 +129,7 @@ class SimulatedAutoscaler:
             system.queue.at(now_s + _INTERVAL_S, Order.SAMPLE, 1, self._tick)
 
     def _num_running(self, pool: str) -> int:
-        return len(self._system.decode_table if pool == "decode" else self._system.prefill_table)
+        return len(self._system.pools[pool].table)
 
     def _ongoing(self, reports: Mapping[str, DemandReport]) -> dict[str, int]:
         """A call of decode lasts as long as its request; one of prefill until its prompt is computed."""
@@ -146,7 +144,7 @@ class SimulatedAutoscaler:
     def _mean_step_s(self) -> float:
         """Of the decode replicas, since the last look; 0.0 without a step."""
         means = []
-        for name in self._system.decode_table:
+        for name in self._system.pools["decode"].table:
             counts = self._system.decodes[name].counts
             busy_s, num_steps = self._stepped.get(name, (0.0, 0))
             if counts.num_steps > num_steps:
@@ -166,25 +164,18 @@ class SimulatedAutoscaler:
             if life.name is None:
                 life.ended_s = now_s
             else:
-                self._system.retire(life.name)
+                self._system.pools[name].retire(life.name)
 
     def _starter(self, pool: str, life: _Life) -> Action:
         def start(_: float) -> None:
             if not life.retired:
-                life.name = self._system.add_decode() if pool == "decode" else self._system.add_prefill()
+                life.name = self._system.add(pool)
 
         return start
 
     def _end_drained(self, now_s: float) -> None:
-        for pool in self._pools.values():
+        for name, pool in self._pools.items():
+            engines = self._system.pools[name].engines
             for life in pool.lives:
-                if life.retired and life.ended_s is None and life.name and _is_idle(self._engine(life.name)):
+                if life.retired and life.ended_s is None and life.name and engines[life.name].is_idle:
                     life.ended_s = now_s
-
-    def _engine(self, name: str) -> SimulatedDecode | SimulatedPrefill:
-        return self._system.decodes.get(name) or self._system.prefills[name]
-
-
-def _is_idle(engine: SimulatedDecode | SimulatedPrefill) -> bool:
-    scheduler = engine.scheduler
-    return not (scheduler.num_queued or scheduler.num_running or engine.num_used_blocks)

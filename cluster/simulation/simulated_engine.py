@@ -1,5 +1,7 @@
 """An engine's loop (scheduler.engine_core) on the simulated clock, driven by messages as replicas.engine.engine is.
 
+What it can do its scheduler says: compute prompts, decode, offer KV, read KV.
+
 An iteration is computed when it begins; what it brings about happens at the times when its steps end. Messages that
 come meanwhile wait for the next one, as they wait in a real engine's inbox.
 """
@@ -7,77 +9,80 @@ come meanwhile wait for the next one, as they wait in a real engine's inbox.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from functools import partial
 
 from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
+from cluster.simulation.engine_outlet import EngineOutlet
 from cluster.simulation.event_queue import Action, EventQueue, Order
-from cluster.simulation.shared_machine import SharedMachine
-from cluster.simulation.step_model import StepModel
+from cluster.simulation.simulated_calls import SimulatedCalls
+from cluster.simulation.simulated_device import SimulatedDevice, StepInFlight
+from cluster.simulation.simulated_handoffs import SimulatedHandoffs
+from cluster.simulation.steady_stretch import SteadyStretches
 from replicas.messages import EngineLoad
-from replicas.metrics.engine_status import StepClock
-from scheduler.engine_core import EngineCore, Turn
-from scheduler.plan import StepOutput, StepPlan
+from replicas.metrics.engine_status import load_of
+from scheduler.engine_core import EngineCore
 from scheduler.scheduler import Scheduler
-from scheduler.step_shape import StepShape
 
 
-@dataclass(slots=True)
-class StepInFlight:
-    """request_ids: of its rows, then of the prompts that it completes. end_s: when the device is done with it."""
-
-    step_id: int
-    request_ids: tuple[str, ...]
-    end_s: float
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """What an engine did. decision_s: CPU time that its scheduler took, the only thing here that is not simulated."""
-
-    num_steps: int = 0
-    num_decisions: int = 0  # iterations that were not skipped
-    decision_s: float = 0.0
-    busy_s: float = 0.0  # in iterations with something to compute
-    num_rows: int = 0
-    num_prompt_tokens: int = 0
-
-
-class SimulatedEngine(ABC):
+class SimulatedEngine:
     """One replica. key: its number among all replicas, which settles what comes first at the same instant."""
-
-    pool: str
 
     def __init__(
         self,
         replica_id: str,
         key: int,
         scheduler: Scheduler,
-        steps: StepModel,
+        device: SimulatedDevice,
         costs: CostModel,
         queue: EventQueue,
-        machine: SharedMachine,
+        outlet: EngineOutlet,
+        *,
+        may_skip: bool = True,
     ) -> None:
+        """may_skip: take steady steps many at once; the results are the same, only sooner."""
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
         self.core: EngineCore[StepInFlight] = EngineCore(scheduler)
-        self.steps, self.costs = steps, costs
-        self.counts = EngineCounts()
-        self.attempts: dict[str, Attempt] = {}
-        self._queue, self._machine = queue, machine
+        self.counts = device.counts
+        self._device, self._queue = device, queue
+        self._may_skip = may_skip and scheduler.capabilities.decodes
+        self.calls = SimulatedCalls(replica_id, self.core, outlet, self.load)
+        self._handoffs = SimulatedHandoffs(key, scheduler, costs, queue, outlet, self._post)
+        self._stretches = SteadyStretches(self.core, device, self.calls)
         self._inbox: list[Action] = []
-        self._device_free_s = 0.0
-        self._prompt_clock = StepClock()  # only steps that compute prompts
         self._wake_number = 0
-        self._is_idle = True
-        self._block_tokens = scheduler.limits.block_size
+        self._is_asleep = True
 
-    # -- messages ----------------------------------------------------------------------------------
+    # -- messages: each arrives now_s, and is taken when the next iteration begins -----------------
 
-    def post(self, now_s: float, action: Action) -> None:
-        """A message arrives: it is taken when the next iteration begins."""
+    def generate(self, attempt: Attempt, deadline_s: float, now_s: float) -> None:
+        """A request to decode, its prompt computed here if its route says so."""
+        request = attempt.request(deadline_s, local_prefill=attempt.is_local)
+        self._post(partial(self.calls.submit, attempt, request), now_s)
+
+    def prefill(self, attempt: Attempt, deadline_s: float, now_s: float) -> None:
+        """A prompt to compute whose KV is handed over."""
+        request = attempt.request(deadline_s, local_prefill=True, hands_over=True)
+        self._post(partial(self.calls.submit, attempt, request), now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        """The router has gone."""
+        self._post(partial(self.calls.cancel, request_id), now_s)
+
+    def handoff(self, attempt: Attempt, now_s: float) -> None:
+        """The source has the KV of a request."""
+        self._post(partial(self._handoffs.arrived, attempt), now_s)
+
+    def lease_ended(self, request_id: str, now_s: float) -> None:
+        """The reader is done with the blocks, or does not want them."""
+        self._post(partial(self.scheduler.lease_ended, request_id), now_s)
+
+    def _post(self, action: Action, now_s: float) -> None:
+        next_s = self._stretches.interrupt(now_s)
+        if next_s is not None:
+            self._wake_at(next_s)
         self._inbox.append(action)
-        if self._is_idle:
+        if self._is_asleep:
             self._wake_at(now_s)
 
     def _wake_at(self, time_s: float) -> None:
@@ -88,113 +93,74 @@ class SimulatedEngine(ABC):
 
     def _wake(self, now_s: float, number: int) -> None:
         if number == self._wake_number:
-            self._is_idle = False
+            self._is_asleep = False
             self._iterate(now_s)
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def _iterate(self, begin_s: float) -> None:
+        self._stretches.finish()
         now_s = begin_s
         inbox, self._inbox = self._inbox, []
         for action in inbox:
             action(now_s)
         started = time.thread_time()
-        turn = self.core.turn(now_s)  # of one whose time is up, its router knows at the same time
+        turn = self.core.turn(now_s)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
-        self._on_turn(turn)
+        self.calls.turned(turn)
         if turn.plan is not None:
-            self.core.launched(self._launch(turn.plan, now_s))
+            self.core.launched(self._device.launch(turn.plan, now_s, self._goes_on))
         has_committed = bool(self.core.in_flight)
         for step in self.core.due(turn):
             now_s = max(now_s, step.end_s)
             self._commit(step, now_s)
-        self._flush(now_s)
+        self.calls.flush(now_s)
         if turn.plan is None and not has_committed:
             self._sleep(now_s)
         else:
-            next_s = now_s + self.steps.overhead_s
+            next_s = now_s + self._device.steps.overhead_s
             self.counts.busy_s += next_s - begin_s
             self._go_on(next_s)
 
+    def _commit(self, step: StepInFlight, now_s: float) -> None:
+        output = self.calls.output_of(step)
+        started = time.thread_time()
+        self.calls.stepped(output, now_s)
+        self.counts.decision_s += time.thread_time() - started
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether another step follows the one that was just planned: that all rows end with one step is rare."""
+        return self.scheduler.capabilities.decodes or self.scheduler.queued_prompt_tokens > 0
+
     def _go_on(self, next_s: float) -> None:
-        """The next iteration begins at next_s."""
+        """The next iteration begins at next_s, or steady ones do."""
+        if self._may_skip and not self._inbox:
+            next_s = self._stretches.begin(next_s)
         self._wake_at(next_s)
 
     def _sleep(self, now_s: float) -> None:
-        self._is_idle = True
+        self._is_asleep = True
         deadline_s = self.scheduler.next_deadline_s
         if deadline_s is not None:
             self._wake_at(max(now_s, deadline_s))
 
-    def _launch(self, plan: StepPlan, now_s: float) -> StepInFlight:
-        shape = StepShape.of(plan)
-        step_s = self._swap_s(plan) if plan.is_empty else self.steps.step_s(*shape) + self._swap_s(plan)
-        start_s = max(now_s, self._device_free_s)
-        end_s = start_s + step_s
-        if self.costs.is_shared:
-            contention, goes_on = self.steps.contention, self._goes_on(plan)
-            end_s = self._machine.launch(self.key, self.pool, start_s, step_s, contention, goes_on)
-        self._device_free_s = end_s
-        request_ids = [row.request_id for row in plan.rows]
-        request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
-        if shape.num_prompt_tokens:
-            self._prompt_clock.count(plan, end_s - start_s)
-        self.counts.num_steps += 1
-        self.counts.num_rows += shape.num_rows
-        self.counts.num_prompt_tokens += shape.num_prompt_tokens
-        return StepInFlight(plan.step_id, tuple(request_ids), end_s)
-
-    def _swap_s(self, plan: StepPlan) -> float:
-        num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
-        return self.costs.swap_s(num_swaps * self._block_tokens) if num_swaps else 0.0
-
-    def _commit(self, step: StepInFlight, now_s: float) -> None:
-        output = self._output(step)
-        started = time.thread_time()
-        self._take(output, now_s)
-        self.counts.decision_s += time.thread_time() - started
+    # -- what others see of it ---------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
-        """As replicas.engine.engine reports it, but for the step time: to the policies it only settles ties."""
-        scheduler = self.scheduler
-        return EngineLoad(
-            num_running=scheduler.num_running,
-            num_queued=scheduler.num_queued,
-            queued_prompt_tokens=scheduler.queued_prompt_tokens,
-            free_blocks=scheduler.free_blocks(),
-            total_blocks=scheduler.budget.num_blocks,
-            step_s=0.0,
-            prefill_tokens_per_s=self._prompt_clock.prefill_tokens_per_s,
-            later_free_blocks=scheduler.later_free_blocks(),
-            expected_tokens=scheduler.expected_tokens or 0,
-        )
+        """As an engine reports it, but for the step time: to the policies it only settles ties."""
+        return load_of(self.scheduler, 0.0, self._device.prefill_tokens_per_s)
 
     @property
     def num_used_blocks(self) -> int:
         return self.scheduler.allocator.num_blocks - self.scheduler.allocator.num_free
 
-    def settle(self, now_s: float) -> None:  # noqa: B027
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open here: no request, lease or block held."""
+        return not (self.scheduler.num_queued or self.scheduler.num_running or self.num_used_blocks)
+
+    def settle(self, now_s: float) -> None:
         """Bring the state up to the end of the iteration that is under way. Mutates nothing that can be seen."""
-
-    # -- what differs between the pools ------------------------------------------------------------
-
-    @abstractmethod
-    def _on_turn(self, turn: Turn) -> None:
-        """Who was admitted, who was evicted."""
-
-    @abstractmethod
-    def _goes_on(self, plan: StepPlan) -> bool:
-        """Whether another step follows this one, as far as can be told when it is launched."""
-
-    @abstractmethod
-    def _output(self, step: StepInFlight) -> StepOutput:
-        """The tokens that it samples."""
-
-    @abstractmethod
-    def _take(self, output: StepOutput, now_s: float) -> None:
-        """Commit a step's tokens and pass on what follows."""
-
-    @abstractmethod
-    def _flush(self, now_s: float) -> None:
-        """Send what this iteration produced."""
+        self._stretches.settle(now_s)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cluster.policies.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.demand_meter import DemandMeter, OpenDemand
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
-from cluster.routing.replica_registry import ReplicaTable
 from cluster.simulation.client import Attempt, Client, ClientStatus
 from cluster.simulation.cost_model import CostModel
-from cluster.simulation.event_queue import EventQueue, Order
-from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
-from cluster.simulation.simulated_prefill import SimulatedPrefill
+from cluster.simulation.event_queue import Action, EventQueue, Order
+from cluster.simulation.simulated_frame import SimulatedFrame
+from cluster.simulation.simulated_pool import SimulatedPool
 from replicas.messages import EngineLoad, Frame
 
 # As cluster.routing.router waits before it replays what was evicted: half its retry delay.
@@ -53,16 +51,15 @@ class SimulatedRouter:
         times: RouterTimes,
         costs: CostModel,
         queue: EventQueue,
-        decodes: Mapping[str, SimulatedDecode],
-        prefills: Mapping[str, SimulatedPrefill],
-        decode_table: ReplicaTable,
-        prefill_table: ReplicaTable,
+        decode: SimulatedPool,
+        prefill: SimulatedPool | None,
     ) -> None:
-        """decodes, prefills: all that there are or were; the tables: those that take work now."""
+        """prefill None: colocated."""
         self.counts = RouterCounts()
         self._index, self._block_size, self._rules, self._times = index, block_size, rules, times
         self._costs, self._queue = costs, queue
-        self._decodes, self._prefills = decodes, prefills
+        self._decodes, self._prefills = decode.engines, prefill.engines if prefill else {}
+        decode_table, prefill_table = decode.table, prefill.table if prefill else {}
         self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
         self.demand = DemandMeter(self.view, self, rules.has_prefill_pool)
         self._open: dict[int, OpenDemand] = {}  # by job
@@ -106,7 +103,7 @@ class SimulatedRouter:
             self.view.prompt_coming(route.prefill_id, prompt_len)
         deadline_s = job.arrival_s + self._times.request_timeout_s
         decode = self._decodes[route.decode_id]
-        self._call(decode, attempt, now_s, lambda at_s: decode.submit(attempt, deadline_s, at_s))
+        self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
         self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
 
     def wake(self, now_s: float) -> None:
@@ -165,7 +162,7 @@ class SimulatedRouter:
             self.view.heard_load(attempt.route.prefill_id, load)
         if is_over and not attempt.is_closed:
             decode = self._decodes[attempt.route.decode_id]
-            self._call(decode, attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
+            self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
 
     def _admitted(self, attempt: Attempt, now_s: float) -> None:
@@ -179,7 +176,7 @@ class SimulatedRouter:
             attempt.is_prefilling = True
             prefill = self._prefills[prefill_id]
             deadline_s = attempt.client.job.arrival_s + self._times.request_timeout_s
-            self._call(prefill, attempt, now_s, lambda at_s: prefill.submit(attempt, deadline_s, at_s))
+            self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, deadline_s, at_s))
             lost_s = now_s + self._times.handoff_timeout_s
             self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
 
@@ -233,11 +230,11 @@ class SimulatedRouter:
         attempt.client.num_tokens += attempt.num_tokens
         request_id = attempt.request_id
         decode = self._decodes[attempt.route.decode_id]
-        self._call(decode, attempt, now_s, lambda at_s: decode.cancel(request_id, at_s))
+        self._call(attempt, now_s, lambda at_s: decode.cancel(request_id, at_s))
         if attempt.is_prefilling:
             assert attempt.route.prefill_id is not None
             prefill = self._prefills[attempt.route.prefill_id]
-            self._call(prefill, attempt, now_s, lambda at_s: prefill.cancel(request_id, at_s))
+            self._call(attempt, now_s, lambda at_s: prefill.cancel(request_id, at_s))
         self._close(attempt)
 
     def _close(self, attempt: Attempt) -> None:
@@ -259,16 +256,9 @@ class SimulatedRouter:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        engine: SimulatedDecode | SimulatedPrefill,
-        attempt: Attempt,
-        now_s: float,
-        action: Callable[[float], None],
-    ) -> None:
-        """The engine takes it in an iteration of its own, once it is there."""
-        time_s = now_s + self._costs.control.call_s
-        self._at(time_s, attempt.client, lambda at_s: engine.post(at_s, action))
+    def _call(self, attempt: Attempt, now_s: float, action: Action) -> None:
+        """It is at the replica a little later."""
+        self._at(now_s + self._costs.control.call_s, attempt.client, action)
 
-    def _at(self, time_s: float, client: Client, action: Callable[[float], None]) -> None:
+    def _at(self, time_s: float, client: Client, action: Action) -> None:
         self._queue.at(time_s, Order.MESSAGE, client.job.index, action)

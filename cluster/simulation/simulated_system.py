@@ -1,4 +1,4 @@
-"""Routers and replicas of one simulated system, and what passes between them.
+"""Routers and replicas of one simulated system, its clients, and what is looked at while it runs.
 
 What it leaves out: failures, retries of anything but evictions, the load on the control path itself, prefix caching,
 requests of several choices. All routers hear every frame's load; real ones that have nothing in a frame hear it
@@ -10,20 +10,20 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
-from cluster.simulation.client import Attempt, Client, Job
+from cluster.simulation.client import Client, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import EventQueue, Order
 from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.shared_machine import SharedMachine
-from cluster.simulation.simulated_decode import SimulatedDecode, SimulatedFrame
-from cluster.simulation.simulated_prefill import SimulatedPrefill
+from cluster.simulation.simulated_device import SimulatedDevice
+from cluster.simulation.simulated_engine import SimulatedEngine
+from cluster.simulation.simulated_network import SimulatedNetwork
+from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import PoolShape, SystemShape
-from replicas.messages import EngineLoad
 from scheduler.capabilities import DECODE, PREFILL
-from scheduler.outcome import PromptDone
 from scheduler.scheduler import Scheduler
 
 DecodeMaker = Callable[[SystemShape], Scheduler]
@@ -55,6 +55,10 @@ def shipped_decode(shape: SystemShape) -> Scheduler:
     return Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
 
 
+def _shipped_prefill(pool: PoolShape) -> Scheduler:
+    return Scheduler(pool.limits, PREFILL, lag=pool.lag)
+
+
 class SimulatedSystem:
     """Use once. may_skip: take steady decode steps many at once; the results are the same, only sooner."""
 
@@ -68,31 +72,25 @@ class SimulatedSystem:
     ) -> None:
         self.shape, self.costs = shape, costs
         self.queue = EventQueue()
-        self._machine, self._make_decode, self._may_skip = SharedMachine(), make_decode, may_skip
-        self._num_made = 0
-        # All that there ever were; and of those that take work, what routers are told.
-        self.decodes: dict[str, SimulatedDecode] = {}
-        self.prefills: dict[str, SimulatedPrefill] = {}
-        self.decode_table: dict[str, Mapping[str, Any]] = {}
-        self.prefill_table: dict[str, Mapping[str, Any]] = {}
-        self.routers: list[SimulatedRouter] = []
+        self._machine, self._may_skip = SharedMachine(), may_skip
+        decode = SimulatedPool("decode", shape.decode.limits, costs.decode, partial(make_decode, shape))
+        self.pools = {decode.name: decode}
+        prefill = None
+        if shape.prefill is not None:
+            make_prefill = partial(_shipped_prefill, shape.prefill)
+            prefill = SimulatedPool("prefill", shape.prefill.limits, costs.prefill, make_prefill)
+            self.pools[prefill.name] = prefill
+        # All that there ever were.
+        self.decodes: Mapping[str, SimulatedEngine] = decode.engines
+        self.prefills: Mapping[str, SimulatedEngine] = prefill.engines if prefill else {}
+        self.network = SimulatedNetwork(self.queue, costs, self.decodes, self.prefills)
         for _ in range(shape.decode.num_replicas):
-            self.add_decode()
+            self.add("decode")
         for _ in range(shape.prefill.num_replicas if shape.prefill else 0):
-            self.add_prefill()
-        self.routers = [
-            SimulatedRouter(
-                index,
-                shape.decode.limits.block_size,
-                shape.rules,
-                shape.times,
-                costs,
-                self.queue,
-                self.decodes,
-                self.prefills,
-                self.decode_table,
-                self.prefill_table,
-            )
+            self.add("prefill")
+        block_size, rules, times = shape.decode.limits.block_size, shape.rules, shape.times
+        self.network.routers += [
+            SimulatedRouter(index, block_size, rules, times, costs, self.queue, decode, prefill)
             for index in range(shape.num_routers)
         ]
         self._run = SystemRun()
@@ -100,55 +98,23 @@ class SimulatedSystem:
 
     # -- replicas come and go ----------------------------------------------------------------------
 
-    def add_decode(self) -> str:
-        """One that takes work from now on; returns its name. Mutates."""
-        pool, name = self.shape.decode, f"decode-{len(self.decodes):04d}"
-        decode = SimulatedDecode(
-            name,
-            self._num_made,
-            self._make_decode(self.shape),
-            self.costs.decode,
-            self.costs,
-            self.queue,
-            self._machine,
+    def add(self, pool: str) -> str:
+        """A replica that takes work from now on; its name. Mutates. Raises KeyError for a pool that there is not."""
+        theirs = self.pools[pool]
+        name, key = theirs.next_name, sum(len(other.engines) for other in self.pools.values())
+        block_size = theirs.limits.block_size
+        device = SimulatedDevice(pool, key, theirs.steps, self.costs, self._machine, block_size)
+        scheduler = theirs.make_scheduler()
+        theirs.add(
+            SimulatedEngine(name, key, scheduler, device, self.costs, self.queue, self.network, may_skip=self._may_skip)
         )
-        decode.on_frame, decode.on_load_ended = self._frame_sender(name, decode.key), self._load_ended
-        decode.may_skip = self._may_skip
-        decode.prepare()
-        self._num_made += 1
-        self.decodes[name] = decode
-        self.decode_table[name] = _metadata(pool)
-        self._wake_routers()
-        return name
-
-    def add_prefill(self) -> str:
-        """As add_decode."""
-        pool, name = self.shape.prefill, f"prefill-{len(self.prefills):04d}"
-        assert pool is not None, "colocated"
-        prefill = SimulatedPrefill(
-            name,
-            self._num_made,
-            Scheduler(pool.limits, PREFILL, lag=pool.lag),
-            self.costs.prefill,
-            self.costs,
-            self.queue,
-            self._machine,
-        )
-        prefill.on_done = self._prompt_done
-        self._num_made += 1
-        self.prefills[name] = prefill
-        self.prefill_table[name] = _metadata(pool)
-        self._wake_routers()
-        return name
-
-    def retire(self, name: str) -> None:
-        """It takes no new work; what it has goes on to its end. Mutates. Raises KeyError."""
-        table = self.decode_table if name in self.decode_table else self.prefill_table
-        del table[name]
-
-    def _wake_routers(self) -> None:
         for router in self.routers:
             router.wake(self.queue.now_s)
+        return name
+
+    @property
+    def routers(self) -> Sequence[SimulatedRouter]:
+        return self.network.routers
 
     @property
     def is_over(self) -> bool:
@@ -173,8 +139,9 @@ class SimulatedSystem:
         finally:
             if was_collecting:
                 gc.enable()
+        run.gaps.merge(self.network.gaps)
         for decode in self.decodes.values():
-            run.gaps.merge(decode.gaps)
+            run.gaps.merge(decode.calls.gaps)
         return run
 
     # -- arrivals and samples ----------------------------------------------------------------------
@@ -186,14 +153,11 @@ class SimulatedSystem:
     def _arrive(self, index: int) -> Callable[[float], None]:
         def arrive(now_s: float) -> None:
             client = self._run.clients[index]
-            self._router_of(client).arrive(client, now_s)
+            self.network.router_of(client).arrive(client, now_s)
             if index + 1 < len(self._run.clients):
                 self._arrive_at(index + 1)
 
         return arrive
-
-    def _router_of(self, client: Client) -> SimulatedRouter:
-        return self.routers[client.job.index % len(self.routers)]
 
     def _sample_at(self, time_s: float, interval_s: float) -> None:
         def sample(now_s: float) -> None:
@@ -206,90 +170,11 @@ class SimulatedSystem:
     def _sample(self, now_s: float) -> KvSample:
         for decode in self.decodes.values():
             decode.settle(now_s)
-        decodes = [self.decodes[name].num_used_blocks for name in self.decode_table]
-        prefills = [self.prefills[name].num_used_blocks for name in self.prefill_table]
-        num_blocks = self.shape.decode.limits.num_blocks
-        prefill_blocks = self.shape.prefill.limits.num_blocks if self.shape.prefill else 1
+        shares = {name: pool.shares_used() for name, pool in self.pools.items()}
         return KvSample(
-            time_s=now_s,
-            decode_mean=sum(decodes) / len(decodes) / num_blocks if decodes else 0.0,
-            decode_max=max(decodes, default=0) / num_blocks,
-            prefill_mean=sum(prefills) / len(prefills) / prefill_blocks if prefills else 0.0,
+            now_s,
+            *shares["decode"],
+            prefill_mean=shares["prefill"][0] if "prefill" in shares else 0.0,
             num_queued=sum(engine.scheduler.num_queued for engine in self.decodes.values()),
             num_running=sum(engine.scheduler.num_running for engine in self.decodes.values()),
         )
-
-    # -- between the replicas ----------------------------------------------------------------------
-
-    def _frame_sender(self, replica_id: str, key: int) -> Callable[[SimulatedFrame, float], None]:
-        def send(frame: SimulatedFrame, now_s: float) -> None:
-            heard_s = now_s + self.costs.control.frame_s
-            for attempt in frame.first_tokens:
-                _first_token(attempt, heard_s + self.costs.control.stream_s)
-            self.queue.at(heard_s, Order.MESSAGE, key, lambda at_s: self._deliver(replica_id, frame, at_s))
-
-        return send
-
-    def _deliver(self, replica_id: str, frame: SimulatedFrame, now_s: float) -> None:
-        load = frame.load
-        if load is not None:
-            for router in self.routers:
-                router.heard(replica_id, load)
-        for router in self.routers:
-            part = frame if len(self.routers) == 1 else self._part_of(frame, router)
-            router.on_frame(part, now_s)
-
-    def _part_of(self, frame: SimulatedFrame, router: SimulatedRouter) -> SimulatedFrame:
-        def theirs(attempts: list[Attempt]) -> list[Attempt]:
-            return [attempt for attempt in attempts if self._router_of(attempt.client) is router]
-
-        return SimulatedFrame(
-            admitted=theirs(frame.admitted), finished=theirs(frame.finished), evicted=theirs(frame.evicted)
-        )
-
-    def _prompt_done(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float) -> None:
-        client, control = attempt.client, self.costs.control
-        if client.num_tokens:  # a replay: its last token came from elsewhere
-            self._run.gaps.add(now_s - attempt.last_token_s)
-        attempt.num_tokens += 1
-        attempt.last_token_s = now_s
-        reply_s = now_s + control.call_s
-        _first_token(attempt, reply_s + control.stream_s)
-        is_over = not done.block_ids
-        router = self._router_of(client)
-        self.queue.at(
-            reply_s,
-            Order.MESSAGE,
-            client.job.index,
-            lambda at_s: router.prompt_done(attempt, load, is_over, at_s),
-        )
-        if not is_over:
-            decode = self.decodes[attempt.route.decode_id]
-            self.queue.at(
-                now_s + self.costs.transfer.notify_s,
-                Order.MESSAGE,
-                decode.key,
-                lambda at_s: decode.post(at_s, lambda taken_s: decode.handoff(attempt, taken_s)),
-            )
-
-    def _load_ended(self, attempt: Attempt, now_s: float) -> None:
-        """Decode is done with the source's blocks, or does not want them."""
-        assert attempt.route.prefill_id is not None
-        prefill = self.prefills[attempt.route.prefill_id]
-        self.queue.at(
-            now_s + self.costs.transfer.notify_s,
-            Order.MESSAGE,
-            prefill.key,
-            lambda at_s: prefill.post(at_s, lambda taken_s: prefill.lease_ended(attempt.request_id, taken_s)),
-        )
-
-
-def _metadata(pool: PoolShape) -> Mapping[str, Any]:
-    """What routers are told of a replica; all have the same model."""
-    return {"num_blocks": pool.limits.num_blocks, "peer": {"fingerprint": ""}}
-
-
-def _first_token(attempt: Attempt, time_s: float) -> None:
-    """It is at the client then."""
-    if not attempt.client.first_s:
-        attempt.client.first_s = time_s

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from pathlib import Path
-from typing import NamedTuple
-
-import orjson
 
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.step_model import FEW_ROWS, StepModel
 from cluster.user_error import UserError
-from scheduler.step_shape import StepShape
+from replicas.engine.step_record import StepRecord, record_files
 
 # Longer gaps between two steps are waits for work.
 _LONGEST_OVERHEAD_S = 0.02
 _FEWEST_STEPS = 10
 _COEFFICIENTS = ("base_s", "row_s", "few_row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
 _CONTENTIONS = [1 + 0.02 * step for step in range(101)]
-_FILE_NAME = re.compile(r"(prefill|decode)-\d+\.jsonl")
-
-
-class StepRecord(NamedTuple):
-    """One measured step. Times on one machine's monotonic clock."""
-
-    start_s: float
-    end_s: float
-    shape: StepShape
-
-    @property
-    def duration_s(self) -> float:
-        return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +36,12 @@ def read_records(folder: Path) -> dict[str, list[list[StepRecord]]]:
     """By pool, one list for each engine. Raises UserError."""
     pools: dict[str, list[list[StepRecord]]] = {}
     try:
-        files = sorted(path for path in folder.iterdir() if _FILE_NAME.fullmatch(path.name))
-        for path in files:
-            rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-            records = [StepRecord(row[0], row[1], StepShape(*row[2:])) for row in rows]
-            pools.setdefault(path.name.partition("-")[0], []).append(records)
+        for pool, path in record_files(folder):
+            records = [StepRecord.of_line(line) for line in path.read_bytes().splitlines()]
+            pools.setdefault(pool, []).append(records)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from error
-    except (ValueError, TypeError, IndexError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not a file of step records: {error}") from error
     if "decode" not in pools:
         raise UserError(f"{folder}: no step records of a decode engine; see config key testing.step_record_dir")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes
 from replicas.cuda.green_contexts import GreenContexts, NoGreenContexts
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.skinny_linear import count_apart
+from replicas.cuda.slots import CudaSlots
+from replicas.kernels.work_sharing import WorkSharing
+from replicas.kv.host_pool import HostPool
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import NotDivisible, StepHandle
@@ -40,16 +44,28 @@ class LaneOrder:
         self._last = stream
 
 
+@dataclass(frozen=True, slots=True)
+class LaneParts:
+    """What the runners of both lanes have in common. sharing: of rows, which the prefill lane has none of."""
+
+    loaded: LoadedModel
+    pool: KvPool
+    host_pool: HostPool
+    slots: CudaSlots
+    max_model_len: int
+    has_fresh: bool
+    sharing: WorkSharing
+
+
 class LaneRunner(CudaRunner):
     """Prompts, by one share of a card. Prefill lane's thread only, once it is warm."""
 
-    def __init__(self, other: CudaRunner, model: Any, stream: torch.cuda.Stream, order: LaneOrder) -> None:
-        """other: the decode lane's. model: a twin of its. stream: one that keeps to its part of the card."""
+    def __init__(self, parts: LaneParts, model: Any, stream: torch.cuda.Stream, order: LaneOrder) -> None:
+        """parts: the decode lane's. model: a twin of its. stream: one that keeps to its part of the card."""
         # Not the base's: nothing is allocated, and the model is bound already.
-        self._model, self._loaded = model, other._loaded
-        self.pool, self.host_pool = other.pool, other.host_pool
-        self._slots, self._max_model_len, self._has_fresh = other._slots, other._max_model_len, other._has_fresh
-        self._sharing = other._sharing  # of rows, which are not computed here
+        self._model, self._loaded = model, parts.loaded
+        self.pool, self.host_pool, self._slots = parts.pool, parts.host_pool, parts.slots
+        self._max_model_len, self._has_fresh, self._sharing = parts.max_model_len, parts.has_fresh, parts.sharing
         self._graphs = None
         self._stream, self._order = stream, order
 
@@ -92,7 +108,8 @@ class DividedRunner(CudaRunner):
         self.shares = tuple(share for share in streams if share is not WHOLE_CARD)
         model, order = twin_of(self._model), LaneOrder()
         count_apart(model)
-        self._beside = {share: LaneRunner(self, model, stream, order) for share, stream in streams.items()}
+        parts = LaneParts(loaded, pool, self.host_pool, self._slots, max_model_len, self._has_fresh, self._sharing)
+        self._beside = {share: LaneRunner(parts, model, stream, order) for share, stream in streams.items()}
 
     def beside(self, share: LaneShare) -> LaneRunner:
         return self._beside[share]

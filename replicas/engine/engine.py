@@ -305,7 +305,7 @@ class Engine:
         self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        return load_of(self.scheduler, self.steps)
+        return load_of(self.scheduler, self.steps.mean_s, self.steps.prefill_tokens_per_s)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

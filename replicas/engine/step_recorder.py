@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import time
 from collections import deque
-from pathlib import Path
 
+from replicas.engine.step_record import StepRecord, record_file
 from scheduler.plan import StepPlan
 from scheduler.step_shape import StepShape
 
@@ -16,15 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
-    """Engine thread only. One JSON array a line: start and end on the monotonic clock of the machine, in seconds, then
-    the numbers of a StepShape.
+    """Engine thread only. One StepRecord a line.
 
     A step begins when it is launched or when the one before it has ended, whichever is later, and ends when its tokens
     have been read back: with lag 1 that is the device's time, not the time until launch returned.
     """
 
     def __init__(self, folder: str | None = None, pool: str = "") -> None:
-        self._path = Path(folder, f"{pool}-{os.getpid()}.jsonl") if folder is not None else None
+        self._path = record_file(folder, pool) if folder is not None else None
         self._launched: deque[tuple[int, float, StepShape]] = deque()
         self._last_end_s = 0.0
 
@@ -41,8 +38,7 @@ class StepRecorder:
         while self._launched and self._launched[0][0] <= step_id:
             launched_id, launched_s, shape = self._launched.popleft()
             if launched_id == step_id:
-                start_s = max(launched_s, self._last_end_s)
-                self._write(json.dumps([round(start_s, 6), round(end_s, 6), *shape]))
+                self._write(StepRecord(max(launched_s, self._last_end_s), end_s, shape).line())
         self._last_end_s = end_s
 
     def _write(self, line: str) -> None:

@@ -52,16 +52,16 @@ class StepClock:
         return True
 
 
-def load_of(scheduler: Scheduler, steps: StepClock) -> EngineLoad:
-    """What routers are told. Engine thread only."""
+def load_of(scheduler: Scheduler, step_s: float, prefill_tokens_per_s: float) -> EngineLoad:
+    """What routers are told. Engine thread only. The last two: as a StepClock has them."""
     return EngineLoad(
         num_running=scheduler.num_running,
         num_queued=scheduler.num_queued,
         queued_prompt_tokens=scheduler.queued_prompt_tokens,
         free_blocks=scheduler.free_blocks(),
         total_blocks=scheduler.budget.num_blocks,
-        step_s=steps.mean_s,
-        prefill_tokens_per_s=steps.prefill_tokens_per_s,
+        step_s=step_s,
+        prefill_tokens_per_s=prefill_tokens_per_s,
         later_free_blocks=scheduler.later_free_blocks(),
         expected_tokens=scheduler.expected_tokens or 0,
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.simulation.step_fit import StepRecord, fit_costs, fit_steps, nonnegative_least_squares
+from cluster.simulation.step_fit import fit_costs, fit_steps, nonnegative_least_squares, read_records
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import UserError
+from replicas.engine.step_record import StepRecord
 from replicas.engine.step_recorder import StepRecorder
 from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 from scheduler.step_shape import StepShape
@@ -118,6 +119,37 @@ def test_without_a_folder_nothing_is_kept() -> None:
     recorder.launched(StepPlan(0, (), (), (), (), (DecodeRow("b", 0, 1, 9),)), 0.0)
     recorder.committed(0)
     assert not recorder._launched
+
+
+def test_what_the_recorder_writes_the_fit_reads(tmp_path: Path) -> None:
+    recorder = StepRecorder(str(tmp_path), "decode")
+    (tmp_path / "notes.jsonl").write_text("not ours\n")
+    plan = StepPlan(7, (), (), (), (PrefillChunk("a", 0, 4, (1, 2, 3), ()),), (DecodeRow("b", 0, 1, 9),))
+    recorder.launched(plan, 12.5)
+    recorder.committed(7)
+    ((record,),) = read_records(tmp_path)["decode"]
+    assert record.start_s == 12.5
+    assert record.end_s > 12.5
+    assert record.shape == StepShape.of(plan)
+    assert StepRecord.of_line(record.line()) == record
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[1.0, 2.0, 1, 10]",
+        "[1.0, 2.0, 1, 10, 3, 18, 0]",
+        "[2.0, 1.0, 1, 10, 3, 18]",
+        "[1.0, NaN, 1, 10, 3, 18]",
+        '[1.0, "2.0", 1, 10, 3, 18]',
+        "[1.0, 2.0, 1, 10.5, 3, 18]",
+        '{"start_s": 1.0}',
+    ],
+)
+def test_a_line_that_is_no_step_record_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "decode-1.jsonl").write_text("[0.0, 1.0, 1, 10, 3, 18]\n" * 20 + line + "\n")
+    with pytest.raises(UserError, match=r"decode-1\.jsonl: not a file of step records"):
+        fit_costs(tmp_path, 1000)
 
 
 @pytest.mark.parametrize("text", [None, "nonsense\n", "[1.0, 2.0, 1, 1, 0, 0]\n"])

@@ -1,0 +1,71 @@
+"""The device of a simulated engine: when each step that is launched on it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.simulation.cost_model import CostModel
+from cluster.simulation.engine_counts import EngineCounts
+from cluster.simulation.shared_machine import SharedMachine
+from cluster.simulation.step_model import StepModel
+from replicas.metrics.engine_status import StepClock
+from scheduler.plan import StepPlan
+from scheduler.step_shape import StepShape
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """request_ids: of its rows, then of the prompts that it completes. end_s: when the device is done with it."""
+
+    step_id: int
+    request_ids: tuple[str, ...]
+    end_s: float
+
+
+class SimulatedDevice:
+    """One step after another. steps: how long they take. counts: its engine's."""
+
+    def __init__(
+        self, pool: str, key: int, steps: StepModel, costs: CostModel, machine: SharedMachine, block_size: int
+    ) -> None:
+        """pool, key: of its engine: what shares the machine with other pools, and its number among all."""
+        self.steps = steps
+        self.is_shared = costs.is_shared
+        self.free_s = 0.0  # when the last step ends
+        self.counts = EngineCounts()
+        self._pool, self._key, self._machine = pool, key, machine
+        self._costs, self._block_size = costs, block_size
+        self._prompt_clock = StepClock()  # only steps that compute prompts
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As engines report it."""
+        return self._prompt_clock.prefill_tokens_per_s
+
+    def launch(self, plan: StepPlan, now_s: float, goes_on: bool) -> StepInFlight:
+        """Behind the steps before it. Mutates. goes_on: another step follows, as far as can be told now."""
+        shape = StepShape.of(plan)
+        step_s = self._swap_s(plan) if plan.is_empty else self.steps.step_s(*shape) + self._swap_s(plan)
+        start_s = max(now_s, self.free_s)
+        end_s = start_s + step_s
+        if self.is_shared:
+            end_s = self._machine.launch(self._key, self._pool, start_s, step_s, self.steps.contention, goes_on)
+        self.free_s = end_s
+        request_ids = [row.request_id for row in plan.rows]
+        request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
+        if shape.num_prompt_tokens:
+            self._prompt_clock.count(plan, end_s - start_s)
+        self.counts.num_steps += 1
+        self.counts.num_rows += shape.num_rows
+        self.counts.num_prompt_tokens += shape.num_prompt_tokens
+        return StepInFlight(plan.step_id, tuple(request_ids), end_s)
+
+    def steps_passed(self, count: int, num_rows: int, free_s: float) -> None:
+        """So many steps of so many rows each have run, the last one until free_s. Mutates."""
+        self.free_s = free_s
+        self.counts.num_steps += count
+        self.counts.num_rows += count * num_rows
+
+    def _swap_s(self, plan: StepPlan) -> float:
+        num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
+        return self._costs.swap_s(num_swaps * self._block_size) if num_swaps else 0.0

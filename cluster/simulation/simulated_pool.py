@@ -1,0 +1,44 @@
+"""Equal replicas of a simulated system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.simulation.simulated_engine import SimulatedEngine
+from cluster.simulation.step_model import StepModel
+from scheduler.pool_limits import PoolLimits
+from scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPool:
+    """engines: all that there ever were, by name. table: of those that take work, what routers are told."""
+
+    name: str
+    limits: PoolLimits
+    steps: StepModel
+    make_scheduler: Callable[[], Scheduler]
+    engines: dict[str, SimulatedEngine] = field(default_factory=dict)
+    table: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def add(self, engine: SimulatedEngine) -> None:
+        """It takes work from now on; all have the same model. Mutates."""
+        self.engines[engine.replica_id] = engine
+        self.table[engine.replica_id] = {"num_blocks": self.limits.num_blocks, "peer": {"fingerprint": ""}}
+
+    def retire(self, replica_id: str) -> None:
+        """It takes no new work; what it has goes on to its end. Mutates. Raises KeyError."""
+        del self.table[replica_id]
+
+    @property
+    def next_name(self) -> str:
+        """Of a replica that is added now."""
+        return f"{self.name}-{len(self.engines):04d}"
+
+    def shares_used(self) -> tuple[float, float]:
+        """Of the KV blocks of those that take work: the mean, and the most of one; zeros without any."""
+        used = [self.engines[name].num_used_blocks for name in self.table]
+        num_blocks = self.limits.num_blocks
+        return (sum(used) / len(used) / num_blocks, max(used) / num_blocks) if used else (0.0, 0.0)
