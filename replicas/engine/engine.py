@@ -52,7 +52,6 @@ from scheduler.request import RequestState
 if TYPE_CHECKING:
     from replicas.channels.token_sender import TokenSender
     from replicas.kv.transfer_thread import TransferThread
-    from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +63,19 @@ _MAX_LOOP_FAILURES = 3
 class Engine:
     """One engine thread around a scheduler and a runner."""
 
-    def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
-        """frames: what tokens leave by. Raises ValueError if it decodes and has none, or the other way round."""
+    def __init__(
+        self, name: str, parts: EngineParts, frames: TokenFrames | None = None, core: EngineCore[Any] | None = None
+    ) -> None:
+        """frames: what tokens leave by. core: what turns it; None: one lane. Raises ValueError if it decodes and has no
+        frames, or the other way round."""
         if parts.scheduler.capabilities.decodes != (frames is not None):
             raise ValueError(f"{name} engine: it has token frames if it decodes, and only then")
         self.name = name
         self.frames = frames
         self.scheduler = parts.scheduler
-        self.core: EngineCore[Any] = self._make_core(parts.scheduler)
+        self.core: EngineCore[Any] = core or EngineCore(parts.scheduler)
         self.runner = parts.runner
-        self.faults = parts.faults
-        self.metrics = parts.metrics
-        self.recorder = parts.recorder
+        self.faults, self.metrics, self.recorder = parts.faults, parts.metrics, parts.recorder
         self._num_threads = parts.num_threads
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load)
         self.steps = StepClock()
@@ -187,24 +187,15 @@ class Engine:
                 # What fails with nothing open fails at once again: not a thousand times a second until it is replaced.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
-        self._stop_lanes()
         if self.frames is not None:
             self.frames.sender.shut_down()
-
-    def _make_core(self, scheduler: Scheduler) -> EngineCore[Any]:
-        core: EngineCore[StepHandle | StepOutput] = EngineCore(scheduler)
-        return core
 
     def _prepare(self) -> None:
         """Before the first turn. Blocks."""
         self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
 
     def _finish_steps(self) -> None:
-        """Block until nothing that was launched runs any more."""
         self.runner.finish()
-
-    def _stop_lanes(self) -> None:
-        """Nothing is launched any more."""
 
     def _iterate(self) -> None:
         self.faults.freeze(f"{self.name}.thread")
@@ -234,7 +225,10 @@ class Engine:
         except Exception as error:
             extra = {"event": "step_failed", "step": plan.step_id}
             logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-            handle = self._launch_in_pieces(plan)
+            isolated = run_isolated(self.runner, plan)
+            for request_id, failed_by in isolated.errors.items():
+                self.calls.fail(request_id, failed_by)
+            handle = isolated.output
         self.recorder.launched(plan, started_s)
         if isinstance(handle, StepHandle) and handle.is_running:
             self._timer.launched(plan, started_s)
@@ -245,12 +239,6 @@ class Engine:
     def _count(self, plan: StepPlan, duration_s: float) -> None:
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
-
-    def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
-        isolated = run_isolated(self.runner, plan)
-        for request_id, error in isolated.errors.items():
-            self.calls.fail(request_id, error)
-        return isolated.output
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any
 
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
@@ -19,10 +18,8 @@ from replicas.engine.lane_thread import LaneStep, LaneThread
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
-from scheduler.engine_core import EngineCore
 from scheduler.lane_split import WHOLE_CARD, LaneLoad, LaneShare, choose_share
 from scheduler.plan import StepPlan
-from scheduler.scheduler import Scheduler
 from scheduler.two_lane_core import TwoLaneCore
 
 _HELD_POLL_S = 0.01
@@ -36,7 +33,7 @@ class TwoLaneEngine(Engine):
     core: TwoLaneCore[LaneStep]
 
     def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
-        super().__init__(name, parts, frames)
+        super().__init__(name, parts, frames, TwoLaneCore(parts.scheduler))
         self._objectives = parts.objectives
         self.steps: LaneClock = LaneClock()
         self._share = WHOLE_CARD  # of the prompts that are computed now
@@ -64,9 +61,10 @@ class TwoLaneEngine(Engine):
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _make_core(self, scheduler: Scheduler) -> EngineCore[Any]:
-        core: TwoLaneCore[LaneStep] = TwoLaneCore(scheduler)
-        return core
+    def _run(self) -> None:
+        super()._run()
+        for lane in self._lanes:
+            lane.stop(_STOP_S)
 
     def _prepare(self) -> None:
         self._decode.start(lambda: None)  # libraries prepare prompts only
@@ -76,10 +74,6 @@ class TwoLaneEngine(Engine):
         for lane in self._lanes:
             lane.finish()
         super()._finish_steps()
-
-    def _stop_lanes(self) -> None:
-        for lane in self._lanes:
-            lane.stop(_STOP_S)
 
     def _iterate(self) -> None:
         self.faults.freeze(f"{self.name}.thread")
