@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
 
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
@@ -20,7 +19,7 @@ from replicas.kernels.kv_write import write_kv
 from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kv.kv_pool import KvPool
-from replicas.model.attention import refuse_arguments
+from replicas.layers.attention_seam import refuse_arguments, use_attention
 from replicas.model_support import UnsupportedModel
 
 CUDA_ATTENTION_NAME = "splitserve_paged_cuda"
@@ -32,7 +31,6 @@ def bind_attention(model: nn.Module, pool: KvPool) -> None:
 
     Raises UnsupportedModel unless there is one attention module for each of the pool's layers.
     """
-    AttentionInterface.register(CUDA_ATTENTION_NAME, cuda_attention)
     layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if sorted(int(m.layer_idx) for m in layers) != list(range(pool.layout.num_layers)):  # type: ignore[arg-type]
         raise UnsupportedModel(
@@ -40,7 +38,7 @@ def bind_attention(model: nn.Module, pool: KvPool) -> None:
         )
     for module in layers:
         module.register_buffer("paged_kv", pool.tensor[:, int(module.layer_idx)], persistent=False)  # type: ignore[arg-type]
-    model.set_attn_implementation(CUDA_ATTENTION_NAME)  # type: ignore[operator]
+    use_attention(model, CUDA_ATTENTION_NAME, cuda_attention)
 
 
 def cuda_attention(

@@ -16,8 +16,8 @@ import torch
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
-from replicas.cuda.rotated_attention import use_rotation
-from replicas.cuda.skinny_linear import use_skinny_products
+from replicas.cuda.rotated_attention import RotatedAttention
+from replicas.cuda.skinny_linear import skinny_linear
 from replicas.cuda.slots import CudaSlots, SamplingKinds
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import TokensInFlight
@@ -25,6 +25,7 @@ from replicas.kernels.dependent_launch import launches_early
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvPool
+from replicas.layers.replaced_layers import replace_layers, with_card_kernels
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ModelRunner, StepHandle
 from replicas.sampling.prompt_scores import ChunkScores
@@ -59,8 +60,7 @@ class CudaRunner(ModelRunner):
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
         bind_attention(loaded.model, pool)
-        use_rotation(loaded.model)
-        use_skinny_products(loaded.model)
+        replace_layers(loaded.model, with_card_kernels(RotatedAttention, skinny_linear))
 
     def _compute(self, plan: StepPlan) -> StepHandle:
         passes = self._graphs.passes(plan) if self._graphs else None

@@ -14,7 +14,7 @@ from torch import nn
 from replicas.cuda.operators import operator
 from replicas.kernels.gemv import gemv
 from replicas.kernels.skinny_product import ProductTile, skinny_product
-from replicas.model.fused_projections import JoinedLinear
+from replicas.layers.linear import PlainLinear, plain_linear
 
 _SOME = 64  # rows
 _BLOCK_N = 64
@@ -72,43 +72,30 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ar
     return rows
 
 
-class SkinnyLinear(nn.Linear):
-    """A linear layer whose few rows take the kernels."""
+class SkinnyLinear(PlainLinear):
+    """A linear layer, also of joined projections, whose few rows take the kernels."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return product(input, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__(weight, bias)
+        arrived = torch.zeros(-(-weight.shape[0] // _BLOCK_N), dtype=torch.int32, device=weight.device)
+        self.register_buffer("arrived", arrived, persistent=False)
 
-
-class SkinnyJoinedLinear(JoinedLinear):
-    """Joined projections whose few rows take the kernels."""
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: SkinnyLinear, JoinedLinear: SkinnyJoinedLinear}
-
-
-def use_skinny_products(model: nn.Module) -> int:
-    """Change plain and joined linear layers of 16-bit weights, in place; how many. Mutates the model: classes, and a
-    buffer for each."""
-    count = 0
-    for module in model.modules():
-        kind = _KINDS.get(type(module))
-        weight = getattr(module, "weight", None)
-        if kind is None or weight is None or weight.element_size() != 2 or not weight.is_contiguous():
-            continue
-        module.__class__ = kind
-        arrived = torch.zeros(-(-weight.shape[0] // _BLOCK_N), dtype=torch.int32, device=weight.device)
-        module.register_buffer("arrived", arrived, persistent=False)
-        count += 1
-    return count
+def skinny_linear(module: nn.Module) -> SkinnyLinear | None:
+    """For a plain linear layer of 16-bit weights, its tensors shared."""
+    layer = plain_linear(module)
+    if layer is None or layer.weight.element_size() != 2 or not layer.weight.is_contiguous():
+        return None
+    return SkinnyLinear(layer.weight, layer.bias)
 
 
 def count_apart(model: nn.Module) -> int:
     """Give these layers of a twin counts of their own, so that it may run while the other one does; how many. Mutates
     the model."""
-    layers = [module for module in model.modules() if isinstance(module, SkinnyLinear | SkinnyJoinedLinear)]
+    layers = [module for module in model.modules() if isinstance(module, SkinnyLinear)]
     for module in layers:
         module.arrived = torch.zeros_like(module.arrived)  # type: ignore[arg-type]
     return len(layers)

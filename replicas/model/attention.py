@@ -1,8 +1,7 @@
-"""Paged attention, the seam between transformers' model code and our pool.
+"""Paged attention in PyTorch, for the CPU: what transformers' model code calls for every layer, by `attention_seam`.
 
-transformers calls the function registered here for every layer with that layer's projected and rotated
-q, k, v. It writes k and v into the pool and attends over the pool. This file is the PyTorch reference
-that runs on CPU; CUDA kernels go behind the same function.
+It is given the layer's projected and rotated q, k, v, writes k and v into the pool and attends over the pool.
+CUDA kernels go behind the same seam.
 """
 
 from __future__ import annotations
@@ -10,41 +9,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface
 
+from replicas.layers.attention_seam import refuse_arguments
 from replicas.model.paged_context import PagedContext, PagedStep
 
 ATTENTION_NAME = "splitserve_paged"
-
-# Arguments that do not change what attention computes. Any other may (a window, sinks, soft-capping, a bias): a model
-# that passes one is refused.
-_HARMLESS_ARGUMENTS = frozenset(
-    {"cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-     "position_ids", "return_dict", "use_cache"}
-)  # fmt: skip
-
-
-class UnsupportedAttention(Exception):
-    """The model asks for a kind of attention that this does not compute; serving it would give wrong text."""
-
-
-def register_attention() -> None:
-    """Make ATTENTION_NAME known to transformers. Idempotent."""
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-def refuse_arguments(module: nn.Module, attention_mask: torch.Tensor | None, arguments: dict[str, object]) -> None:
-    """Raise UnsupportedAttention when the model passes one that we do not know to be without effect.
-
-    transformers makes no mask for an attention that it does not know, so a mask is one that the model made itself.
-    """
-    if attention_mask is not None:
-        raise UnsupportedAttention(f"layer {module.layer_idx} makes an attention mask of its own")
-    if not getattr(module, "is_causal", True) or arguments.get("is_causal") is False:
-        raise UnsupportedAttention(f"layer {module.layer_idx} attends to later tokens too")
-    for name, value in arguments.items():
-        if value is not None and name not in _HARMLESS_ARGUMENTS:
-            raise UnsupportedAttention(f"layer {module.layer_idx} wants {name}={value}")
 
 
 def paged_attention(

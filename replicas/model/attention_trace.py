@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
-from replicas.model.attention import UnsupportedAttention, refuse_arguments
+from replicas.layers.attention_seam import UnsupportedAttention, refuse_arguments, use_attention
 from replicas.model_support import UnsupportedModel
 
 _TRACED_NAME = "splitserve_traced"
@@ -45,7 +44,7 @@ def trace_attention(model: Any, num_layers: int) -> AttentionShape:
     calls: list[_Call] = []
     input_ids = torch.tensor(TRACED_POSITIONS[::-1], device=model.device)
     positions = torch.tensor(TRACED_POSITIONS, device=model.device)
-    with _attention_set_to(model, _TRACED_NAME):
+    with _traced_attention(model):
         model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, paged=calls)
     name = type(model).__name__
     layers = [call.layer for call in calls]
@@ -66,11 +65,10 @@ def trace_attention(model: Any, num_layers: int) -> AttentionShape:
 
 
 @contextmanager
-def _attention_set_to(model: Any, name: str) -> Iterator[None]:
+def _traced_attention(model: Any) -> Iterator[None]:
     """Another attention while this lasts. Mutates the model, and puts it back."""
-    AttentionInterface.register(_TRACED_NAME, _record)
     before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    use_attention(model, _TRACED_NAME, _record)
     try:
         yield
     finally:

@@ -16,11 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 from replicas.gguf.conversion import resolve_source
 from replicas.kv.kv_pool import KvLayout
-from replicas.model.attention import ATTENTION_NAME, register_attention
+from replicas.layers.attention_seam import use_attention
+from replicas.layers.replaced_layers import before_serving, replace_layers
+from replicas.model.attention import ATTENTION_NAME, paged_attention
 from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
-from replicas.model.fused_projections import fuse_projections
 from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
-from replicas.model.output_head import lay_out_head
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model.remote_code import remote_code
 from replicas.model.rotary_positions import refuse_step_dependent
@@ -61,7 +61,6 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     is built or looked at; CheckpointMismatch, one of these, for files that are not what their config says or change
     meanwhile; OSError when they are not there.
     """
-    register_attention()
     transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
     folder = resolve_source(settings.source, settings.cache_dir)
     files = FilesAsRead.now(folder)
@@ -84,9 +83,8 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     with naming_failures(model_name(config), "a first forward pass"):
         examined = examine(model, settings.max_model_len)
     with naming_failures(model_name(config), "laying out its weights"):
-        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-        fuse_projections(model)
-        lay_out_head(model)
+        use_attention(model, ATTENTION_NAME, paged_attention)
+        replace_layers(model, before_serving(device))
         return LoadedModel(
             model=model,
             num_layers=examined.attention.num_layers,

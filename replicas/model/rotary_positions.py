@@ -1,22 +1,22 @@
-"""Rotary positions that depend on the whole step: found, refused by name, or made static where none will be reached.
+"""Rotary positions that depend on the whole step: refused by name, or found by trying.
 
 Some kinds choose or compute their frequencies by the longest position of a forward pass (transformers'
-`dynamic_rope_update`). In a step of many requests a request's text would then depend on its neighbours.
+`dynamic_rope_update`). In a step of many requests a request's text would then depend on its neighbours. Where none of
+those positions will be reached, such an embedding is made static (`replicas.layers.static_rotary`).
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from replicas.layers.static_rotary import depends_on_step
 from replicas.model.attention_trace import TRACED_POSITIONS
 from replicas.model_support import UnsupportedModel, model_name
 
@@ -46,7 +46,7 @@ def refuse_step_dependent(config: Any, max_model_len: int) -> None:
     """Raise UnsupportedModel where a kind that depends on the step would do so within max_model_len."""
     for parameters in _rope_parameters(config):
         kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if not _depends_on_step(kind):
+        if not depends_on_step(kind):
             continue
         # Only longrope looks at the original length; dynamic scaling begins where the stated positions end.
         safe = original_length(config) if kind == "longrope" else None
@@ -59,30 +59,13 @@ def refuse_step_dependent(config: Any, max_model_len: int) -> None:
             )
 
 
-def make_rotation_static(model: nn.Module) -> int:
-    """Take away what updates frequencies in a forward pass, from modules whose kind does; how many there were.
-
-    Only after `refuse_step_dependent`: then no update would change anything, but some read the longest position back
-    from the device, which a captured graph can't. Mutates the model.
-    """
-    count = 0
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-        undecorated = inspect.unwrap(type(module).forward)
-        if undecorated is not type(module).forward and any(_depends_on_step(str(kind)) for kind in kinds):
-            module.forward = MethodType(undecorated, module)
-            count += 1
-    return count
-
-
 @contextmanager
 def recorded_position_calls(model: nn.Module) -> Iterator[list[PositionCall]]:
-    """Calls of modules without weights or parts that are given TRACED_POSITIONS while this lasts, one a module."""
+    """Calls of modules without weights that are given TRACED_POSITIONS while this lasts, one a module."""
     calls: list[PositionCall] = []
     hooks = []
     for name, module in model.named_modules():
-        if any(True for _ in module.children()) or any(True for _ in module.parameters()):
+        if any(True for _ in module.parameters()):
             continue
 
         def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], name: str = name) -> None:
@@ -166,10 +149,6 @@ def _are_traced_positions(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
         return False
     return value.shape[-1:] == (len(TRACED_POSITIONS),) and value.flatten()[-3:].tolist() == list(TRACED_POSITIONS)
-
-
-def _depends_on_step(kind: str) -> bool:
-    return kind == "longrope" or "dynamic" in kind
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
 from replicas.engine.step_isolation import run_isolated
 from replicas.kv.kv_pool import KvPool
-from replicas.model.model_loader import load_model
+from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
@@ -99,13 +99,21 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "StepGraph", CalledGraph)
 
 
-def make_runner(folder: Path, device: torch.device, model: str = "LlamaForCausalLM") -> CudaRunner:
+def load(folder: Path, device: torch.device, model: str) -> LoadedModel:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": [model]} | MODELS[model]))
     settings = ModelSettings(str(folder), str(folder), "float16", 256, "dummy", False)
     loaded = load_model(settings, device)
     for module in loaded.model.modules():  # on a CPU some lie in column order
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             module.weight.data = module.weight.data.contiguous()
+    return loaded
+
+
+def make_runner(folder: Path, device: torch.device, model: str = "LlamaForCausalLM") -> CudaRunner:
+    return runner_of(load(folder, device, model), device)
+
+
+def runner_of(loaded: LoadedModel, device: torch.device) -> CudaRunner:
     return CudaRunner(loaded, KvPool(loaded.kv_layout(16), 128, device), len(LENGTHS), 256)
 
 
@@ -237,15 +245,18 @@ def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path:
 @pytest.mark.parametrize("model", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_norms_and_biases_are_used_where_they_belong(device: torch.device, tmp_path: Path, model: str) -> None:
     """A new model's norms are all ones and its biases zeros; these are none."""
-    runner = make_runner(tmp_path, device, model)
+    loaded = load(tmp_path, device, model)
+    own = {name: module for name, module in loaded.model.named_modules() if name.endswith("self_attn")}
+    runner = runner_of(loaded, device)
     layers = [module for module in runner._model.modules() if isinstance(module, RotatedAttention)]
+    assert len(layers) == len(own) == CONFIG["num_hidden_layers"]
     generator = torch.Generator(device).manual_seed(1)
     for layer in layers:
         for name in ("q_norm", "k_norm"):
             if hasattr(layer, name):
                 getattr(layer, name).weight.uniform_(0.2, 3.0, generator=generator)
-        if layer.q_proj.joined.bias is not None:  # type: ignore[union-attr, operator]
-            layer.q_proj.joined.bias.normal_(generator=generator)  # type: ignore[union-attr, operator]
+        if layer.q_proj.joined.linear.bias is not None:  # type: ignore[union-attr, operator]
+            layer.q_proj.joined.linear.bias.normal_(generator=generator)  # type: ignore[union-attr, operator]
     prompt = tuple(range(10, 50))
     chunk = PrefillChunk("prompt", 0, 0, prompt, (SampleTarget(0, 0),))
     plan = StepPlan(
@@ -254,8 +265,9 @@ def test_norms_and_biases_are_used_where_they_belong(device: torch.device, tmp_p
     runner._slots.apply(plan)
     ours = runner._forward(plan)
     written = runner.pool.tensor.clone()
-    for layer in layers:
-        layer.__class__ = type(layer).__mro__[2]
-        assert type(layer).__module__.startswith("transformers.models.")
+    for layer, (name, module) in zip(layers, own.items(), strict=True):
+        assert type(module).__module__.startswith("transformers.models.")
+        module.o_proj = layer.o_proj
+        loaded.model.set_submodule(name, module)
     assert relative_error(ours, runner._forward(plan).double().cpu()) < TOLERANCE[torch.float16]
     assert relative_error(written, runner.pool.tensor.double().cpu()) < TOLERANCE[torch.float16]

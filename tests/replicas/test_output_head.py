@@ -9,7 +9,12 @@ import torch
 import transformers
 from torch import nn
 
-from replicas.model.output_head import WideLinear, lay_out_head
+from replicas.layers.output_head import WideLinear
+from replicas.layers.replaced_layers import before_serving, replace_layers
+
+
+def replaced_heads(model: Any) -> int:
+    return replace_layers(model, before_serving(torch.device("cpu"))).made["wide_head"]
 
 
 def tiny_llama(**changes: Any) -> Any:
@@ -37,7 +42,7 @@ def test_same_logits_and_the_same_greedy_tokens(tie_word_embeddings: bool) -> No
     logits, tokens = model(ids).logits, model.generate(ids, max_new_tokens=32, do_sample=False)
     embeddings = model.get_input_embeddings().weight.clone()
 
-    assert lay_out_head(model)
+    assert replaced_heads(model) == 1
 
     assert model.lm_head.weight.stride() == (1, 97)
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) is tie_word_embeddings
@@ -50,7 +55,8 @@ def test_same_logits_and_the_same_greedy_tokens(tie_word_embeddings: bool) -> No
 @pytest.mark.parametrize("shape", [(1,), (2,), (1, 3), (2, 2), (5,), (0,), (2, 3)])
 def test_any_number_of_rows(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
-    head = WideLinear(8, 2500, bias=bias)
+    linear = nn.Linear(8, 2500, bias=bias)
+    head = WideLinear(linear.weight, linear.bias)
     x = torch.randn(*shape, 8)
     torch.testing.assert_close(head(x), nn.functional.linear(x, head.weight, head.bias), rtol=1e-5, atol=1e-6)
 
@@ -61,5 +67,5 @@ def test_other_heads_are_left_alone() -> None:
 
     model = tiny_llama(tie_word_embeddings=False)
     model.lm_head = Scaled(32, 97, bias=False)
-    assert not lay_out_head(model)
+    assert replaced_heads(model) == 0
     assert type(model.lm_head) is Scaled

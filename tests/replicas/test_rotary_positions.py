@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from replicas.layers.static_rotary import StaticRotary
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
@@ -84,6 +86,7 @@ def test_what_would_update_frequencies_is_taken_away(
 def test_a_static_kind_is_left_as_it_is(tmp_path: Path) -> None:
     save_random_model(tiny_config("LlamaConfig"), tmp_path)
     rotary: Any = load(tmp_path, 128).model.model.rotary_emb  # type: ignore[union-attr]
+    assert type(rotary) is LlamaRotaryEmbedding
     assert "forward" not in vars(rotary)
 
 
@@ -113,10 +116,25 @@ def test_a_kind_that_no_name_tells_is_found_by_trying(
     load(tmp_path, 100)
 
 
+def test_what_is_made_static_is_tried_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its decorator a kind may still look at the whole step."""
+
+    @wraps(_by_longest_position)
+    def decorated(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return _by_longest_position(self, x, position_ids.clamp(max=50))
+
+    save_phi3(tmp_path)
+    monkeypatch.setattr(Phi3RotaryEmbedding, "forward", decorated)
+    with pytest.raises(UnsupportedModel, match=r"model\.rotary_emb .*max_model_len to 100 or"):
+        load(tmp_path, 128)
+    assert type(load(tmp_path, 100).model.model.rotary_emb) is StaticRotary  # type: ignore[union-attr]
+
+
 def test_longrope_under_another_name_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should transformers name the kind otherwise one day: the module itself is tried."""
     save_phi3(tmp_path)
-    monkeypatch.setattr("replicas.model.rotary_positions._depends_on_step", lambda kind: False)
+    for file in ("model.rotary_positions", "layers.static_rotary"):
+        monkeypatch.setattr(f"replicas.{file}.depends_on_step", lambda kind: False)
     with pytest.raises(UnsupportedModel, match=rf"{Phi3RotaryEmbedding.__name__}.*max_model_len to 128 or less"):
         load(tmp_path, 256)
     load(tmp_path, 128)

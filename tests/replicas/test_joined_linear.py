@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-from replicas.model.fused_projections import FusedCounts, JoinedLinear, ProjectionPart, fuse_projections
+from replicas.layers.joined_linear import JoinedLinear, ProjectionPart
+from replicas.layers.linear import join_linear_layers
+from replicas.layers.replaced_layers import ReplacedLayers, before_serving, replace_layers
 
 TINY = {
     "vocab_size": 97,
@@ -24,6 +26,7 @@ TINY = {
     "eos_token_id": None,
 }
 
+ROWS = ("joined_q_k_v", "joined_gate_up")
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("LlamaConfig", {}),
     ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
@@ -32,6 +35,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("Olmo2Config", {}),
     ("CohereConfig", {}),
 ]
+
+
+def join_projections(model: nn.Module) -> ReplacedLayers:
+    return replace_layers(model, [row for row in before_serving(torch.device("cpu")) if row.name in ROWS])
+
+
+def replaced(num_qkv: int, num_gate_up: int, num_left_alone: int) -> ReplacedLayers:
+    """num_left_alone: q, k, v."""
+    made = dict(zip(ROWS, (num_qkv, num_gate_up), strict=True))
+    return ReplacedLayers(made, dict(zip(ROWS, (num_left_alone, 0), strict=True)))
 
 
 def tiny_model(config_class: str, changes: dict[str, Any]) -> Any:
@@ -52,7 +65,7 @@ def test_same_logits_and_the_same_greedy_tokens(config_class: str, changes: dict
     tokens = model.generate(ids, max_new_tokens=32, do_sample=False)
     num_bytes = weight_bytes(model)
 
-    assert fuse_projections(model) == FusedCounts(num_qkv=3, num_gate_up=3, num_left_alone=0)
+    assert join_projections(model) == replaced(num_qkv=3, num_gate_up=3, num_left_alone=0)
 
     joined = model(ids).logits
     assert float((joined - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
@@ -68,8 +81,8 @@ def weight_bytes(model: nn.Module) -> int:
 
 def test_a_second_time_does_nothing() -> None:
     model = tiny_model("LlamaConfig", {})
-    fuse_projections(model)
-    assert fuse_projections(model) == FusedCounts(0, 0, 0)
+    join_projections(model)
+    assert join_projections(model) == replaced(0, 0, 0)
 
 
 class Attention(nn.Module):
@@ -105,7 +118,7 @@ def hooked() -> nn.Linear:
 )
 def test_what_is_not_alike_is_left_alone(part: nn.Module) -> None:
     attention = Attention(nn.Linear(8, 8), nn.Linear(8, 4), part)
-    assert fuse_projections(attention) == FusedCounts(0, 0, 1)
+    assert join_projections(attention) == replaced(0, 0, 1)
     assert attention.v_proj is part
     assert type(attention.q_proj) is nn.Linear
 
@@ -115,7 +128,9 @@ def test_any_order_of_calls_and_inputs(order: tuple[int, ...]) -> None:
     """Also parts asked twice or never, and another input before the last one's parts were all taken."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, size) for size in (8, 4, 6)]
-    joined = JoinedLinear(layers)
+    linear = join_linear_layers(layers)
+    assert linear is not None
+    joined = JoinedLinear(linear, [layer.out_features for layer in layers])
     parts = [ProjectionPart(joined, index) for index in range(3)]
     with torch.inference_mode():
         for _ in range(3):
@@ -127,7 +142,7 @@ def test_any_order_of_calls_and_inputs(order: tuple[int, ...]) -> None:
 
 def test_nothing_is_held_after_a_layer() -> None:
     model = tiny_model("LlamaConfig", {})
-    fuse_projections(model)
+    join_projections(model)
     model(torch.tensor([[1, 2, 3]]))
     joined = [module for module in model.modules() if isinstance(module, JoinedLinear)]
     assert len(joined) == 6
@@ -141,6 +156,6 @@ def test_one_graph_of_a_layer() -> None:
     x = torch.randn(1, 5, 32)
     embeddings = model.model.rotary_emb(x, torch.arange(5)[None])
     expected = layer(x, position_embeddings=embeddings)
-    fuse_projections(model)
+    join_projections(model)
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     torch.testing.assert_close(compiled(x, position_embeddings=embeddings), expected, rtol=1e-5, atol=1e-6)

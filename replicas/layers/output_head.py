@@ -6,9 +6,14 @@ column order (5.7 at best); 4 rows 27, one at a time 23 to 28; 16 rows 32, in co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from replicas.layers.linear import PlainLinear, plain_linear
+from replicas.layers.place import Change, all_places
 
 # With more rows one product is faster than one for each.
 _MOST_ROWS_APART = 4
@@ -16,14 +21,13 @@ _MOST_ROWS_APART = 4
 _OUTPUTS_AT_ONCE = 1024
 
 
-class WideLinear(nn.Linear):
+class WideLinear(PlainLinear):
     """A linear layer of many outputs: a few rows one at a time, more of them some outputs at a time."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [..., in_features] -> [..., out_features]."""
-        rows = input.flatten(0, -2)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
         if len(rows) <= 1:
-            return F.linear(input, self.weight, self.bias)
+            return F.linear(x, self.weight, self.bias)
         if len(rows) <= _MOST_ROWS_APART:
             outputs = torch.cat([F.linear(row, self.weight, self.bias) for row in rows.split(1)])
         else:
@@ -31,22 +35,19 @@ class WideLinear(nn.Linear):
             weights = self.weight.split(_OUTPUTS_AT_ONCE)
             biases = [None] * len(weights) if bias is None else bias.split(_OUTPUTS_AT_ONCE)
             outputs = torch.cat([F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)], dim=-1)
-        return outputs.view(*input.shape[:-1], -1)
+        return outputs.view(*x.shape[:-1], -1)
 
 
-def lay_out_head(model: nn.Module) -> bool:
-    """Put a plain output head on a CPU in column order, in place; whether it was done. Mutates the model.
+def wide_heads(model: nn.Module) -> Iterator[Change]:
+    """A WideLinear for a plain output head with more outputs than inputs, whose weights are put in column order.
 
     Embeddings tied to the head stay tied: the same memory, in the other order (a lookup of 512 tokens takes 6 ms then,
-    a hundredth of their prefill). Needs memory for a second head while it runs.
+    a hundredth of their prefill). Needs memory for a second head while it runs. Mutates the weights' order.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
-        return False
-    if head.weight.device.type != "cpu" or head.out_features <= head.in_features:
-        return False
-    head.weight.data = head.weight.data.t().contiguous().t()
-    wide = WideLinear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    wide.weight, wide.bias = head.weight, head.bias
-    model.set_output_embeddings(wide.train(model.training))  # type: ignore[operator]
-    return True
+    plain = plain_linear(head)
+    if plain is None or plain.out_features <= plain.in_features:
+        return
+    plain.weight.data = plain.weight.data.t().contiguous().t()
+    wide = WideLinear(plain.weight, plain.bias)
+    yield {place: wide for places in all_places(model) for place in places if place.layer is head}

@@ -1,0 +1,1 @@
+"""What stands in a loaded model where a layer of transformers stood."""
