@@ -25,7 +25,8 @@ class LaneShare:
         return self.prefill_rate + self.decode_rate
 
 
-WHOLE_CARD = LaneShare(None, 1.0, 1.0)  # while the other lane has nothing to do
+ALONE = LaneShare(None, 1.0, 1.0)  # the other lane has nothing to do, or takes nothing away
+WHOLE_CARD = LaneShare(None, 1.0, 0.1)  # for prompts with nothing beside; rows that come meanwhile have little
 
 # Parts of the card that the prefill lane leaves alone, and both rates. Measured on an H200 (132 multiprocessors):
 # products of 2,048 and of 16 rows with 4096 x 14336 weights, back to back. Few, as each takes graphs of its own; beyond
@@ -53,34 +54,41 @@ class LaneObjectives:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneRates:
+    """On the whole card, with nothing beside, as measured lately. 0.0: not yet."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class LaneLoad:
     """num_prompt_tokens: in no finished step yet, those of the step to come included. oldest_wait_s: of the prompt that
-    waits longest. num_rows: of the decode lane.
-
-    prefill_tokens_per_s, decode_step_s: on the whole card, as measured; 0.0: not yet.
+    waits longest. num_rows: of the decode lane, now or soon.
     """
 
     num_prompt_tokens: int
     oldest_wait_s: float
     num_rows: int
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
+    rates: LaneRates = LaneRates()
 
 
 def choose_share(load: LaneLoad, objectives: LaneObjectives, shares: Sequence[LaneShare]) -> LaneShare:
-    """The share for the prompts that come next; the whole card where nothing runs beside them, or none can be had.
+    """The share for the prompts that come next; the whole card where nothing runs beside them. ALONE: it has no shares.
 
     Of those that keep both objectives the one with the most gain. If none does, the one that misses its objective the
     least, as a ratio: a queue of prompts moves multiprocessors to them, many rows move them back.
     """
-    if not load.num_rows or not shares:
+    if not shares:
+        return ALONE
+    if not load.num_rows:
         return WHOLE_CARD
 
     def misses(share: LaneShare) -> tuple[float, float]:
-        itl = load.decode_step_s / share.decode_rate / objectives.token_gap_s
+        itl = load.rates.decode_step_s / share.decode_rate / objectives.token_gap_s
         wait_s = load.oldest_wait_s
-        if load.prefill_tokens_per_s > 0.0:
-            wait_s += load.num_prompt_tokens / (load.prefill_tokens_per_s * share.prefill_rate)
+        if load.rates.prefill_tokens_per_s > 0.0:
+            wait_s += load.num_prompt_tokens / (load.rates.prefill_tokens_per_s * share.prefill_rate)
         return max(1.0, itl, wait_s / objectives.ttft_s), -share.gain
 
     return min(shares, key=misses)

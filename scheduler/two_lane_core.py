@@ -11,6 +11,7 @@ from collections import deque
 
 from scheduler.engine_core import EngineCore, StepT, Turn
 from scheduler.lane import Lane
+from scheduler.lane_split import LaneLoad, LaneRates
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 
@@ -25,12 +26,19 @@ class TwoLaneCore(EngineCore[StepT]):
         super().__init__(scheduler)
         assert scheduler.has_two_lanes
         self.prompts_in_flight: deque[StepT] = deque()
+        self._num_rows = 0  # that ran or were about to when the last turn began
 
     def turn(self, now_s: float, *, may_admit: bool = True, may_plan: bool = True) -> Turn:
+        self._num_rows = len(self.scheduler.batch) + self.scheduler.num_changing_lanes
         turn = super().turn(now_s, may_admit=may_admit, may_plan=may_plan and self._has_room(self.in_flight))
         if not may_plan or not self._has_room(self.prompts_in_flight):
             return turn
         return turn._replace(prompts=self._plan_prompts(now_s))
+
+    def prompt_load(self, prompts: StepPlan, now_s: float, rates: LaneRates) -> LaneLoad:
+        """What the share of the turn's prompts depends on."""
+        num_tokens = self.scheduler.queued_prompt_tokens + prompts.num_prefill_tokens
+        return LaneLoad(num_tokens, self.scheduler.oldest_prompt_s(now_s), self._num_rows, rates)
 
     def prefill_launched(self, step: StepT) -> None:
         """The turn's prompts are on their way. Mutates."""

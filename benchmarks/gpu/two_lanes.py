@@ -80,8 +80,8 @@ def lanes_of(engine: BareEngine) -> dict[str, Any]:
     return {
         "steps": dict(clock.num_lane_steps),
         "busy_s": {lane: round(busy_s, 2) for lane, busy_s in clock.lane_busy_s.items()},
-        "whole_card_decode_step_ms": round(1e3 * clock.decode_step_s, 2),
-        "whole_card_tokens_per_s": round(clock.whole_tokens_per_s),
+        "whole_card_decode_step_ms": round(1e3 * clock.rates.decode_step_s, 2),
+        "whole_card_tokens_per_s": round(clock.rates.prefill_tokens_per_s),
         "prompt_steps_by_processors": {str(count): steps for count, steps in clock.num_steps_by_processors.items()},
     }
 

@@ -18,8 +18,7 @@ from replicas.engine.lane_thread import LaneStep, LaneThread
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
-from scheduler.lane_split import WHOLE_CARD, LaneLoad, LaneShare, choose_share
-from scheduler.plan import StepPlan
+from scheduler.lane_split import ALONE, choose_share
 from scheduler.two_lane_core import TwoLaneCore
 
 _HELD_POLL_S = 0.01
@@ -36,7 +35,7 @@ class TwoLaneEngine(Engine):
         super().__init__(name, parts, frames, TwoLaneCore(parts.scheduler))
         self._objectives = parts.objectives
         self.steps: LaneClock = LaneClock()
-        self._share = WHOLE_CARD  # of the prompts that are computed now
+        self._share = ALONE  # of the prompts that are computed now
         self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
         self._prefill = LaneThread("prefill-lane", parts.num_threads, self._on_step)
 
@@ -81,13 +80,13 @@ class TwoLaneEngine(Engine):
         self.last_beat_s = now_s
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
-        num_rows = len(self.scheduler.batch) + self.scheduler.num_changing_lanes
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn)
         if turn.plan is not None:
             self.core.launched(self._decode.submit(turn.plan, self.runner))
         if turn.prompts is not None:
-            self._share = self._choose_share(turn.prompts, num_rows, now_s)
+            load = self.core.prompt_load(turn.prompts, now_s, self.steps.rates)
+            self._share = choose_share(load, self._objectives, self.runner.shares)
             self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share)))
         self._flush(now_s)
         is_planned = turn.plan is not None or turn.prompts is not None
@@ -96,17 +95,6 @@ class TwoLaneEngine(Engine):
         # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
-
-    def _choose_share(self, prompts: StepPlan, num_rows: int, now_s: float) -> LaneShare:
-        """Of the device, for prompts that are computed next. num_rows: beside them, now or soon."""
-        load = LaneLoad(
-            num_prompt_tokens=self.scheduler.queued_prompt_tokens + prompts.num_prefill_tokens,
-            oldest_wait_s=self.scheduler.oldest_prompt_s(now_s),
-            num_rows=num_rows,
-            prefill_tokens_per_s=self.steps.whole_tokens_per_s,
-            decode_step_s=self.steps.decode_step_s,
-        )
-        return choose_share(load, self._objectives, self.runner.shares)
 
     def _commit_step(self, step: LaneStep) -> None:
         """A step has run. Raises what made it fail as a whole, and what the books raise."""
@@ -120,6 +108,6 @@ class TwoLaneEngine(Engine):
             self.calls.fail(request_id, error)
         duration_s = step.ended_s - step.started_s
         is_alone = not step.plan.chunks and not self.core.prompts_in_flight
-        self.steps.count_lane(step.plan, duration_s, WHOLE_CARD if is_alone else self._share)
+        self.steps.count_lane(step.plan, duration_s, ALONE if is_alone else self._share)
         self.metrics.step_done(duration_s)
         self._take_output(step.output, lane)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from replicas.metrics.engine_status import SMOOTHING, StepClock
 from replicas.metrics.pool_metrics import LANES
-from scheduler.lane_split import LaneShare
+from scheduler.lane_split import LaneRates, LaneShare
 from scheduler.plan import StepPlan
 
 
@@ -15,7 +15,7 @@ class LaneClock(StepClock):
 
     num_lane_steps, lane_busy_s: by lane. num_steps_by_processors: of the prefill lane, by how many multiprocessors it
     had (0: the whole card); num_processors: in its last step.
-    decode_step_s, whole_tokens_per_s: moving averages, as they would be on the whole card with nothing beside.
+    rates: moving averages, as they would be on the whole card with nothing beside.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,7 @@ class LaneClock(StepClock):
         self.lane_busy_s = dict.fromkeys(LANES, 0.0)
         self.num_processors = 0
         self.num_steps_by_processors: Counter[int] = Counter()
-        self.decode_step_s = 0.0
-        self.whole_tokens_per_s = 0.0
+        self.rates = LaneRates()
 
     def count_lane(self, plan: StepPlan, duration_s: float, share: LaneShare) -> None:
         """Take a step that has run into account. share: of the prompts in it, or beside it."""
@@ -42,10 +41,13 @@ class LaneClock(StepClock):
             self.num_steps_by_processors[self.num_processors] += 1
             if duration_s > 0.0:
                 rate = plan.num_prefill_tokens / (duration_s * share.prefill_rate)
-                self.whole_tokens_per_s += (rate - self.whole_tokens_per_s) * self._weight(lane)
+                known = self.rates.prefill_tokens_per_s
+                self.rates = LaneRates(known + (rate - known) * self._weight(lane), self.rates.decode_step_s)
             return
         self.mean_s = mean_s + (duration_s - mean_s) * self._weight(lane)
-        self.decode_step_s += (duration_s * share.decode_rate - self.decode_step_s) * self._weight(lane)
+        known = self.rates.decode_step_s
+        step_s = known + (duration_s * share.decode_rate - known) * self._weight(lane)
+        self.rates = LaneRates(self.rates.prefill_tokens_per_s, step_s)
 
     def _weight(self, lane: str) -> float:
         return SMOOTHING if self.num_lane_steps[lane] > 1 else 1.0

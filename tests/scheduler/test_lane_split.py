@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.lane_split import WHOLE_CARD, LaneLoad, LaneObjectives, LaneShare, choose_share, measured_shares
+from scheduler.lane_split import (
+    WHOLE_CARD,
+    LaneLoad,
+    LaneObjectives,
+    LaneRates,
+    LaneShare,
+    choose_share,
+    measured_shares,
+)
 
 # Llama-3.1-8B on an H200: 2,048 tokens in 47 ms, 16 rows in 5.2 ms.
-RATES = LaneLoad(0, 0.0, 0, prefill_tokens_per_s=43_600.0, decode_step_s=0.0052)
+RATES = LaneRates(prefill_tokens_per_s=43_600.0, decode_step_s=0.0052)
 OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
 H200 = measured_shares(132)
 
@@ -32,13 +40,13 @@ CASES = {
 @pytest.mark.parametrize(("load", "expected"), CASES.values(), ids=CASES.keys())
 def test_share(load: tuple[int, float, int, float], expected: int | None) -> None:
     tokens, wait_s, rows, step_s = load
-    asked = replace(RATES, num_prompt_tokens=tokens, oldest_wait_s=wait_s, num_rows=rows, decode_step_s=step_s)
+    asked = LaneLoad(tokens, wait_s, rows, replace(RATES, decode_step_s=step_s))
     assert choose_share(asked, OBJECTIVES, H200).num_processors == expected
 
 
 def test_the_longer_the_queue_the_more_prompts_get_and_more_rows_take_it_back() -> None:
     def share(tokens: int, step_s: float) -> LaneShare:
-        load = replace(RATES, num_prompt_tokens=tokens, num_rows=16, decode_step_s=step_s)
+        load = LaneLoad(tokens, 0.0, 16, replace(RATES, decode_step_s=step_s))
         return choose_share(load, OBJECTIVES, H200)
 
     by_queue = [share(2048 * count, 0.0052).prefill_rate for count in range(1, 40)]
@@ -52,7 +60,8 @@ def test_the_longer_the_queue_the_more_prompts_get_and_more_rows_take_it_back() 
 def test_nothing_measured_yet() -> None:
     load = LaneLoad(2048, 0.0, 3)
     assert choose_share(load, OBJECTIVES, H200).num_processors == 92  # the most work in all
-    assert choose_share(load, OBJECTIVES, ()) is WHOLE_CARD
+    assert choose_share(load, OBJECTIVES, ()) is ALONE
+    assert choose_share(replace(load, num_rows=0), OBJECTIVES, H200) is WHOLE_CARD
 
 
 @pytest.mark.parametrize(
