@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.lane_split import (
+    ALONE,
     WHOLE_CARD,
     LaneLoad,
     LaneObjectives,
