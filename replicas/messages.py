@@ -13,17 +13,19 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
 from scheduler.admission import LATER_STEPS
 from scheduler.beam_search import BeamParams as BeamParams
-from scheduler.sampling_params import SamplingParams
+from scheduler.generated_token import FinishReason as FinishReason
+from scheduler.generated_token import Token as Token
+from scheduler.generation_spec import GenerationSpec as GenerationSpec
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 3  # of what streams: another version's is malformed
+WIRE_VERSION = 4  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -33,40 +35,22 @@ Score = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Name = Annotated[str, Meta(max_length=4096)]
 
 
+if TYPE_CHECKING:
+    CheckedToken = Token
+else:
+
+    class CheckedToken(Token):
+        """A Token as it is decoded: the ranges of its fields, which scheduler/ cannot state. Equal to the Token."""
+
+        __slots__ = ()
+        request_id: Name
+        choice: Count
+        index: Count
+        token_id: Count
+
+
 class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
     """Router -> replica, by name: what comes back is a ReplyT."""
-
-
-class FinishReason(StrEnum):
-    STOP = "stop"  # EOS or a stop token id; the token itself is the last one sent
-    LENGTH = "length"  # max_tokens reached
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One attempt at generating the tokens of 1..n choices that share a prompt.
-
-    request_id is unique per attempt (never the client's id) and names the KV transfer too.
-    choices are the choice indices to generate; they share the prompt's KV and differ in their noise.
-    max_tokens counts every generated token of a choice, the first included; at least 1.
-    num_output_in_prompt: a replay's prompt ends with what earlier attempts have generated: so many of its last tokens
-    count as output for penalties, bad words and min_tokens (the whole request's, not this attempt's).
-    beam: search with so many beams, which are the choices; sampling is not used. No token leaves before the search is
-    over; then the num_returned best texts do, as choices 0, 1, ...
-    """
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    choices: tuple[int, ...]
-    max_tokens: int
-    stop_token_ids: frozenset[int]
-    sampling: SamplingParams
-    timeout_s: float
-    priority: int = 0  # higher is more important: it is admitted earlier and preempted later
-    client: str = ""  # an opaque label, never a key: clients of the same priority share fairly
-    num_output_in_prompt: int = 0
-    beam: BeamParams | None = None
-    num_returned: int = 0  # with beam: 1 .. its width
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +77,6 @@ class TransferPeer:
         return TransferPeer(**{**metadata, "address": b64decode(metadata["address"])})
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The token prefill sampled for one choice, and whether it already ended that choice.
-
-    logprobs: in replies, when they were asked for; decode has no use for them, so handoffs carry none.
-    """
-
-    choice: Count
-    token_id: Count
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
-
-
 class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
     """Source -> reader: this prompt's KV lies ready in these blocks, under a lease."""
 
@@ -117,7 +88,7 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     prompt_len: Count
     # Of those blocks' bytes in that order; None when verification is off.
     digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
-    first_tokens: tuple[FirstToken, ...]
+    first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
     candidates: tuple[tuple[Count, Score], ...]
@@ -137,20 +108,6 @@ class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_u
     source_epoch: Name
     reader_epoch: Name
     reason: Name
-
-
-class TokenItem(Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """One generated token on its way to the router. index counts from 0 within the attempt (0: the first token).
-
-    Made twice for each token there is: in a quarter of the time that a tuple takes, and unseen by the collector.
-    """
-
-    request_id: Name
-    choice: Count
-    index: Count
-    token_id: Count
-    finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +167,7 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     load: EngineLoad
     # Request ids whose memory was reserved; that of a beam search once more when its KV has come: its tokens come late.
     admitted: tuple[Name, ...]
-    tokens: tuple[TokenItem, ...]
+    tokens: tuple[CheckedToken, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...]
 
@@ -270,9 +227,14 @@ class GenerateReply:
 
 
 class GenerateCall(Call[GenerateReply], frozen=True):
-    """Router -> decode. source None: decode prefills this prompt itself."""
+    """Router -> decode: one attempt. source None: decode prefills this prompt itself.
 
-    request: GenerationRequest
+    request_id is unique per attempt (never the client's id) and names the KV transfer too. timeout_s: from now on.
+    """
+
+    request_id: str
+    spec: GenerationSpec
+    timeout_s: float
     channel: ChannelAddress
     source: TransferPeer | None
 
@@ -281,7 +243,7 @@ class GenerateCall(Call[GenerateReply], frozen=True):
 class PrefillReply:
     status: CallStatus
     detail: str
-    first_tokens: tuple[FirstToken, ...]
+    first_tokens: tuple[CheckedToken, ...]
     queue_s: float
     prefill_s: float
     load: EngineLoad
@@ -291,7 +253,9 @@ class PrefillReply:
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):
-    """Router -> prefill, after decode admitted the request."""
+    """Router -> prefill, after decode admitted the same attempt."""
 
-    request: GenerationRequest
+    request_id: str
+    spec: GenerationSpec
+    timeout_s: float
     reader: TransferPeer

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget, blocks_for_generation, num_blocks_for
+from scheduler.memory_budget import Budget, blocks_needed, num_blocks_for
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request, RequestState
 
@@ -72,7 +72,7 @@ class ProjectedBudget(Budget):
         if request.search is not None:
             return self._worst_case(request)
         num_rows = self._rows_left(request, 1)
-        return unstarted(request.prompt_len, len(request.choices), num_rows, self.step, self._block_size)
+        return unstarted(request.prompt_len, len(request.spec.choices), num_rows, self.step, self._block_size)
 
     def resume(self, request: Request, num_blocks: int) -> bool:
         if not self._fits(self._running_profile(request, num_blocks, self.step)):
@@ -115,14 +115,13 @@ class ProjectedBudget(Budget):
         """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on
         their tokens.
         """
-        num_choices = len(request.choices)
-        return constant(blocks_for_generation(request.prompt_len, request.max_tokens, num_choices, self._block_size))
+        return constant(blocks_needed(request, self._block_size))
 
     def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
         if request.search is not None:
             return self._worst_case(request)
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
-        num_planned = max((sequence.num_planned for sequence in live), default=request.max_tokens)
+        num_planned = max((sequence.num_planned for sequence in live), default=request.spec.max_tokens)
         num_rows = self._rows_left(request, num_planned)
         last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
         # Before its first row every choice, ended ones too, shares the last block of the prompt.
@@ -137,12 +136,13 @@ class ProjectedBudget(Budget):
             until=last_step + self._lag,
             block_size=self._block_size,
         )
-        return replace(profile, is_estimate=num_rows < request.max_tokens - num_planned)
+        return replace(profile, is_estimate=num_rows < request.spec.max_tokens - num_planned)
 
     def _rows_left(self, request: Request, num_planned: int) -> int:
         """Rows still to come of a choice with so many tokens planned, as bounded or estimated."""
         length = self.estimator.estimate(num_planned) if self.estimator is not None else None
-        return (request.max_tokens if length is None else min(length, request.max_tokens)) - num_planned
+        most = request.spec.max_tokens
+        return (most if length is None else min(length, most)) - num_planned
 
 
 def num_distinct_blocks(request: Request) -> int:

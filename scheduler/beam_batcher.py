@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.block_allocator import BlockAllocator
-from scheduler.outcome import TokenEvent
+from scheduler.generated_token import Token
 from scheduler.plan_builder import PlanBuilder
 from scheduler.request import Request, Sequence
 
@@ -69,18 +69,18 @@ class BeamBatcher:
         self._allocator.release(let_go)
 
 
-def hypothesis_events(request: Request) -> list[TokenEvent]:
+def hypothesis_tokens(request: Request) -> list[Token]:
     """The best hypotheses of a search that is over, as the tokens of choices 0, 1, ..."""
     assert request.search is not None
     return [
-        TokenEvent(
+        Token(
             request.request_id,
             choice,
             index,
             token_id,
             hypothesis.finish_reason if index == len(hypothesis.token_ids) - 1 else None,
         )
-        for choice, hypothesis in enumerate(request.search.hypotheses[: request.num_returned])
+        for choice, hypothesis in enumerate(request.search.hypotheses[: request.spec.num_returned])
         for index, token_id in enumerate(hypothesis.token_ids)
     ]
 

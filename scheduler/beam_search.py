@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scheduler.generated_token import FinishReason
+from scheduler.sampling_params import SamplingParams
+
 # A token that may come next, and its log-probability given everything before it.
 Candidate = tuple[int, float]
 
@@ -57,6 +60,14 @@ class BeamParams:
         """
         return self.width + num_stop_tokens
 
+    def sampling(self, num_stop_tokens: int, num_prompt_logprobs: int | None = None) -> SamplingParams:
+        """What a search asks of each row: nothing is sampled, it wants the likeliest tokens by the model's own logits.
+
+        num_prompt_logprobs: as a client asks for them.
+        """
+        num_candidates = self.num_candidates(num_stop_tokens)
+        return SamplingParams(temperature=0.0, num_logprobs=num_candidates, num_prompt_logprobs=num_prompt_logprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Beam:
@@ -73,7 +84,7 @@ class Hypothesis:
 
     token_ids: tuple[int, ...]
     score: float
-    finish_reason: str  # "stop" or "length"
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,7 @@ class BeamSearch:
     def _score(self, log_prob: float, length: int) -> float:
         return float(log_prob / length**self.params.length_penalty)
 
-    def _finish_reason(self, token_id: int, length: int) -> str | None:
+    def _finish_reason(self, token_id: int, length: int) -> FinishReason | None:
         if token_id in self.stop_token_ids:
-            return "stop"
-        return "length" if length >= self.max_tokens else None
+            return FinishReason.STOP
+        return FinishReason.LENGTH if length >= self.max_tokens else None

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
-from scheduler.outcome import TokenEvent
+from scheduler.generated_token import Token
 from scheduler.plan import DecodeRow, SampledToken
 from scheduler.plan_builder import PlanBuilder
 from scheduler.preemption import growth_blocks, importance
@@ -66,7 +66,8 @@ class DecodeBatcher:
         rows: list[DecodeRow] = []
         stalled: list[Request] = []
         for request in requests:
-            live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < request.max_tokens]
+            most = request.spec.max_tokens
+            live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < most]
             if not live or request.awaits_selection:
                 continue
             if may_stall:
@@ -84,7 +85,7 @@ class DecodeBatcher:
         request = self._running.get(token.request_id) or self._paused.get(token.request_id)
         return request is not None and _live_sequence(request, token.choice) is not None
 
-    def commit(self, token: SampledToken) -> TokenEvent | None:
+    def commit(self, token: SampledToken) -> Token | None:
         """Take one sampled token into account; None when it is surplus, or a beam's: see `beams`. Mutates."""
         request = self._running.get(token.request_id) or self._paused.get(token.request_id)
         sequence = _live_sequence(request, token.choice) if request else None
@@ -97,19 +98,13 @@ class DecodeBatcher:
             assert token.logprobs is not None, "a search goes on by its tokens' log-probabilities"
             self.beams.take(request, sequence, token.logprobs.top)
             return None
+        index = sequence.num_known
         sequence.num_known += 1
-        sequence.finish_reason = request.finish_reason_of(token.token_id, sequence.num_known)
-        return TokenEvent(
-            token.request_id,
-            token.choice,
-            sequence.num_known - 1,
-            token.token_id,
-            sequence.finish_reason,
-            token.logprobs,
-        )
+        sequence.finish_reason = reason = request.finish_reason_of(token.token_id, sequence.num_known)
+        return Token(token.request_id, token.choice, index, token.token_id, reason, token.logprobs)
 
     def _plan_row(self, request: Request, sequence: Sequence) -> DecodeRow:
-        position = len(request.prompt_ids) + sequence.num_planned - 1
+        position = len(request.spec.prompt_ids) + sequence.num_planned - 1
         self._make_writable(sequence, position // self._block_size)
         sequence.num_planned += 1
         return DecodeRow(request.request_id, sequence.choice, sequence.slot, position)

@@ -34,7 +34,7 @@ def blocks_needed(request: Request, block_size: int) -> int:
     """Most blocks that it can ever need: those of its prompt, and of what is decoded here."""
     if request.hands_over:
         return num_blocks_for(request.prompt_len, block_size)
-    return blocks_for_generation(request.prompt_len, request.max_tokens, len(request.choices), block_size)
+    return blocks_for_generation(request.prompt_len, request.spec.max_tokens, len(request.spec.choices), block_size)
 
 
 class Budget(ABC):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from scheduler.beam_search import Candidate
 from scheduler.block_allocator import BlockCounts
-from scheduler.token_logprobs import TokenLogprobs
+from scheduler.generated_token import Token
 
 
 class NeverFits(Exception):
@@ -43,17 +43,6 @@ class NotCapable(ValueError):
         return f"request {self.request_id}: this engine cannot {self.what}"
 
 
-class TokenEvent(NamedTuple):
-    """A generated token became known. index counts from 0 within its choice; the reason is set on the last one."""
-
-    request_id: str
-    choice: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
-    token_id: int
-    finish_reason: str | None
-    logprobs: TokenLogprobs | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class PromptDone:
     """A prompt to be handed over is computed: its first token per choice, and the blocks that hold its KV.
@@ -63,7 +52,7 @@ class PromptDone:
     """
 
     request_id: str
-    first_tokens: tuple[TokenEvent, ...]
+    first_tokens: tuple[Token, ...]
     block_ids: tuple[int, ...]
     candidates: tuple[Candidate, ...] = ()
 
@@ -71,7 +60,7 @@ class PromptDone:
 class StepEvents(NamedTuple):
     """What a committed step brought: tokens of requests that are decoded here, prompts that can be handed over."""
 
-    tokens: tuple[TokenEvent, ...] = ()
+    tokens: tuple[Token, ...] = ()
     prompts: tuple[PromptDone, ...] = ()
 
 

@@ -158,7 +158,7 @@ class Preemption:
 
     def is_protected(self, request: Request) -> bool:
         """Whether it came back and has not got far enough since to be preempted again."""
-        return num_planned(request) < min(request.protected_until, request.max_tokens)
+        return num_planned(request) < min(request.protected_until, request.spec.max_tokens)
 
     def num_protected_blocks(self) -> int:
         """Blocks that must stay free so that the protected ones reach the end of their protection."""
@@ -174,13 +174,13 @@ class Preemption:
 
 def importance(request: Request) -> tuple[int, int]:
     """Sorts the most important request first: higher priority, then earlier admission. The last one gives way."""
-    return -request.priority, request.admission_number
+    return -request.spec.priority, request.admission_number
 
 
 def num_planned(request: Request) -> int:
     """Tokens planned of the choices that go on; max_tokens when none does."""
     live = (sequence.num_planned for sequence in request.sequences if sequence.finish_reason is None)
-    return max(live, default=request.max_tokens)
+    return max(live, default=request.spec.max_tokens)
 
 
 def growth_blocks(
@@ -191,7 +191,7 @@ def growth_blocks(
     Of a beam search: at most so many, and for one row exactly. tables: its sequences' while it is preempted.
     """
     planned = num_planned(request)
-    num_rows = min(num_rows, request.max_tokens - planned)
+    num_rows = min(num_rows, request.spec.max_tokens - planned)
     if num_rows <= 0:
         return 0
     live = [sequence for sequence in request.sequences if sequence.finish_reason is None]

@@ -86,12 +86,12 @@ class PrefillBatcher:
             slot_of = {sequence.choice: sequence.slot for sequence in request.sequences}
             first_slot = request.sequences[0].slot
             targets = tuple(SampleTarget(slot_of.get(choice, first_slot), choice) for choice in request.prompt_choices)
-        is_scored = request.sampling.num_prompt_logprobs is not None
+        prompt_ids = request.spec.prompt_ids
+        is_scored = request.spec.sampling.num_prompt_logprobs is not None
         # The chunk's last token scores the first one of the next.
-        scored_ids = request.prompt_ids[start + 1 : end + 1] if is_scored else None
-        return PrefillChunk(
-            request.request_id, request.sequences[0].slot, start, request.prompt_ids[start:end], targets, scored_ids
-        )
+        scored_ids = prompt_ids[start + 1 : end + 1] if is_scored else None
+        slot = request.sequences[0].slot
+        return PrefillChunk(request.request_id, slot, start, prompt_ids[start:end], targets, scored_ids)
 
 
 def _num_pieces(request: Request, room: int, token_budget: int) -> int:

@@ -51,8 +51,8 @@ class Residents(Holdings):
         """What its client is charged for it, in tokens."""
         if request.hands_over:
             return request.prompt_len
-        length = min(request.max_tokens, self.expected_tokens or request.max_tokens)
-        return request.prompt_len + len(request.choices) * length
+        most, num_choices = request.spec.max_tokens, len(request.spec.choices)
+        return request.prompt_len + num_choices * min(most, self.expected_tokens or most)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
         """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates."""

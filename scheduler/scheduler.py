@@ -6,13 +6,14 @@ host memory, or, when that is full, by an early end after which its router repla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from scheduler.admission import num_distinct_blocks
-from scheduler.beam_batcher import hypothesis_events
+from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
+from scheduler.generated_token import Token
 from scheduler.lane import Lane
-from scheduler.outcome import PromptDone, StepEvents, TokenEvent
+from scheduler.outcome import PromptDone, StepEvents
 from scheduler.plan import DecodeRow, PrefillChunk, SampledToken, StepOutput, StepPlan
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
@@ -35,24 +36,25 @@ class Scheduler(Residents):
         self._hold(request_id, block_ids)
         return block_ids
 
-    def kv_ready(self, request_id: str, first_tokens: Mapping[int, tuple[int, str | None]], now_s: float) -> None:
+    def kv_ready(self, request_id: str, first_tokens: Iterable[Token], now_s: float) -> None:
         """The KV is here and confirmed: join the running batch. Mutates.
 
-        first_tokens: choice -> (token id, finish reason or None), as the source sampled them; raises ValueError
-        unless they are one for each choice with something left to generate. The read is over, so the transfer
-        lets go here.
+        first_tokens: as the source sampled them; raises ValueError unless they are one for each choice with something
+        left to generate. The read is over, so the transfer lets go here.
         """
         request = self._requests[request_id]
-        if first_tokens.keys() != set(request.choices):
-            raise ValueError(f"first tokens of choices {sorted(first_tokens)}, wanted {sorted(request.choices)}")
-        if request.max_tokens == 1 or all(reason for _, reason in first_tokens.values()):
+        first_of = {token.choice: token for token in first_tokens}
+        if first_of.keys() != set(request.spec.choices):
+            raise ValueError(f"first tokens of choices {sorted(first_of)}, wanted {sorted(request.spec.choices)}")
+        if request.spec.max_tokens == 1 or all(token.finish_reason for token in first_of.values()):
             raise ValueError("the first tokens leave nothing to generate")
         request.enter(RequestState.RUNNING, now_s)
         self.transfer_ended(request_id)
         for sequence in request.sequences:
-            token_id, sequence.finish_reason = first_tokens[sequence.choice]
+            token = first_of[sequence.choice]
+            sequence.finish_reason = token.finish_reason
             sequence.num_planned = sequence.num_known = 1
-            self.builder.init_slot(request.slot_init(sequence, token_id))
+            self.builder.init_slot(request.slot_init(sequence, token.token_id))
         self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
         self._start(request, self.builder.next_step_id)
 
@@ -151,14 +153,14 @@ class Scheduler(Residents):
             self._change_lanes(tokens, now_s)
             firsts = [token for token in tokens if token.request_id in theirs]
             tokens = tuple([token for token in tokens if token.request_id not in theirs])
-        events: list[TokenEvent] = []
+        events: list[Token] = []
         for token in tokens:
             event = self.batch.commit(token)
             if event is not None:
                 events.append(event)
         self._step_committed(lane or self.decode_lane, output.step_id)
         for request in self.batch.beams.select():
-            events += hypothesis_events(request)
+            events += hypothesis_tokens(request)
             self._finish(request, RequestState.FINISHED, now_s)
         for event in events:
             if event.finish_reason is not None:
@@ -218,7 +220,7 @@ class Scheduler(Residents):
 
     def _prompts_done(self, tokens: Iterable[SampledToken], now_s: float) -> tuple[PromptDone, ...]:
         """tokens: the first ones of prompts that the committed step completed. Mutates."""
-        firsts: dict[str, list[TokenEvent]] = {}
+        firsts: dict[str, list[Token]] = {}
         searches: list[PromptDone] = []
         for token in tokens:
             request = self.get(token.request_id)
@@ -226,12 +228,12 @@ class Scheduler(Residents):
                 searches.append(self._search_begun(request, token, now_s))
             elif request is not None:
                 reason = request.finish_reason_of(token.token_id, num_known=1)
-                event = TokenEvent(token.request_id, token.choice, 0, token.token_id, reason, token.logprobs)
+                event = Token(token.request_id, token.choice, 0, token.token_id, reason, token.logprobs)
                 firsts.setdefault(token.request_id, []).append(event)
         done = [self._prompt_done(self._requests[rid], tuple(events), now_s) for rid, events in firsts.items()]
         return (*done, *searches)
 
-    def _prompt_done(self, request: Request, first_tokens: tuple[TokenEvent, ...], now_s: float) -> PromptDone:
+    def _prompt_done(self, request: Request, first_tokens: tuple[Token, ...], now_s: float) -> PromptDone:
         if all(event.finish_reason for event in first_tokens):
             self._finish(request, RequestState.FINISHED, now_s)
             return PromptDone(request.request_id, first_tokens, ())
@@ -245,7 +247,7 @@ class Scheduler(Residents):
         request.search = request.search.advance([candidates])
         if request.search.is_over:
             self._finish(request, RequestState.FINISHED, now_s)
-            return PromptDone(request.request_id, tuple(hypothesis_events(request)), ())
+            return PromptDone(request.request_id, tuple(hypothesis_tokens(request)), ())
         return PromptDone(request.request_id, (), self._lease(request, now_s), candidates)
 
     def _lease(self, request: Request, now_s: float) -> tuple[int, ...]:
@@ -287,13 +289,13 @@ class Scheduler(Residents):
 
     def _num_coming(self) -> int:
         """Blocks that come free with the commits of steps in flight."""
-        over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.max_tokens)]
+        over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.spec.max_tokens)]
         return self.preemption.num_cooling + sum(num_distinct_blocks(request) for request in over)
 
     def _victim(self) -> Request | None:
         """The least important that may be preempted. Never the only one: nobody would be helped."""
         requests = self.batch.requests
-        able = [r for r in requests if num_planned(r) < r.max_tokens and not self.preemption.is_protected(r)]
+        able = [r for r in requests if num_planned(r) < r.spec.max_tokens and not self.preemption.is_protected(r)]
         able = [r for r in able if not r.awaits_selection]  # which of its blocks it keeps is not known
         return max(able, key=importance) if able and len(requests) > 1 else None
 

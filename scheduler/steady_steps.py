@@ -32,7 +32,7 @@ def num_steady_steps(scheduler: Scheduler, most: int) -> int:
     for distance in (0, *LATER_STEPS):
         count = min(count, budget.projection.peak_holds_until(step + distance) - step - distance)
     # Its last known token ends a request: that step is none of these, nor is one that has no row for it.
-    count = min(count, min(request.max_tokens - request.sequences[0].num_planned for request in requests) - 1)
+    count = min(count, min(request.spec.max_tokens - request.sequences[0].num_planned for request in requests) - 1)
     # Room for a block each in every step, so that nobody is looked at more closely.
     blocks_each = room // len(requests)
     return max(0, min(count, (blocks_each - 2) * scheduler.limits.block_size))

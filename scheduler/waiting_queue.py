@@ -57,14 +57,15 @@ class WaitingQueue:
 
     def add(self, request: Request, cost: int) -> None:
         """It waits from now on. cost: tokens, at least 1. Mutates."""
-        level = self._levels.get(request.priority)
+        priority = request.spec.priority
+        level = self._levels.get(priority)
         if level is None:
-            level = self._levels[request.priority] = _Level()
-            insort(self._order, -request.priority)
+            level = self._levels[priority] = _Level()
+            insort(self._order, -priority)
         level.add(request, cost)
-        self._priority_of[request.request_id] = request.priority
+        self._priority_of[request.request_id] = priority
         if request.local_prefill:
-            self.num_prompt_tokens += len(request.prompt_ids)
+            self.num_prompt_tokens += request.prompt_len
 
     def admit(self, lets_in: Callable[[Request], bool], max_overtakes: int) -> tuple[Request, ...]:
         """Take whom lets_in lets in, who are asked in order. Mutates, but only after the last was asked.
@@ -112,7 +113,7 @@ class WaitingQueue:
         level = self._levels[priority]
         request = level.remove(request_id, charge)
         if request.local_prefill:
-            self.num_prompt_tokens -= len(request.prompt_ids)
+            self.num_prompt_tokens -= request.prompt_len
         if not level.clients:  # nobody is owed anything: the next one begins at virtual time 0
             del self._levels[priority]
             self._order.remove(-priority)
@@ -130,11 +131,11 @@ class _Level:
 
     def add(self, request: Request, cost: int) -> None:
         assert cost >= 1, f"{request.request_id} costs {cost}"
-        self._client_of[request.request_id] = request.client
-        client = self.clients.setdefault(request.client, _Client(self._virtual_time))
+        name = self._client_of[request.request_id] = request.spec.client
+        client = self.clients.setdefault(name, _Client(self._virtual_time))
         client.waiting[request.request_id] = (request, cost)
         if len(client.waiting) == 1:
-            self._new_first(request.client, client)
+            self._new_first(name, client)
 
     def remove(self, request_id: str, charge: bool) -> Request:
         name = self._client_of.pop(request_id)

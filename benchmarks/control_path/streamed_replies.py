@@ -39,12 +39,13 @@ from replicas.messages import (
     CallAddress,
     CallStatus,
     ChannelAddress,
+    CheckedToken,
     EngineLoad,
     Frame,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
-    TokenItem,
+    GenerationSpec,
+    Token,
 )
 from scheduler.sampling_params import SamplingParams
 
@@ -118,7 +119,7 @@ def _engine(
     used_s, busy_s, next_s = 0.0, 0.0, time.monotonic()
     for step in range(NUM_STEPS):
         sent_us = int(time.monotonic() * 1e6)
-        items = tuple(TokenItem(name, 0, step, sent_us, None) for name in names)
+        items = tuple(Token(name, 0, step, sent_us, None) for name in names)
         begun_s = time.thread_time()
         if way == "channel":
             sender.send(channel.router_id, _LOAD, (), items)
@@ -168,7 +169,7 @@ class Intake:
         self.is_whole = asyncio.get_running_loop().create_future()
         self.delays_us: list[float] = []  # of a step's first token
         self._num_to_come = num_streams * NUM_STEPS
-        self._decode_item: Decoder[TokenItem] = Decoder(TokenItem)
+        self._decode_item: Decoder[Token] = Decoder(CheckedToken)
 
     def on_frame(self, frame: Frame) -> None:
         self._take(*frame.tokens)
@@ -179,7 +180,7 @@ class Intake:
         else:
             self._take(self._decode_item(payload))
 
-    def _take(self, *items: TokenItem) -> None:
+    def _take(self, *items: Token) -> None:
         if items[0].request_id == self._first:
             self.delays_us.append(time.monotonic() * 1e6 - items[0].token_id)
         for item in items:
@@ -213,9 +214,9 @@ async def _receive(address: CallAddress, public_key: str, num_streams: int) -> t
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = StreamingChannel(context, address, lambda: None)
     channel.on_part = intake.on_part
-    request = GenerationRequest("call", (1,), (0,), 9, frozenset(), SamplingParams(temperature=0.0), 60.0)
+    spec = GenerationSpec((1,), (0,), 9, frozenset(), SamplingParams(temperature=0.0))
     loop_s, process_s = time.thread_time(), time.process_time()
-    await channel.call("call", encode(GenerateCall(request, receiver.address, None)))
+    await channel.call("call", encode(GenerateCall("call", spec, 60.0, receiver.address, None)))
     async with asyncio.timeout(30):
         await intake.is_whole
     loop_s, process_s = time.thread_time() - loop_s, time.process_time() - process_s

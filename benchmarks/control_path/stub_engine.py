@@ -21,7 +21,7 @@ from replicas.messages import (
     FinishReason,
     GenerateCall,
     GenerateReply,
-    TokenItem,
+    Token,
 )
 
 NUM_BLOCKS = 1_000_000
@@ -89,17 +89,17 @@ class StubDecodeEngine:
     def _admit(self, running: _Running) -> None:
         call = running.call
         self.sender.open(call.channel)
-        self._running[call.request.request_id] = running
-        self._send(call.channel.router_id, admitted=(call.request.request_id,))
+        self._running[call.request_id] = running
+        self._send(call.channel.router_id, admitted=(call.request_id,))
 
     def _step(self) -> None:
-        tokens: defaultdict[str, list[TokenItem]] = defaultdict(list)
+        tokens: defaultdict[str, list[Token]] = defaultdict(list)
         finished = []
         for request_id, running in self._running.items():
-            request = running.call.request
-            is_last = running.next_index == request.max_tokens - 1
+            spec = running.call.spec
+            is_last = running.next_index == spec.max_tokens - 1
             reason = FinishReason.LENGTH if is_last else None
-            item = TokenItem(request_id, request.choices[0], running.next_index, request.prompt_ids[0], reason)
+            item = Token(request_id, spec.choices[0], running.next_index, spec.prompt_ids[0], reason)
             tokens[running.call.channel.router_id].append(item)
             running.next_index += 1
             if is_last:
@@ -113,11 +113,11 @@ class StubDecodeEngine:
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        num_sent = ((running.call.request.choices[0], running.next_index - 1),)
+        num_sent = ((running.call.spec.choices[0], running.next_index - 1),)
         if running.future.set_running_or_notify_cancel():
             running.future.set_result(GenerateReply(status, "", num_sent, 0.0, 0.0, 0.0))
 
-    def _send(self, router_id: str, admitted: tuple[str, ...] = (), tokens: tuple[TokenItem, ...] = ()) -> None:
+    def _send(self, router_id: str, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()) -> None:
         self.sender.send(router_id, self.load(), admitted, tokens)
         self._last_sent_s[router_id] = time.monotonic()
 

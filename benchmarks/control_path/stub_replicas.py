@@ -13,7 +13,6 @@ from replicas.channels.wire import Decoder
 from replicas.messages import (
     Call,
     CallStatus,
-    FirstToken,
     ForgetPeerCall,
     GenerateCall,
     PrefillCall,
@@ -22,6 +21,7 @@ from replicas.messages import (
     PulseCall,
     ReplayCall,
     ReplayReply,
+    Token,
     TransferPeer,
 )
 
@@ -80,8 +80,8 @@ def _answer(call: Call[Any]) -> Pulse | PrefillReply | None:
     if isinstance(call, PulseCall):
         return Pulse(stub_load(), 0.0)
     if isinstance(call, PrefillCall):
-        token_id = call.request.prompt_ids[0]
-        first_tokens = tuple(FirstToken(choice, token_id, None) for choice in call.request.choices)
+        token_id = call.spec.prompt_ids[0]
+        first_tokens = tuple(Token(call.request_id, choice, 0, token_id, None) for choice in call.spec.choices)
         return PrefillReply(CallStatus.OK, "", first_tokens, 0.0, 0.0, stub_load())
     return None
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from replicas.channels.token_receiver import TokenReceiver
-from replicas.messages import CallStatus, Frame, GenerateCall, GenerationRequest
+from replicas.messages import CallStatus, Frame, GenerateCall, GenerationSpec
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -72,7 +72,13 @@ class EngineStreams:
         self._num_missing = len(prompts) * max_tokens
         self._complete = asyncio.Event()
         calls = [
-            GenerateCall(_request(name, prompt, max_tokens, sampling), self._receiver.address, source=None)
+            GenerateCall(
+                name,
+                GenerationSpec(tuple(prompt), (0,), max_tokens, frozenset(), sampling),
+                timeout_s=600.0,
+                channel=self._receiver.address,
+                source=None,
+            )
             for name, prompt in zip(self._streams, prompts, strict=True)
         ]
         replies = await asyncio.gather(*(asyncio.wrap_future(self._engine.generate(call)) for call in calls))
@@ -96,7 +102,3 @@ class EngineStreams:
 
 def _on_gap(replica_id: str, epoch: str, from_seq: int) -> None:
     raise AssertionError(f"frames of {replica_id} from {from_seq} are missing")
-
-
-def _request(name: str, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams) -> GenerationRequest:
-    return GenerationRequest(name, tuple(prompt), (0,), max_tokens, frozenset(), sampling, timeout_s=600.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from replicas.engine.token_frames import TokenFrames
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
-from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest, TokenItem
+from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationSpec, Token
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
@@ -55,7 +55,7 @@ class RecordingSender:
     def open(self, channel: Any) -> None: ...
 
     def send(
-        self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[TokenItem], prompts: Any = ()
+        self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[Token], prompts: Any = ()
     ) -> None:
         now_s = time.perf_counter()
         for item in tokens:
@@ -150,20 +150,24 @@ class BareEngine:
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: SamplingParams
     ) -> list[TimedTokens]:
         """All at once, each to its end. Blocks. Raises RuntimeError when one fails."""
-        requests = [
-            GenerationRequest(uuid.uuid4().hex, tuple(prompt), (0,), limit, frozenset(), sampling, timeout_s=600.0)
+        specs = {
+            uuid.uuid4().hex: GenerationSpec(tuple(prompt), (0,), limit, frozenset(), sampling)
             for prompt, limit in zip(prompts, max_tokens, strict=True)
-        ]
-        for request in requests:
-            self.sender.streams[request.request_id] = TimedTokens()
-        self.run_requests(requests)
-        return [self.sender.streams.pop(request.request_id) for request in requests]
+        }
+        for request_id in specs:
+            self.sender.streams[request_id] = TimedTokens()
+        self.run_specs(specs)
+        return [self.sender.streams.pop(request_id) for request_id in specs]
 
-    def run_requests(self, requests: Sequence[GenerationRequest]) -> None:
-        """All at once, each to its end; what they generate goes to the sender. Blocks. Raises RuntimeError."""
+    def run_specs(self, specs: Mapping[str, GenerationSpec]) -> None:
+        """All at once, each to its end; what they generate goes to the sender. Blocks. Raises RuntimeError.
+
+        specs: by request id.
+        """
         channel: Any = SimpleNamespace(router_id="benchmark")
         futures: list[Future[GenerateReply]] = [
-            self.engine.generate(GenerateCall(request, channel, source=None)) for request in requests
+            self.engine.generate(GenerateCall(request_id, spec, 600.0, channel, source=None))
+            for request_id, spec in specs.items()
         ]
         for future in futures:
             reply = future.result(timeout=600)

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, RecordingSender
 from replicas.gguf.conversion import resolve_source
-from replicas.messages import GenerationRequest, PromptLogprobs, TokenItem, TokenLogprobs
+from replicas.messages import GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.beam_search import BeamParams
 from scheduler.sampling_params import SamplingParams
@@ -63,7 +63,7 @@ class ScoredSender(RecordingSender):
         router_id: str,
         load: Any,
         admitted: Sequence[str],
-        tokens: Sequence[TokenItem],
+        tokens: Sequence[Token],
         prompts: Sequence[PromptLogprobs] = (),
     ) -> None:
         for item in tokens:
@@ -88,20 +88,20 @@ class Reference:
         logits: torch.Tensor = self._model(torch.tensor([list(ids)], device=self._device), use_cache=False).logits[0]
         return logits.float().cpu()
 
-    def first_difference(self, request: GenerationRequest, choice: int, got: list[int]) -> str | None:
+    def first_difference(self, spec: GenerationSpec, choice: int, got: list[int]) -> str | None:
         """Where the text of a choice is not what the rules make of the reference's logits; None if nowhere.
 
         What follows a near tie has another history, so each token is judged by what was generated before it.
         """
-        rows = self.logits([*request.prompt_ids, *got])
+        rows = self.logits([*spec.prompt_ids, *got])
         for index, token_id in enumerate(got):
-            position = len(request.prompt_ids) + index
-            row = Row(request.sampling, request.prompt_ids, tuple(got[:index]), 0, request.stop_token_ids)
+            position = len(spec.prompt_ids) + index
+            row = Row(spec.sampling, spec.prompt_ids, tuple(got[:index]), 0, spec.stop_token_ids)
             scores = expected(rows[position - 1], row)
-            best = int(sample(scores[None].clone(), SamplingBatch.from_rows([(request.sampling, choice, position)])))
-            if best != token_id and not self._is_near_tie(scores, request.sampling, choice, position, token_id):
+            best = int(sample(scores[None].clone(), SamplingBatch.from_rows([(spec.sampling, choice, position)])))
+            if best != token_id and not self._is_near_tie(scores, spec.sampling, choice, position, token_id):
                 return f"token {index} is {token_id}, the reference's {best}"
-        has_ended = got[-1] in request.stop_token_ids or len(got) == request.max_tokens
+        has_ended = got[-1] in spec.stop_token_ids or len(got) == spec.max_tokens
         return None if has_ended else f"ends after {len(got)} tokens"
 
     def _is_near_tie(
@@ -114,34 +114,29 @@ class Reference:
         return int(sample(nudged[None], batch)) == token_id
 
 
-def rule_requests(prompts: list[list[int]], num_tokens: int) -> list[GenerationRequest]:
+def rule_specs(prompts: list[list[int]], num_tokens: int) -> dict[str, GenerationSpec]:
     """Every rule with every prompt: greedy, and sampled with three choices; some with log-probabilities."""
-    requests = []
+    specs = {}
     for number, rule in enumerate(_RULES):
         greedy = replace(rule, temperature=0.0, num_logprobs=_NUM_TOP, num_prompt_logprobs=2)
         drawn = replace(rule, temperature=0.9, top_k=60, top_p=0.97, min_p=0.01, seed=10 + number, num_logprobs=1)
         for prompt in prompts:
             for sampling, choices in ((greedy, (0,)), (drawn, (0, 1, 2))):
                 stops = _STOPS if rule.min_tokens else frozenset()
-                requests.append(_request(prompt, choices, num_tokens, stops, sampling))
-    return requests
+                spec = GenerationSpec(tuple(prompt), choices, num_tokens, stops, sampling)
+                specs[uuid.uuid4().hex] = spec
+    return specs
 
 
-def _request(
-    prompt: Sequence[int], choices: tuple[int, ...], max_tokens: int, stops: frozenset[int], sampling: SamplingParams
-) -> GenerationRequest:
-    return GenerationRequest(uuid.uuid4().hex, tuple(prompt), choices, max_tokens, stops, sampling, timeout_s=600.0)
-
-
-def wrong_scores(reference: Reference, request: GenerationRequest, scored: Scored) -> tuple[int, float]:
+def wrong_scores(reference: Reference, spec: GenerationSpec, scored: Scored) -> tuple[int, float]:
     """(how many log-probabilities there are, the largest difference), of tokens and prompt."""
-    prompt = request.prompt_ids
+    prompt = spec.prompt_ids
     found: list[tuple[TokenLogprobs | None, torch.Tensor, int]] = []
     for choice, tokens in scored.tokens.items():
         rows = reference.logits([*prompt, *tokens]).log_softmax(-1)
         entries = zip(scored.logprobs[choice], rows[len(prompt) - 1 :], tokens, strict=False)
         found += list(entries)
-    if request.sampling.num_prompt_logprobs is not None:
+    if spec.sampling.num_prompt_logprobs is not None:
         assert len(scored.prompt) == len(prompt), "one for each token of the prompt"
         assert scored.prompt[0] is None, "nothing precedes it"
         rows = reference.logits(prompt).log_softmax(-1)
@@ -158,17 +153,22 @@ def wrong_scores(reference: Reference, request: GenerationRequest, scored: Score
     return count, worst
 
 
-def beam_requests(prompts: dict[str, list[int]]) -> list[tuple[GenerationRequest, list[list[int]]]]:
+def beam_specs(prompts: dict[str, list[int]]) -> list[tuple[GenerationSpec, list[list[int]]]]:
     """Every search of the goldens and its texts."""
     found = []
     for entry in json.loads((_GOLDEN_FOLDER / "beam_golden.json").read_text())["entries"]:
         width = entry["width"]
-        request = _request(
-            prompts[entry["name"]], tuple(range(width)), entry["max_tokens"], frozenset(entry["stop_token_ids"]),
-            SamplingParams(temperature=0.0),
-        )  # fmt: skip
-        beam = BeamParams(width, entry["length_penalty"], entry["early_stopping"])
-        found.append((replace(request, beam=beam, num_returned=width), entry["texts"]))
+        beam, stops = BeamParams(width, entry["length_penalty"], entry["early_stopping"]), entry["stop_token_ids"]
+        spec = GenerationSpec(
+            tuple(prompts[entry["name"]]),
+            tuple(range(width)),
+            entry["max_tokens"],
+            frozenset(stops),
+            beam.sampling(len(stops)),
+            beam=beam,
+            num_returned=width,
+        )
+        found.append((spec, entry["texts"]))
     return found
 
 
@@ -186,31 +186,32 @@ def main() -> int:
     folder = resolve_source(options.model, _CACHE)
     entries = json.loads((_GOLDEN_FOLDER / "golden.json").read_text())["entries"]
     short = [entry["prompt_ids"] for entry in entries if 8 <= len(entry["prompt_ids"]) <= 200]
-    ruled = rule_requests(short[: options.num_prompts], options.num_tokens)
-    searches = beam_requests({entry["name"]: entry["prompt_ids"] for entry in entries})[: options.num_searches]
+    ruled = rule_specs(short[: options.num_prompts], options.num_tokens)
+    of_golden = beam_specs({entry["name"]: entry["prompt_ids"] for entry in entries})[: options.num_searches]
+    searches = {uuid.uuid4().hex: search for search in of_golden}
     sender = ScoredSender()
     size = EngineSize(64, 2048, 512, capacity_tokens=32_768, device=options.device)
     engine = BareEngine(folder, "float32", "auto", size, options.lag, sender)
     with engine:
-        engine.run_requests([*ruled, *(request for request, _ in searches)])
+        engine.run_specs(ruled | {request_id: spec for request_id, (spec, _) in searches.items()})
     reference = Reference(folder, options.device)
     wrong = []
     num_texts = num_scores = 0
     worst = 0.0
-    for request in ruled:
-        scored = sender.scored[request.request_id]
-        for choice in request.choices:
+    for request_id, spec in ruled.items():
+        scored = sender.scored[request_id]
+        for choice in spec.choices:
             num_texts += 1
-            difference = reference.first_difference(request, choice, scored.tokens[choice])
+            difference = reference.first_difference(spec, choice, scored.tokens[choice])
             if difference is not None:
-                wrong.append(f"choice {choice} of {request.sampling}: {difference}")
-        count, largest = wrong_scores(reference, request, scored)
+                wrong.append(f"choice {choice} of {spec.sampling}: {difference}")
+        count, largest = wrong_scores(reference, spec, scored)
         num_scores, worst = num_scores + count, max(worst, largest)
     print(f"lag {options.lag}: {num_texts - len(wrong)} of {num_texts} texts with rules are the reference's")
     print(f"{num_scores} log-probabilities of tokens and prompts: largest difference {worst:.1e}")
     good = 0
-    for request, texts in searches:
-        got = sender.scored[request.request_id].tokens
+    for request_id, (_, texts) in searches.items():
+        got = sender.scored[request_id].tokens
         good += [got[choice] for choice in sorted(got)] == texts
     print(f"{good} of {len(searches)} beam searches are transformers' own, all of their texts")
     print("\n".join(wrong[:10]))

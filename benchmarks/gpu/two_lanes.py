@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, TimedTokens
 from benchmarks.gpu.shape_folder import make_shape_folder
-from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationRequest
+from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationSpec
 from replicas.metrics.lane_clock import LaneClock
 from scheduler.lane_split import LaneObjectives
 from scheduler.sampling_params import SamplingParams
@@ -53,8 +53,8 @@ def run_poisson(
         prompt = tuple(rng.randrange(vocab_size) for _ in range(num_in))
         request_id = f"{rate}-{number}"
         engine.sender.streams[request_id] = TimedTokens()
-        request = GenerationRequest(request_id, prompt, (0,), num_out, frozenset(), _GREEDY, timeout_s=600.0)
-        call = GenerateCall(request, channel, source=None)
+        spec = GenerationSpec(prompt, (0,), num_out, frozenset(), _GREEDY)
+        call = GenerateCall(request_id, spec, 600.0, channel, source=None)
         waiting.append((request_id, time.perf_counter(), engine.engine.generate(call)))
     streams = []
     for request_id, came_s, future in waiting:

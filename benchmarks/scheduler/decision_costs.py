@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.tables import table
 from scheduler.capabilities import DECODE
+from scheduler.generation_spec import GenerationSpec
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
@@ -115,18 +116,16 @@ class _FullEngine:
 
     def _request(self) -> Request:
         self._num_made += 1
-        return Request(
-            request_id=f"r{self._num_made}",
+        spec = GenerationSpec(
             prompt_ids=tuple(range(_PROMPT_LEN)),
             choices=(0,),
             max_tokens=_MAX_TOKENS,
             stop_token_ids=frozenset(),
             sampling=SamplingParams(),
-            deadline_s=1e9,
-            local_prefill=False,
             priority=self._rng.choice(_PRIORITIES),
             client=f"c{self._rng.randrange(_NUM_CLIENTS)}",
         )
+        return Request(f"r{self._num_made}", spec, deadline_s=1e9, local_prefill=False)
 
 
 def _least(rounds: int, measure: Callable[[], float]) -> float:

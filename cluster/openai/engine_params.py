@@ -42,7 +42,9 @@ def sampling_params(
         if forbidden.issuperset(body.allowed_token_ids):
             message = "allowed_token_ids has only tokens that bad_words or min_tokens forbid"
             raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
-    if body.best_of is not None and body.best_of > body.n and not body.use_beam_search:
+    if (beam := beam_params(body)) is not None:
+        return beam.sampling(len(stop_ids), num_prompt_logprobs)
+    if body.best_of is not None and body.best_of > body.n:
         num_logprobs = num_logprobs or 0  # they decide which are the best
     return by_names(
         SamplingParams,

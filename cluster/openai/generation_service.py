@@ -17,7 +17,7 @@ from cluster.openai.logprobs import LogprobsReport, TokenNames
 from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.openai.served_model import check_model
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from cluster.routing.model_binding import ModelBinding
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.choice import TextChoice
@@ -25,11 +25,11 @@ from cluster.text.generation import TextGeneration, TokenSource
 from cluster.text.length import size_up_to
 from cluster.text.prompt_echo import PromptEcho
 from cluster.text.work_threads import LONG
+from scheduler.generation_spec import GenerationSpec
 
 if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
-    from cluster.monitoring.request_trace import RequestTrace
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_threads import WorkThreads
@@ -143,16 +143,15 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        binding = ModelBinding()
-        specs = [
-            self._spec(body, ids, stop_ids, bad_words, default_max_tokens, timer.trace, binding) for ids in prompts
-        ]
+        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
         self._check_product(body, specs)
         self._check_report(body, specs)
-        echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_choices)]
+        echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
         choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
         timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
-        return TextGeneration(self._source, specs, choices, timer)
+        timeout_s, binding = self._config.ingress.request_timeout_s, ModelBinding()
+        generations = [Generation(uuid.uuid4().hex, spec, timeout_s, timer.trace, binding) for spec in specs]
+        return TextGeneration(self._source, generations, choices, timer)
 
     def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:
         return TextChoice(
@@ -173,22 +172,17 @@ class GenerationService:
         stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
-        trace: RequestTrace,
-        binding: ModelBinding,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         beam = beam_params(body)
         return GenerationSpec(
-            generation_id=uuid.uuid4().hex,
             prompt_ids=tuple(ids),
-            num_choices=body.n if beam is not None else body.num_generated_choices,
+            choices=tuple(range(body.num_generated_choices)),
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
             sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
-            timeout_s=self._config.ingress.request_timeout_s,
             beam=beam,
-            trace=trace,
-            binding=binding,
+            num_returned=0 if beam is None else body.n,
         )
 
     def _sampling(

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
-from cluster.routing.attempt_mailboxes import Mailboxes
-from cluster.routing.call_mailbox import Admitted, ChannelLost, Mail
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
+from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
@@ -31,11 +30,10 @@ from replicas.messages import (
     ChannelAddress,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
     PrefillCall,
     PrefillReply,
     PromptLogprobs,
-    TokenItem,
+    Token,
     TransferPeer,
 )
 
@@ -50,9 +48,10 @@ class Attempt:
     def __init__(
         self,
         leg: Leg,
-        request: GenerationRequest,
         route: Route,
         *,
+        request_id: str,
+        timeout_s: float,
         decode: PoolClient,
         prefill: PoolClient | None,
         view: PoolView,
@@ -62,7 +61,8 @@ class Attempt:
     ) -> None:
         self.route = route
         self.stage = Stage.QUEUE  # where it is now
-        self._leg, self._request = leg, request
+        self._leg, self._spec = leg, leg.attempt_spec()
+        self._request_id, self._timeout_s = request_id, timeout_s
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._generate: asyncio.Task[GenerateReply] | None = None
@@ -81,15 +81,15 @@ class Attempt:
         if self.route.prefill_id is not None:
             self._source = self._view.prefill_peer(self.route.prefill_id)
             self._reader = self._view.decode_peer(self.route.decode_id)
-        self._box = self._mailboxes.open(self._request.request_id, self.route.decode_id)
+        self._box = self._mailboxes.open(self._request_id, self.route.decode_id)
         self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
         if self.route.prefill_id is not None:
-            self._view.prompt_coming(self.route.prefill_id, len(self._request.prompt_ids))
-        self._trace = self._leg.spec.trace.attempt(self.route)
+            self._view.prompt_coming(self.route.prefill_id, self._spec.prompt_len)
+        self._trace = self._leg.generation.trace.attempt(self.route)
 
     async def run(self) -> None:
         """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
-        call = GenerateCall(self._request, self._channel, self._source)
+        call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
         self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         try:
@@ -109,7 +109,7 @@ class Attempt:
             return
         self._is_closed = True
         self._end_generate()
-        self._mailboxes.close(self._request.request_id)
+        self._mailboxes.close(self._request_id)
         self._heard()
         self._view.ended(self.route.decode_id)
 
@@ -126,9 +126,10 @@ class Attempt:
     async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
         assert self._prefill is not None
         assert self._reader is not None
-        num_tokens = len(self._request.prompt_ids)
+        num_tokens = self._spec.prompt_len
         self._view.prompt_sent(prefill_id, num_tokens)
-        call = start_detached(self._prefill.submit(prefill_id, PrefillCall(self._request, self._reader)))
+        prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
+        call = start_detached(self._prefill.submit(prefill_id, prefill))
         try:
             await wait_for_any(call, generate, timeout_s=handoff_by_s - time.monotonic())
             if not call.done() and generate.done():
@@ -146,7 +147,8 @@ class Attempt:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
         self._num_from_prefill = 1 if reply.first_tokens else 0
         await self._take_scores(reply.prompt_scores)
-        self._leg.take_first(reply.first_tokens)
+        for token in reply.first_tokens:
+            self._leg.take(token)
         self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
 
@@ -158,7 +160,7 @@ class Attempt:
                 positions = decode_scores(part)
             except MalformedMessage as error:
                 raise self._failed(CallStatus.ERROR, str(error)) from error
-            self._leg.take_prompt(PromptLogprobs(self._request.request_id, start, positions))
+            self._leg.take_prompt(PromptLogprobs(self._request_id, start, positions))
             start += len(positions)
             await asyncio.sleep(0)
 
@@ -177,7 +179,7 @@ class Attempt:
 
     def _take(self, mail: Mail) -> bool:
         """Emit what has come; whether it was the leg's last token. Raises AttemptFailed, ProtocolError."""
-        if isinstance(mail, TokenItem):
+        if isinstance(mail, Token):
             self._leg.take(mail)
             self.stage = Stage.DECODE
             return mail.finish_reason is not None and self._leg.is_done
@@ -248,7 +250,7 @@ class Attempt:
             self._is_unheard = False
             self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
             if self.route.prefill_id is not None:
-                self._view.prompt_came(self.route.prefill_id, len(self._request.prompt_ids))
+                self._view.prompt_came(self.route.prefill_id, self._spec.prompt_len)
 
     # -- failures ----------------------------------------------------------------------------------
 

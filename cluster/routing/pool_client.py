@@ -7,6 +7,7 @@ import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from itertools import count
 from types import NoneType
@@ -44,19 +45,21 @@ _REPLIES: dict[type, Decoder[Any]] = {
 }
 
 
+class Loss(StrEnum):
+    """What has become of a replica that a call was for, or that is not chosen any more."""
+
+    DEAD = "dead"  # its process has ended
+    UNREACHABLE = "unreachable"  # dead or not
+    FROZEN = "frozen"  # it has stopped answering
+    LEAVING = "leaving"  # its pool: nothing was begun there
+
+
 class ReplicaLost(Exception):
-    """The replica died or left before it answered: the call may be tried on another.
+    """The replica was lost before it answered: the call may be tried on another."""
 
-    is_dead: its process has ended. has_left: it is leaving its pool, and nothing was begun there. is_unreachable: it
-    could not be reached, dead or not.
-    """
-
-    def __init__(
-        self, replica_id: str, detail: str, is_dead: bool, has_left: bool = False, is_unreachable: bool = False
-    ) -> None:
-        super().__init__(replica_id, detail, is_dead, has_left, is_unreachable)
-        self.replica_id, self.detail = replica_id, detail
-        self.is_dead, self.has_left, self.is_unreachable = is_dead, has_left, is_dead or is_unreachable
+    def __init__(self, replica_id: str, loss: Loss, detail: str) -> None:
+        super().__init__(replica_id, loss, detail)
+        self.replica_id, self.loss, self.detail = replica_id, loss, detail
 
     def __str__(self) -> str:
         return f"replica {self.replica_id}: {self.detail}"
@@ -105,15 +108,15 @@ class ServePool(PoolClient):
 
     async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:
         payload = encode(call)
-        call_id = call.request.request_id if isinstance(call, GenerateCall | PrefillCall) else str(next(self._ids))
+        call_id = call.request_id if isinstance(call, GenerateCall | PrefillCall) else str(next(self._ids))
         link = self._links.get(replica_id)
         actor_name = link.actor_name if link is not None else self._metadata(replica_id)["actor"]
         try:
             channel = link.channel if link is not None else self._open(replica_id)
             reply: ReplyT = _REPLIES[type(call)](await channel.call(call_id, payload))
         except ChannelBroken as error:
-            is_dead = await self._found_dead(actor_name)
-            raise ReplicaLost(replica_id, str(error), is_dead, is_unreachable=True) from error
+            loss = Loss.DEAD if await self._found_dead(actor_name) else Loss.UNREACHABLE
+            raise ReplicaLost(replica_id, loss, str(error)) from error
         return reply
 
     def close(self) -> None:
@@ -125,7 +128,7 @@ class ServePool(PoolClient):
     def _metadata(self, replica_id: str) -> Mapping[str, Any]:
         metadata = self.replicas().get(replica_id)
         if metadata is None:
-            raise ReplicaLost(replica_id, "is not in its pool", is_dead=False, has_left=True)
+            raise ReplicaLost(replica_id, Loss.LEAVING, "is not in its pool")
         return metadata
 
     def _open(self, replica_id: str) -> CallChannel:

@@ -1,16 +1,20 @@
-"""Where a leg goes, in the pools as they are now: the policy asked with what the leg needs, and whose answer it is."""
+"""Where a leg goes, in the pools as they are now: the policy asked with what the leg needs, and whose answer it is.
+
+And what a client is told when there is no route.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import NoReturn
 
+from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
-from cluster.routing.route_refusal import refuse
 
 
 class RouteFinder:
@@ -20,18 +24,17 @@ class RouteFinder:
         self._view, self._rules, self._block_size, self._metrics = view, rules, block_size, metrics
 
     def need(self, leg: Leg) -> Need:
-        request, binding = leg.request("", 0.0), leg.spec.binding
-        num_tokens, num_choices = len(request.prompt_ids), len(request.choices)
+        spec, binding = leg.attempt_spec(), leg.generation.binding
         model = binding.model if binding.is_final else ""
-        return Need(num_tokens, request.max_tokens, num_choices, self._block_size, leg.spec.beam is not None, model)
+        return Need(spec.prompt_len, spec.max_tokens, len(spec.choices), self._block_size, leg.is_search, model)
 
     def route(self, leg: Leg, excluded: Collection[str] = ()) -> Route:
         """Raises ApiError, and counts it, where there is none."""
         decided = self.decide(leg, excluded)
-        return decided if isinstance(decided, Route) else refuse(decided, self.need(leg), self._metrics)
+        return decided if isinstance(decided, Route) else _refuse(decided, self.need(leg), self._metrics)
 
     def decide(self, leg: Leg, excluded: Collection[str] = ()) -> Route | NeverFits | Unavailable:
-        need, leaning = self.need(leg), leg.spec.binding.model
+        need, leaning = self.need(leg), leg.generation.binding.model
         if leaning != need.model:  # to where other parts of the request have gone, unless it has failed there
             decided = self._choose(replace(need, model=leaning), excluded)
             if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & set(excluded):
@@ -41,3 +44,26 @@ class RouteFinder:
     def _choose(self, need: Need, excluded: Collection[str]) -> Route | NeverFits | Unavailable:
         view = self._view
         return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+
+
+def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics) -> NoReturn:
+    """Counts it and raises ApiError: 400 for what can never fit, 503 for a pool without replicas."""
+    if isinstance(decided, NeverFits):
+        metrics.rejected("too_long")
+        size = need.block_size
+        raise ApiError(
+            400,
+            f"this request needs {decided.needed_blocks * size} tokens of KV memory ({need.prompt_tokens} prompt "
+            f"tokens, max_tokens {need.max_tokens}, {need.num_choices} choices), the largest {decided.pool} replica "
+            f"has {decided.largest_pool_blocks * size}; send a shorter prompt or a smaller max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    metrics.rejected("no_capacity")
+    which = " of the model that began this answer" if need.model else ""
+    raise ApiError(
+        503,
+        f"no {decided.pool} replica is available now{which}; try again later",
+        code="unavailable",
+        retry_after_s=1.0,
+    )

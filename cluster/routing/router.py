@@ -15,16 +15,16 @@ from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
-from cluster.routing.attempt_failed import AttemptFailed, Stage
-from cluster.routing.attempt_history import AttemptHistory
-from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
-from cluster.routing.generation import ChoiceState, GenerationItem, GenerationSpec, Leg
-from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.frame_intake import FrameIntake
+from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
+from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
@@ -122,15 +122,15 @@ class Router:
     def num_waiting(self) -> int:
         return self._view.num_waiting
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
         """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
         if asked for, what the model thought of the prompt. Raises ApiError.
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
-        deadline_s = time.monotonic() + spec.timeout_s
+        deadline_s = time.monotonic() + generation.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
-        leg = Leg(spec, {choice: ChoiceState() for choice in range(spec.num_choices)}, output)
+        leg = Leg(generation, {choice: ChoiceState() for choice in range(generation.spec.num_answers)}, output)
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued_requests - self.num_waiting, deadline_s)
@@ -163,8 +163,9 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
-                is_search, has_advanced = leg.spec.beam is not None, leg.has_advanced
-                past = past.after(failure, attempt.route, is_search=is_search, has_advanced=has_advanced)
+                if failure.found_dead is not None:
+                    self._dead.found(failure.found_dead)
+                past = past.after(failure, attempt.route, is_search=leg.is_search, has_advanced=leg.has_advanced)
                 if not self._may_retry(leg, failure, past, deadline_s):
                     raise self._final_error(leg, failure) from failure
                 self._metrics.retried(failure.stage)
@@ -197,11 +198,11 @@ class Router:
             raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
 
     def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
-        request = leg.request(uuid.uuid4().hex, max(0.0, deadline_s - time.monotonic()))
         attempt = Attempt(
             leg,
-            request,
             route,
+            request_id=uuid.uuid4().hex,
+            timeout_s=max(0.0, deadline_s - time.monotonic()),
             decode=self._decode,
             prefill=self._prefill,
             view=self._view,
@@ -210,17 +211,17 @@ class Router:
             limits=self._limits.attempt,
         )
         attempt.open()
-        leg.spec.binding.lean(route.model)
+        leg.generation.binding.lean(route.model)
         self._metrics.routed(route.kind)
         if route.kind is RouteKind.FALLBACK:
-            extra = {"event": "fallback", "generation": leg.spec.generation_id, "decode": route.decode_id}
+            extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
 
     # -- decisions ---------------------------------------------------------------------------------
 
     def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
-        error = failure.api_error(leg.has_emitted, leg.spec.generation_id)
+        error = failure.api_error(leg.has_emitted, leg.generation.generation_id)
         if error.status == 429:
             self._metrics.rejected("queue_timeout")
         return error
@@ -249,7 +250,7 @@ class Router:
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
-        while (leg.has_emitted or leg.spec.binding.is_final) and time.monotonic() < until_s:
+        while (leg.has_emitted or leg.generation.binding.is_final) and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
@@ -272,8 +273,5 @@ class Router:
 
     def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
         how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
-        where = {"generation": leg.spec.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
+        where = {"generation": leg.generation.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
         logger.warning("attempt failed", extra={"event": "attempt_failed", **how, **where})
-        cause = failure.__cause__
-        if isinstance(cause, ReplicaLost) and cause.is_dead:
-            self._dead.found(cause.replica_id)

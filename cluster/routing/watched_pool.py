@@ -7,10 +7,9 @@ import contextvars
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from enum import StrEnum
 from typing import Any, TypeVar
 
-from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pool_client import Loss, PoolClient, ReplicaLost
 from cluster.routing.pulse_table import PulseRules, PulseTable
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.messages import Call, CallStatus, EngineLoad, GenerateReply, PrefillReply, PulseCall, ReplyT
@@ -18,15 +17,6 @@ from replicas.messages import Call, CallStatus, EngineLoad, GenerateReply, Prefi
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class Loss(StrEnum):
-    """Why a replica is not chosen any more, though its pool's table still has it."""
-
-    DEAD = "dead"
-    UNREACHABLE = "unreachable"
-    FROZEN = "frozen"
-    LEAVING = "leaving"
 
 
 class WatchedPool(PoolClient):
@@ -99,16 +89,16 @@ class WatchedPool(PoolClient):
             # Its own word, and for good. One that is off the table may be back: Serve reconfigures it for a moment.
             if replica_id in self._pool.replicas():
                 self._lose(replica_id, Loss.LEAVING)
-            raise ReplicaLost(replica_id, "is leaving", is_dead=False, has_left=True)
+            raise ReplicaLost(replica_id, Loss.LEAVING, "is leaving")
         return reply
 
     async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
         try:
             result = await self._until_it_is_lost(replica_id, work)
-        except ReplicaLost as loss:
-            if loss.is_unreachable and replica_id in self._pool.replicas():
+        except ReplicaLost as lost:
+            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE) and replica_id in self._pool.replicas():
                 self._pulses.suspect(replica_id)
-                self._lose(replica_id, Loss.DEAD if loss.is_dead else Loss.UNREACHABLE)
+                self._lose(replica_id, lost.loss)
             raise
         self._pulses.heard(replica_id)
         return result
@@ -122,7 +112,7 @@ class WatchedPool(PoolClient):
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ReplicaLost(replica_id, "has stopped answering", is_dead=False) from None
+            raise ReplicaLost(replica_id, Loss.FROZEN, "has stopped answering") from None
         finally:
             if (others := self._open.get(replica_id)) is not None:
                 others.discard(limit)

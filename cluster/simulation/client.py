@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.policies.routing_policy import Route, RouteKind
+from scheduler.generation_spec import GenerationSpec
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
 
@@ -88,17 +89,8 @@ class Attempt:
 
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
-        return Request(
-            request_id=self.request_id,
-            prompt_ids=(OTHER_TOKEN,) * self.prompt_len,
-            choices=(0,),
-            max_tokens=self.max_tokens,
-            stop_token_ids=_STOPS,
-            sampling=_GREEDY,
-            deadline_s=deadline_s,
-            local_prefill=local_prefill,
-            hands_over=hands_over,
-        )
+        spec = GenerationSpec((OTHER_TOKEN,) * self.prompt_len, (0,), self.max_tokens, _STOPS, _GREEDY)
+        return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
 
     def token(self, num_known: int) -> int:
         """What is sampled when so many are known."""

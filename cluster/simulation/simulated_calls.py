@@ -12,8 +12,8 @@ from cluster.simulation.simulated_device import StepInFlight
 from cluster.simulation.simulated_frame import SimulatedFrame
 from replicas.messages import EngineLoad
 from scheduler.engine_core import EngineCore, Turn
+from scheduler.generated_token import Token
 from scheduler.lane import Lane
-from scheduler.outcome import TokenEvent
 from scheduler.plan import SampledToken, StepOutput
 from scheduler.request import Request, RequestState
 
@@ -68,7 +68,7 @@ class SimulatedCalls:
             self._outlet.answer_prompt(self.by_id[done.request_id], done, self._load(), now_s)
         self.last_commit_s = now_s
 
-    def _count(self, event: TokenEvent, now_s: float) -> None:
+    def _count(self, event: Token, now_s: float) -> None:
         attempt = self.by_id[event.request_id]
         if event.index == 0:
             self._frame.first_tokens.append(attempt)

@@ -8,6 +8,7 @@ from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.engine_outlet import EngineOutlet
 from cluster.simulation.event_queue import Action, EventQueue, Order
+from scheduler.generated_token import Token
 from scheduler.scheduler import Scheduler
 
 
@@ -43,4 +44,5 @@ class SimulatedHandoffs:
         if self._scheduler.get(attempt.request_id) is None:
             self._scheduler.transfer_ended(attempt.request_id)
         else:
-            self._scheduler.kv_ready(attempt.request_id, {0: (attempt.token(0), None)}, now_s)
+            first = Token(attempt.request_id, 0, 0, attempt.token(0), None)
+            self._scheduler.kv_ready(attempt.request_id, (first,), now_s)

@@ -12,7 +12,7 @@ from cluster.text.stop_strings import StopMatch, StopMatcher
 if TYPE_CHECKING:
     from cluster.text.prompt_echo import PromptEcho
     from cluster.text.tokenizer import Tokenizer
-    from replicas.messages import FinishReason, TokenLogprobs
+    from replicas.messages import Token, TokenLogprobs
 
 
 class TextDelta(NamedTuple):
@@ -64,11 +64,10 @@ class TextChoice:
         self._only_echo = only_echo
         self._offset = 0 if echo is None else len(echo.text)
 
-    def push(
-        self, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
-    ) -> TextDelta:
-        """The next token, and why it is the last one, if it is. Not to be called after a finish."""
+    def push(self, token: Token) -> TextDelta:
+        """The next token. Not to be called after a finish."""
         assert self.finish_reason is None, "a choice has ended once"
+        token_id, finish_reason, logprobs = token.token_id, token.finish_reason, token.logprobs
         if self._only_echo:
             self.finish_reason = "length"
             return self._with_echo(TextDelta(self.index, "", self.finish_reason, None), logprobs is not None)

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.routing.batch_queue import BatchQueue
-from cluster.routing.generation import GenerationItem, GenerationSpec, ScoredPrompt
+from cluster.routing.generation import Generation, GenerationItem
 from cluster.text.choice import TextChoice, TextDelta
 from cluster.text.usage import Usage
+from replicas.messages import GenerationSpec, PromptLogprobs
 
 if TYPE_CHECKING:
     from cluster.monitoring.request_timer import RequestTimer
@@ -21,39 +22,46 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """What the router does for us; a fake in tests."""
 
-    def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]: ...
+    def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]: ...
 
 
 class TextGeneration:
-    """Use once. choices: num_choices per spec, in the order of the specs."""
+    """Use once. generations: one a prompt. choices: num_answers of each, in their order."""
 
     def __init__(
         self,
         source: TokenSource,
-        specs: Sequence[GenerationSpec],
+        generations: Sequence[Generation],
         choices: Sequence[TextChoice],
         timer: RequestTimer,
     ) -> None:
         self._source = source
-        self._specs = specs
+        self._generations = generations
         self._choices = choices
         self._timer = timer
 
     def stand_in_line(self, priority: int, client: str) -> None:
         """Where its prompts wait: higher priority goes first, and clients share fairly. Before `deltas`. Mutates."""
-        self._specs = [replace(spec, priority=priority, client=client) for spec in self._specs]
+        self._generations = [
+            replace(of_prompt, spec=replace(of_prompt.spec, priority=priority, client=client))
+            for of_prompt in self._generations
+        ]
+
+    @property
+    def _specs(self) -> list[GenerationSpec]:
+        return [of_prompt.spec for of_prompt in self._generations]
 
     @property
     def generation_ids(self) -> list[str]:
         """Of each prompt: what the log calls it."""
-        return [spec.generation_id for spec in self._specs]
+        return [of_prompt.generation_id for of_prompt in self._generations]
 
     def prompt_ids(self, index: int) -> tuple[int, ...]:
         """The prompt of a choice."""
         for spec in self._specs:
-            if index < spec.num_choices:
+            if index < spec.num_answers:
                 return spec.prompt_ids
-            index -= spec.num_choices
+            index -= spec.num_answers
         raise IndexError("no such choice")
 
     def best(self, num_kept: int) -> list[TextChoice]:
@@ -64,8 +72,8 @@ class TextGeneration:
         kept: list[TextChoice] = []
         first = 0
         for spec in self._specs:
-            choices = list(self._choices[first : first + spec.num_choices])
-            first += spec.num_choices
+            choices = list(self._choices[first : first + spec.num_answers])
+            first += spec.num_answers
             if len(choices) > num_kept:
                 choices.sort(key=lambda choice: choice.sum_logprobs / max(1, choice.num_tokens), reverse=True)
             kept += choices[:num_kept]
@@ -84,16 +92,16 @@ class TextGeneration:
 
         Closing the iterator ends all work for the request.
         """
-        if len(self._specs) == 1:
-            return self._deltas_of(self._specs[0], self._choices)
+        if len(self._generations) == 1:
+            return self._deltas_of(self._generations[0], self._choices)
         return self._side_by_side()
 
     async def _deltas_of(
-        self, spec: GenerationSpec, choices: Sequence[TextChoice]
+        self, generation: Generation, choices: Sequence[TextChoice]
     ) -> AsyncGenerator[list[TextDelta], None]:
         """Of one prompt."""
         num_open = len(choices)
-        async with aclosing(self._source.generate(spec)) as batches:
+        async with aclosing(self._source.generate(generation)) as batches:
             async for batch in batches:
                 deltas = [delta for item in batch if (delta := self._delta(item, choices)) is not None]
                 num_open -= sum(delta.finish_reason is not None for delta in deltas)
@@ -104,14 +112,14 @@ class TextGeneration:
         raise AssertionError("the tokens ended before every choice had")
 
     def _delta(self, item: GenerationItem, choices: Sequence[TextChoice]) -> TextDelta | None:
-        if isinstance(item, ScoredPrompt):
+        if isinstance(item, PromptLogprobs):
             for choice in choices:
                 choice.prompt_logprobs = item.positions
             return None
         choice = choices[item.choice]
         if choice.finish_reason is not None:
             return None  # a stop string has ended it; the others still run
-        delta = choice.push(item.token_id, item.finish_reason, item.logprobs)
+        delta = choice.push(item)
         if delta.token_id is not None:  # else the prompt was only echoed: its one token is dropped, nobody pays for it
             self._timer.token(choice.index)
         return delta
@@ -125,11 +133,11 @@ class TextGeneration:
                 output.close()
 
         first = 0
-        for spec in self._specs:
-            choices = self._choices[first : first + spec.num_choices]
-            first += spec.num_choices
+        for generation in self._generations:
+            choices = self._choices[first : first + generation.spec.num_answers]
+            first += len(choices)
             # A context of its own: otherwise Serve would cancel it by itself, in an order that we do not choose.
-            pump = asyncio.create_task(self._pump(spec, choices, output), context=contextvars.Context())
+            pump = asyncio.create_task(self._pump(generation, choices, output), context=contextvars.Context())
             pump.add_done_callback(ended)
             pumps.append(pump)
         try:
@@ -143,8 +151,8 @@ class TextGeneration:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _pump(self, spec: GenerationSpec, choices: Sequence[TextChoice], output: BatchQueue[TextDelta]) -> None:
-        async with aclosing(self._deltas_of(spec, choices)) as batches:
+    async def _pump(self, generation: Generation, choices: Sequence[TextChoice], output: BatchQueue[TextDelta]) -> None:
+        async with aclosing(self._deltas_of(generation, choices)) as batches:
             async for deltas in batches:
                 for delta in deltas:
                     output.put(delta)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replicas.messages import PromptLogprobs, TokenItem, TokenLogprobs
+from replicas.messages import PromptLogprobs, Token, TokenLogprobs
 
 # An entry is a token, a position of a prompt, or a candidate beside one of them.
 NUM_ENTRIES = 4096
 
-Parts = tuple[tuple[str, ...], tuple[TokenItem, ...], tuple[PromptLogprobs, ...]]
+Parts = tuple[tuple[str, ...], tuple[Token, ...], tuple[PromptLogprobs, ...]]
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Outbox:
 
     admitted: list[str] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
-    tokens: list[TokenItem] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
 
     def parts(self) -> Iterator[Parts]:
         """(admitted, tokens, prompts) of each frame. Very many tokens come from a beam search."""

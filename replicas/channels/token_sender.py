@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from replicas.channels.frame_ring import FrameRing
 from replicas.channels.wire import encode
-from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, TokenItem
+from replicas.messages import ChannelAddress, EngineLoad, Frame, PromptLogprobs, Token
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class TokenSender:
         router_id: str,
         load: EngineLoad,
         admitted: Sequence[str] = (),
-        tokens: Sequence[TokenItem] = (),
+        tokens: Sequence[Token] = (),
         prompts: Sequence[PromptLogprobs] = (),
     ) -> int:
         """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from replicas.engine.open_call import OpenCall
@@ -24,7 +23,7 @@ from replicas.kv.handoff_actions import (
     ReadReleased,
     SourceReleased,
 )
-from replicas.messages import CallStatus, FinishReason, FirstToken, Handoff, PrefillCall
+from replicas.messages import CallStatus, Handoff, PrefillCall
 from scheduler.memory_budget import num_blocks_for
 from scheduler.outcome import PromptDone
 from scheduler.request import Request, RequestState
@@ -61,7 +60,7 @@ class Handoffs:
         """
         request, call = opened.request, opened.call
         if isinstance(call, PrefillCall):
-            if request.max_tokens > 1:
+            if call.spec.max_tokens > 1:
                 self.transfers.check_reader(request.request_id, call.reader)
             else:  # nothing will be handed over
                 opened.is_reader_checked = True
@@ -77,7 +76,7 @@ class Handoffs:
     def prompt_done(self, done: PromptDone) -> None:
         """Its blocks are offered, if there are any. Raises what the transfers raise: then nothing was offered."""
         opened = self._calls.by_id[done.request_id]
-        opened.first_tokens = first_tokens = _first_tokens(done)
+        opened.first_tokens = done.first_tokens
         if done.block_ids:
             assert isinstance(opened.call, PrefillCall)
             self.transfers.offer(
@@ -85,7 +84,7 @@ class Handoffs:
                 reader=opened.call.reader,
                 block_ids=done.block_ids,
                 prompt_len=opened.request.prompt_len,
-                first_tokens=tuple(replace(token, logprobs=None) for token in first_tokens),
+                first_tokens=tuple(token._replace(logprobs=None) for token in done.first_tokens),
                 deadline_s=opened.request.deadline_s,
                 candidates=done.candidates,
             )
@@ -149,9 +148,7 @@ class Handoffs:
         if request.search is not None:
             self._scheduler.beams_ready(request.request_id, handoff.candidates, time.monotonic())
             return
-        firsts = handoff.first_tokens
-        by_choice = {t.choice: (t.token_id, t.finish_reason.value if t.finish_reason else None) for t in firsts}
-        self._scheduler.kv_ready(request.request_id, by_choice, time.monotonic())
+        self._scheduler.kv_ready(request.request_id, handoff.first_tokens, time.monotonic())
 
     # -- what is offered ---------------------------------------------------------------------------
 
@@ -176,15 +173,3 @@ class Handoffs:
             return
         self._scheduler.transfer_ended(transfer_id)
         self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
-
-
-def _first_tokens(done: PromptDone) -> tuple[FirstToken, ...]:
-    return tuple(
-        FirstToken(
-            event.choice,
-            event.token_id,
-            FinishReason(event.finish_reason) if event.finish_reason else None,
-            event.logprobs,
-        )
-        for event in done.first_tokens
-    )

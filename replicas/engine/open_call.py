@@ -10,18 +10,15 @@ from typing import Any
 from replicas.messages import (
     CallStatus,
     EngineLoad,
-    FirstToken,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
     Handoff,
     PrefillCall,
     PrefillReply,
+    Token,
 )
-from scheduler.beam_search import BeamSearch
 from scheduler.outcome import NeverFits
 from scheduler.request import Request, RequestState
-from scheduler.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -39,7 +36,7 @@ class OpenCall:
     # Of a PrefillCall.
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
-    first_tokens: tuple[FirstToken, ...] | None = None  # once they are known
+    first_tokens: tuple[Token, ...] | None = None  # once they are known
 
     @property
     def is_read(self) -> bool:
@@ -50,8 +47,9 @@ class OpenCall:
         """What its router is told of a request that is too large."""
         if isinstance(self.call, PrefillCall):
             return f"a prompt of {self.request.prompt_len} tokens {error}"
-        needs = f"{self.request.prompt_len} prompt tokens and max_tokens {self.request.max_tokens}"
-        return f"{needs}, {len(self.request.choices)} choices: {error}"
+        spec = self.call.spec
+        needs = f"{spec.prompt_len} prompt tokens and max_tokens {spec.max_tokens}"
+        return f"{needs}, {len(spec.choices)} choices: {error}"
 
     def reply(self, reply: GenerateReply | PrefillReply) -> None:
         """Answer. The other side may have gone (a cancelled future); that is not an error."""
@@ -101,37 +99,9 @@ class OpenCall:
 
 
 def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
-    """Of a call that arrived at `now_s`."""
+    """Of a call that arrived at `now_s`: its relative timeout becomes a deadline."""
+    deadline_s = now_s + call.timeout_s
     if isinstance(call, PrefillCall):
-        return OpenCall(call, _scheduler_request(call.request, now_s, local_prefill=True, hands_over=True))
-    request = _scheduler_request(call.request, now_s, local_prefill=call.source is None, hands_over=False)
+        return OpenCall(call, Request(call.request_id, call.spec, deadline_s, hands_over=True))
+    request = Request(call.request_id, call.spec, deadline_s, local_prefill=call.source is None)
     return OpenCall(call, request, router_id=call.channel.router_id)
-
-
-def _scheduler_request(request: GenerationRequest, now_s: float, *, local_prefill: bool, hands_over: bool) -> Request:
-    """The scheduler's view of a request that arrived at `now_s`: its relative timeout becomes a deadline.
-
-    A beam search samples nothing: of each row it wants the most likely tokens, by the model's own logits.
-    """
-    sampling, search = request.sampling, None
-    if request.beam is not None:
-        search = BeamSearch(request.beam, request.stop_token_ids, request.max_tokens)
-        num_candidates = request.beam.num_candidates(len(request.stop_token_ids))
-        scores = request.sampling.num_prompt_logprobs
-        sampling = SamplingParams(temperature=0.0, num_logprobs=num_candidates, num_prompt_logprobs=scores)
-    return Request(
-        request_id=request.request_id,
-        prompt_ids=request.prompt_ids,
-        choices=request.choices,
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
-        sampling=sampling,
-        deadline_s=now_s + request.timeout_s,
-        local_prefill=local_prefill,
-        hands_over=hands_over,
-        priority=request.priority,
-        client=request.client,
-        num_output_in_prompt=request.num_output_in_prompt,
-        search=search,
-        num_returned=request.num_returned,
-    )

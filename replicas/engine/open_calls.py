@@ -11,11 +11,11 @@ from replicas.channels.wire import encode_scores
 from replicas.engine.handoffs import Handoffs
 from replicas.engine.open_call import OpenCall
 from replicas.engine.token_frames import TokenFrames
-from replicas.messages import CallStatus, EngineLoad, GenerateCall, PromptLogprobs
+from replicas.messages import CallStatus, EngineLoad, GenerateCall, PromptLogprobs, Token
 from replicas.metrics.engine_metrics import EngineMetrics
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.lane import Lane
-from scheduler.outcome import NeverFits, PromptDone, TokenEvent
+from scheduler.outcome import NeverFits, PromptDone
 from scheduler.plan import StepOutput
 from scheduler.request import RequestState
 
@@ -91,12 +91,12 @@ class OpenCalls:
             except Exception as error:
                 self.fail(prompt.request_id, error)
         events = self._core.commit(output, now_s, lane)
-        for event in events.tokens:
+        for token in events.tokens:
             try:
-                self._send_token(event)
+                self._send_token(token)
             except Exception as error:
-                self.fail(event.request_id, error)
-        for request_id in {event.request_id for event in events.tokens if event.finish_reason}:
+                self.fail(token.request_id, error)
+        for request_id in {token.request_id for token in events.tokens if token.finish_reason}:
             if request_id in self.by_id and self._scheduler.get(request_id) is None:
                 self._finished.append(self.by_id.pop(request_id))
         for done in events.prompts:
@@ -109,10 +109,10 @@ class OpenCalls:
         elif opened is not None and self._frames is not None:
             self._frames.add_scores(opened, prompt)
 
-    def _send_token(self, event: TokenEvent) -> None:
-        opened = self.by_id.get(event.request_id)
+    def _send_token(self, token: Token) -> None:
+        opened = self.by_id.get(token.request_id)
         if opened is not None and self._frames is not None:  # else it has failed a token ago
-            self._frames.add_token(opened, event)
+            self._frames.add_token(opened, token)
 
     def _on_prompt_done(self, done: PromptDone) -> None:
         try:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from replicas.channels.outbox import Outbox, Parts
 from replicas.engine.open_call import OpenCall
-from replicas.messages import CallStatus, EngineLoad, FinishReason, PromptLogprobs, TokenItem
-from scheduler.outcome import TokenEvent
+from replicas.messages import CallStatus, EngineLoad, PromptLogprobs, Token
 
 if TYPE_CHECKING:
     from replicas.channels.token_sender import TokenSender
@@ -39,13 +38,11 @@ class TokenFrames:
     def add_scores(self, opened: OpenCall, prompt: PromptLogprobs) -> None:
         self._outbox[opened.router_id].prompts.append(prompt)
 
-    def add_token(self, opened: OpenCall, event: TokenEvent) -> None:
-        reason = FinishReason(event.finish_reason) if event.finish_reason else None
-        item = TokenItem(event.request_id, event.choice, event.index, event.token_id, reason, event.logprobs)
-        opened.num_sent[event.choice] += 1
-        if not event.index and opened.first_token_s is None and opened.request.search is None:
+    def add_token(self, opened: OpenCall, token: Token) -> None:
+        opened.num_sent[token.choice] += 1
+        if not token.index and opened.first_token_s is None and opened.request.search is None:
             opened.first_token_s = time.monotonic()
-        self._outbox[opened.router_id].tokens.append(item)
+        self._outbox[opened.router_id].tokens.append(token)
 
     def flush(self, load: EngineLoad, now_s: float, give_up: Callable[[str, CallStatus, str], None]) -> None:
         """A frame or some per router that has something, or that has not heard of us for a while. give_up: is told of

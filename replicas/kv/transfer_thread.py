@@ -20,7 +20,7 @@ from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_driver import DigestBlocks, TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
-from replicas.messages import FirstToken, Handoff, TransferPeer
+from replicas.messages import Handoff, Token, TransferPeer
 
 _BUSY_POLL_S = 0.001  # while a transfer is open on either side
 _IDLE_POLL_S = 0.02  # nothing is expected, but a peer may ask again, and UCX tells nobody
@@ -122,7 +122,7 @@ class TransferThread:
         reader: TransferPeer,
         block_ids: Sequence[int],
         prompt_len: int,
-        first_tokens: Sequence[FirstToken],
+        first_tokens: Sequence[Token],
         deadline_s: float,
         candidates: Sequence[tuple[int, float]] = (),
     ) -> None:

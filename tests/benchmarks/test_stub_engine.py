@@ -16,7 +16,7 @@ from replicas.messages import (
     FinishReason,
     Frame,
     GenerateCall,
-    GenerationRequest,
+    GenerationSpec,
     PrefillCall,
     TransferPeer,
 )
@@ -30,10 +30,9 @@ async def test_tokens_arrive_in_order_and_are_counted() -> None:
     engine = StubDecodeEngine(TokenSender("decode", "epoch"), step_s=0.001)
     receiver.allow(engine.sender.public_key)
     engine.start()
-    request = GenerationRequest("r", (42, 7), (0,), 5, frozenset(), SamplingParams(temperature=0.0), 10.0)
-    reply = await asyncio.wait_for(
-        asyncio.wrap_future(engine.generate(GenerateCall(request, receiver.address, None))), 10
-    )
+    spec = GenerationSpec((42, 7), (0,), 5, frozenset(), SamplingParams(temperature=0.0))
+    call = GenerateCall("r", spec, 10.0, receiver.address, None)
+    reply = await asyncio.wait_for(asyncio.wrap_future(engine.generate(call)), 10)
     async with asyncio.timeout(5):
         while not frames or not any(item.finish_reason for item in frames[-1].tokens):
             await asyncio.sleep(0.001)

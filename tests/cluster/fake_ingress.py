@@ -19,26 +19,25 @@ from cluster.monitoring.otel_tracing import Tracing
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
-from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec
+from cluster.routing.generation import Generation, GenerationItem
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
-from replicas.messages import FinishReason
+from replicas.messages import FinishReason, GenerationSpec, Token
 
 MODEL = "the-model"
 EOS = 256
 HANG = "hang"
-Step = GeneratedToken | Exception | str
+Step = Token | Exception | str
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-def text(
-    choice: int, content: str | bytes, end: FinishReason | None = None, *, eos: bool = False
-) -> list[GeneratedToken]:
+def text(choice: int, content: str | bytes, end: FinishReason | None = None, *, eos: bool = False) -> list[Token]:
     """One token for each byte; the last one ends the choice, if end is given. eos: that is one more, without text."""
     ids = list(content.encode() if isinstance(content, str) else content) + [EOS] * eos
-    return [GeneratedToken(choice, token_id, end if i == len(ids) else None) for i, token_id in enumerate(ids, 1)]
+    last = len(ids) - 1
+    return [Token("", choice, i, token_id, end if i == last else None) for i, token_id in enumerate(ids)]
 
 
 class ByteTokenizer:
@@ -103,12 +102,16 @@ class ScriptedSource:
 
     def __init__(self, **script: Sequence[Step]) -> None:
         self.script = script
-        self.specs: list[GenerationSpec] = []
+        self.generations: list[Generation] = []
         self.open_prompts: list[str] = []
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
-        prompt = bytes(spec.prompt_ids).decode()
-        self.specs.append(spec)
+    @property
+    def specs(self) -> list[GenerationSpec]:
+        return [generation.spec for generation in self.generations]
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
+        prompt = bytes(generation.spec.prompt_ids).decode()
+        self.generations.append(generation)
         self.open_prompts.append(prompt)
         try:
             for step in self.script[prompt]:

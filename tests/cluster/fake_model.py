@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from cluster.routing.generation import GenerationSpec
-from replicas.messages import CallStatus, FinishReason, GenerationRequest
+from cluster.routing.generation import Generation
+from replicas.messages import CallStatus, FinishReason, GenerationSpec
 from scheduler.sampling_params import SamplingParams
 
 VOCABULARY = 97
@@ -20,13 +20,14 @@ MODEL = "f"
 Token = tuple[int, FinishReason | None]
 
 
-def spec_of(
+def generation_of(
     *prompt_ids: int, n: int = 1, max_tokens: int = 8, stop: Iterable[int] = (), seed: int = 7, **values: Any
-) -> GenerationSpec:
-    """A spec whose choices part with their first token; temperature=0.0 keeps them together."""
+) -> Generation:
+    """One whose choices part with their first token; temperature=0.0 keeps them together."""
     temperature, timeout_s = values.get("temperature", 1.0), values.get("timeout_s", 20.0)
     sampling = SamplingParams(temperature, 0, 1.0, seed)
-    return GenerationSpec("g", prompt_ids or (1, 2, 3, 4, 5), n, max_tokens, frozenset(stop), sampling, timeout_s)
+    spec = GenerationSpec(prompt_ids or (1, 2, 3, 4, 5), tuple(range(n)), max_tokens, frozenset(stop), sampling)
+    return Generation("g", spec, timeout_s)
 
 
 def model_tokens(
@@ -48,16 +49,15 @@ def model_tokens(
     return tokens
 
 
-def tokens_of(request: GenerationRequest, model: str = MODEL) -> dict[int, list[Token]]:
+def tokens_of(spec: GenerationSpec, model: str = MODEL) -> dict[int, list[Token]]:
     """What an attempt generates, by choice."""
-    given = request.max_tokens, request.stop_token_ids, model
-    return {c: model_tokens(request.prompt_ids, request.sampling, c, *given) for c in request.choices}
-
-
-def undisturbed(spec: GenerationSpec, model: str = MODEL) -> dict[int, list[Token]]:
-    """What a client must get, whatever happens on the way."""
     given = spec.max_tokens, spec.stop_token_ids, model
-    return {c: model_tokens(spec.prompt_ids, spec.sampling, c, *given) for c in range(spec.num_choices)}
+    return {c: model_tokens(spec.prompt_ids, spec.sampling, c, *given) for c in spec.choices}
+
+
+def undisturbed(generation: Generation, model: str = MODEL) -> dict[int, list[Token]]:
+    """What a client must get, whatever happens on the way."""
+    return tokens_of(generation.spec, model)
 
 
 class Phase(StrEnum):

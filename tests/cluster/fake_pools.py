@@ -15,25 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import astuple
 
-from cluster.routing.pool_client import PoolClient, ReplicaLost
+from cluster.routing.pool_client import Loss, PoolClient, ReplicaLost
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.channels.wire import encode
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
-    FirstToken,
     ForgetPeerCall,
     Frame,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
     PrefillCall,
     PrefillReply,
     Pulse,
     PulseCall,
     ReplayCall,
     ReplayReply,
-    TokenItem,
+    Token,
 )
 from scheduler.memory_budget import blocks_for_generation
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, tokens_of
@@ -115,7 +113,7 @@ class FakePool(PoolClient):
         replica = self.members.get(replica_id)
         if replica is None:
             call.end = "failed"
-            raise ReplicaLost(replica_id, "is not in its pool", is_dead=False, has_left=True)
+            raise ReplicaLost(replica_id, Loss.LEAVING, "is not in its pool")
         if replica.is_leaving and method in ("generate", "prefill"):
             call.end = "ok"
             return _refusal(method, replica)
@@ -126,7 +124,7 @@ class FakePool(PoolClient):
         try:
             await asyncio.wait({work, replica.death}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ReplicaLost(replica_id, "ActorDiedError", is_dead=True)
+                raise ReplicaLost(replica_id, Loss.DEAD, "ActorDiedError")
             result = work.result()
             call.end = "ok"
             return result
@@ -158,7 +156,7 @@ class FakePool(PoolClient):
         if isinstance(fault.what, CallStatus):
             raise _Reply(fault.what)
         if fault.what == "gone":
-            raise ReplicaLost(replica.replica_id, "has left", is_dead=False)
+            raise ReplicaLost(replica.replica_id, Loss.FROZEN, "has stopped answering")
         if fault.what == "raise":
             raise RuntimeError("a bug at the replica; the prompt was a secret")
         if fault.what == "cancelled":
@@ -176,15 +174,16 @@ def _refusal(method: str, replica: FakeReplica) -> GenerateReply | PrefillReply:
 
 class FakePrefill(FakePool):
     async def _prefill(self, replica: FakeReplica, call: PrefillCall) -> PrefillReply:
-        request, script = call.request, self.cluster.scripts[call.request.request_id]
+        script = self.cluster.scripts[call.request_id]
         await asyncio.sleep(script.prefill_s)
         try:
             await self._strike(replica, script, Phase.PREFILL)
         except _Reply as reply:
             return PrefillReply(reply.status, "scripted", (), 0.0, 0.0, replica.load)
         assert call.reader.fingerprint == replica.fingerprint, "KV never goes from one model to another"
-        firsts = tuple(FirstToken(c, *tokens[0]) for c, tokens in tokens_of(request, replica.fingerprint).items())
-        handoff = self.cluster.handoffs.get(request.request_id)
+        tokens = tokens_of(call.spec, replica.fingerprint)
+        firsts = tuple(Token(call.request_id, c, 0, *of_choice[0]) for c, of_choice in tokens.items())
+        handoff = self.cluster.handoffs.get(call.request_id)
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
         await asyncio.sleep(script.answer_s)
@@ -193,7 +192,7 @@ class FakePrefill(FakePool):
 
 class FakeDecode(FakePool):
     async def _generate(self, replica: FakeReplica, call: GenerateCall) -> GenerateReply:
-        script = self.cluster.begin(call.request)
+        script = self.cluster.begin(call)
         sent: Counter[int] = Counter()
         status = CallStatus.OK
         try:
@@ -209,18 +208,17 @@ class FakeDecode(FakePool):
         return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, script.transfer_s, 0.0)
 
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
-        request = call.request
-        tokens = tokens_of(request, replica.fingerprint)
+        tokens = tokens_of(call.spec, replica.fingerprint)
         if call.source is not None:
             assert call.source.fingerprint == replica.fingerprint, "KV never comes from another model"
             await self._strike(replica, script, Phase.ADMITTED)
-            await self.cluster.handoffs[request.request_id]
+            await self.cluster.handoffs[call.request_id]
             await asyncio.sleep(script.transfer_s)
         await self._strike(replica, script, Phase.TRANSFER)
         first = 0 if call.source is None else 1
         for step, index in enumerate(range(first, max(map(len, tokens.values())))):
             await self._strike(replica, script, Phase.DECODE, step)
-            now = [TokenItem(request.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
+            now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
             await replica.send(call.channel, tokens=tuple(now))
             await asyncio.sleep(script.token_s)
@@ -228,19 +226,19 @@ class FakeDecode(FakePool):
     @asynccontextmanager
     async def _memory(self, replica: FakeReplica, call: GenerateCall) -> AsyncIterator[None]:
         """Wait for memory; say that it is there; afterwards that it is free again."""
-        request = call.request
-        blocks = blocks_for_generation(len(request.prompt_ids), request.max_tokens, len(request.choices), BLOCK_SIZE)
+        spec, request_id = call.spec, call.request_id
+        blocks = blocks_for_generation(spec.prompt_len, spec.max_tokens, len(spec.choices), BLOCK_SIZE)
         assert blocks <= replica.total_blocks, "the router lets nothing pass that never fits"
         with replica.queued():
             while replica.used_blocks + blocks > replica.total_blocks:
                 await asyncio.sleep(0.001)
-        self.cluster.handoffs[request.request_id] = asyncio.get_running_loop().create_future()
+        self.cluster.handoffs[request_id] = asyncio.get_running_loop().create_future()
         try:
             with replica.promised(blocks):
-                await replica.send(call.channel, admitted=(request.request_id,))
+                await replica.send(call.channel, admitted=(request_id,))
                 yield
         finally:
-            del self.cluster.handoffs[request.request_id]
+            del self.cluster.handoffs[request_id]
             await replica.send(call.channel)
 
     async def _replay(self, replica: FakeReplica, router_id: str, from_seq: int) -> ReplayReply:
@@ -274,9 +272,9 @@ class FakeCluster:
         self.calls: list[Call] = []
         self.struck: list[Fault] = []
         self.scripts: dict[str, Script] = {}
-        self.requests: list[GenerationRequest] = []
+        self.requests: list[GenerateCall] = []
         self.handoffs: dict[str, asyncio.Future[None]] = {}
-        self.script: Callable[[GenerationRequest], Script] = lambda _: PLAIN
+        self.script: Callable[[GenerateCall], Script] = lambda _: PLAIN
         self.on_wire: Callable[[Frame], Iterable[Frame]] = lambda frame: (frame,)
         self.replay = "ok"
         self.forget_peer_hangs = False
@@ -298,11 +296,11 @@ class FakeCluster:
         """The first attempts meet these faults, later ones none."""
         self.play(*(Script(fault) for fault in faults))
 
-    def begin(self, request: GenerationRequest) -> Script:
-        assert request.request_id not in self.scripts, "an attempt has an id of its own"
-        self.requests.append(request)
-        self.scripts[request.request_id] = self.script(request)
-        return self.scripts[request.request_id]
+    def begin(self, call: GenerateCall) -> Script:
+        assert call.request_id not in self.scripts, "an attempt has an id of its own"
+        self.requests.append(call)
+        self.scripts[call.request_id] = self.script(call)
+        return self.scripts[call.request_id]
 
     def of(self, method: str) -> list[Call]:
         return [call for call in self.calls if call.method == method]

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from replicas.channels.token_sender import TokenSender
-from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem, TransferPeer
+from replicas.messages import ChannelAddress, EngineLoad, Frame, Token, TransferPeer
 from tests.cluster.fake_model import MODEL
 
 EPOCH = "e1"
@@ -50,7 +50,7 @@ class FakeReplica:
         return {"num_blocks": self.total_blocks, "channel_public_key": self.public_key, "peer": peer.to_metadata()}
 
     async def send(
-        self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[TokenItem, ...] = ()
+        self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()
     ) -> None:
         await self.thaw.wait()
         if self.death.done():

@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator
 
-from cluster.routing.generation import GeneratedToken, GenerationItem, GenerationSpec, ScoredPrompt
-from replicas.messages import FinishReason, TokenLogprobs
+from cluster.routing.generation import Generation, GenerationItem
+from replicas.messages import FinishReason, GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 from tests.cluster.fake_ingress import EOS
 
 _LETTERS = list(b"abcdefghij ")
@@ -20,17 +20,22 @@ class LetterSource:
     """
 
     def __init__(self, most: int = 24) -> None:
-        self.specs: list[GenerationSpec] = []
+        self.generations: list[Generation] = []
         self._most = most
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[list[GenerationItem], None]:
-        self.specs.append(spec)
+    @property
+    def specs(self) -> list[GenerationSpec]:
+        return [generation.spec for generation in self.generations]
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
+        spec = generation.spec
+        self.generations.append(generation)
         await asyncio.sleep(0)
         wanted = spec.sampling.num_prompt_logprobs
         if wanted is not None:
             scores = [logprobs_of(token_id, i, wanted) for i, token_id in enumerate(spec.prompt_ids)]
-            yield [ScoredPrompt((None, *scores[1:]))]
-        texts = [self._ids(spec, choice) for choice in range(spec.num_choices)]
+            yield [PromptLogprobs("", 0, (None, *scores[1:]))]
+        texts = [self._ids(spec, choice) for choice in range(spec.num_answers)]
         for position in range(max(map(len, texts))):
             await asyncio.sleep(0)
             yield [self._token(spec, choice, position, ids) for choice, ids in enumerate(texts) if position < len(ids)]
@@ -46,14 +51,13 @@ class LetterSource:
                 return ids[: i + 1]
         return ids
 
-    def _token(self, spec: GenerationSpec, choice: int, position: int, ids: list[int]) -> GeneratedToken:
+    def _token(self, spec: GenerationSpec, choice: int, position: int, ids: list[int]) -> Token:
         token_id, end = ids[position], None
         if position + 1 == len(ids):
             end = FinishReason.STOP if token_id in spec.stop_token_ids else FinishReason.LENGTH
         wanted = spec.sampling.num_logprobs
-        return GeneratedToken(
-            choice, token_id, end, None if wanted is None else logprobs_of(token_id, position, wanted)
-        )
+        scores = None if wanted is None else logprobs_of(token_id, position, wanted)
+        return Token("", choice, position, token_id, end, scores)
 
 
 def logprobs_of(token_id: int, position: int, num_top: int) -> TokenLogprobs:

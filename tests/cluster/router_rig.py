@@ -12,14 +12,15 @@ from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import RoutingRules
-from cluster.routing.generation import GeneratedToken, GenerationSpec
+from cluster.routing.generation import Generation
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
-from tests.cluster.fake_model import Token
+from replicas.messages import Token
+from tests.cluster.fake_model import Token as Generated
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
 
 PATIENCE_S = 5.0
-Tokens = dict[int, list[Token]]
+Tokens = dict[int, list[Generated]]
 
 
 @dataclass
@@ -32,13 +33,13 @@ class Rig:
     baseline: set[asyncio.Task[Any]] = field(default_factory=set)
     problems: list[dict[str, Any]] = field(default_factory=list)
 
-    async def tokens(self, spec: GenerationSpec) -> Tokens:
+    async def tokens(self, generation: Generation) -> Tokens:
         """Consume a generation to its end."""
-        got: Tokens = {choice: [] for choice in range(spec.num_choices)}
-        async with aclosing(self.router.generate(spec)) as batches:
+        got: Tokens = {choice: [] for choice in generation.spec.choices}
+        async with aclosing(self.router.generate(generation)) as batches:
             async for batch in batches:
                 for token in batch:
-                    assert isinstance(token, GeneratedToken)
+                    assert isinstance(token, Token)
                     got[token.choice].append((token.token_id, token.finish_reason))
         return got
 
@@ -48,8 +49,8 @@ class Rig:
             await asyncio.sleep(0.01)
             await self.cluster.signs_of_life(self.router._intake.address)
 
-    def start(self, spec: GenerationSpec) -> asyncio.Task[Tokens]:
-        return asyncio.create_task(self.tokens(spec))
+    def start(self, generation: Generation) -> asyncio.Task[Tokens]:
+        return asyncio.create_task(self.tokens(generation))
 
     def count(self, name: str, **labels: str) -> float:
         """A counter's value, summed over the labels not given."""

@@ -14,7 +14,7 @@ from cluster.api_error import ApiError
 from cluster.routing.attempt_failed import Stage
 from cluster.routing.generation import GenerationItem
 from replicas.messages import CallStatus
-from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
+from tests.cluster.fake_model import Fault, Phase, Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router, until
 
@@ -42,10 +42,10 @@ STAGE = {
 async def test_a_fault_costs_one_retry_and_no_token(num_prefill: int, phase: Phase, what: str, n: int) -> None:
     if phase is Phase.PREFILL and not num_prefill:
         return
-    spec = spec_of(n=n)
+    generation = generation_of(n=n)
     async with running_router(FakeCluster(num_decode=2, num_prefill=num_prefill)) as rig:
         rig.cluster.fail(Fault(phase, what))
-        assert await rig.tokens(spec) == undisturbed(spec)
+        assert await rig.tokens(generation) == undisturbed(generation)
         assert len(rig.cluster.struck) == 1
         assert rig.count("splitserve_retries") == 1
         if num_prefill and what != CallStatus.KV_LOST:
@@ -58,10 +58,10 @@ async def test_a_fault_costs_one_retry_and_no_token(num_prefill: int, phase: Pha
 @pytest.mark.parametrize("what", [*LOST, *REPLIES])
 async def test_decode_fails_while_prefill_works(what: str) -> None:
     """Prefill's work is given up at once, not when it is done."""
-    spec = spec_of()
+    generation = generation_of()
     async with running_router(FakeCluster(num_decode=2, num_prefill=2)) as rig, asyncio.timeout(4.0):
         rig.cluster.play(Script(Fault(Phase.ADMITTED, what), prefill_s=NEVER_S))
-        assert await rig.tokens(spec) == undisturbed(spec)
+        assert await rig.tokens(generation) == undisturbed(generation)
         assert [call.end for call in rig.cluster.of("prefill")] == ["cancelled", "ok"]
         assert rig.count("splitserve_retries", stage="transfer" if what == CallStatus.KV_LOST else "decode") == 1
 
@@ -69,11 +69,11 @@ async def test_decode_fails_while_prefill_works(what: str) -> None:
 @pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.PREFILL, Phase.TRANSFER])
 @CHOICES
 async def test_who_hangs_is_given_up(phase: Phase, n: int) -> None:
-    spec = spec_of(n=n)
+    generation = generation_of(n=n)
     limit = {"queue_s" if phase is Phase.QUEUE else "handoff_s": 0.2}
     async with running_router(FakeCluster(num_decode=2, num_prefill=2), **limit) as rig:
         rig.cluster.fail(Fault(phase, "hang"))
-        assert await rig.tokens(spec) == undisturbed(spec)
+        assert await rig.tokens(generation) == undisturbed(generation)
         assert rig.count("splitserve_retries", stage=STAGE[phase]) == 1
 
 
@@ -81,10 +81,10 @@ async def test_who_hangs_is_given_up(phase: Phase, n: int) -> None:
 @CHOICES
 @pytest.mark.parametrize("what", [*LOST, *REPLIES, "hang"])
 async def test_what_happens_after_the_last_token_changes_nothing(num_prefill: int, n: int, what: str) -> None:
-    spec = spec_of(n=n)
+    generation = generation_of(n=n)
     async with running_router(FakeCluster(num_prefill=num_prefill), tail_s=0.03) as rig:
         rig.cluster.fail(Fault(Phase.REPLY, what))
-        assert await rig.tokens(spec) == undisturbed(spec)
+        assert await rig.tokens(generation) == undisturbed(generation)
         await rig.settle()
         assert len(rig.cluster.requests) == len(rig.cluster.struck) == 1
 
@@ -99,7 +99,7 @@ async def test_out_of_time(num_prefill: int, phase: Phase, what: str) -> None:
     async with running_router(FakeCluster(num_prefill=num_prefill)) as rig:
         rig.cluster.fail(Fault(phase, what))
         with pytest.raises(ApiError) as caught:
-            await rig.tokens(spec_of(timeout_s=NEVER_S if what == CallStatus.TIMEOUT else 0.2))
+            await rig.tokens(generation_of(timeout_s=NEVER_S if what == CallStatus.TIMEOUT else 0.2))
         assert caught.value.status == (429 if phase is Phase.QUEUE else 504)
         assert rig.count("splitserve_request_rejections", reason="queue_timeout") == (phase is Phase.QUEUE)
         assert len(rig.cluster.requests) == 1
@@ -108,17 +108,17 @@ async def test_out_of_time(num_prefill: int, phase: Phase, what: str) -> None:
 @pytest.mark.parametrize("what", [CallStatus.ERROR, "raise"])
 async def test_what_a_replica_says_of_its_fault_is_for_the_log(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """The client gets the stage, and the id to look it up by."""
-    spec = spec_of()
+    generation = generation_of()
     async with running_router(FakeCluster(), max_retries=0) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, what))
         with pytest.raises(ApiError) as caught:
-            await rig.tokens(spec)
+            await rig.tokens(generation)
     detail = "scripted" if what == CallStatus.ERROR else "RuntimeError"
     assert caught.value.status == 500
     assert detail not in caught.value.message
-    assert f"failed at decode; the server's log has more under {spec.generation_id}" in caught.value.message
+    assert f"failed at decode; the server's log has more under {generation.generation_id}" in caught.value.message
     (record,) = (record for record in caplog.records if record.message == "attempt failed")
-    assert (vars(record)["detail"], vars(record)["generation"]) == (detail, spec.generation_id)
+    assert (vars(record)["detail"], vars(record)["generation"]) == (detail, generation.generation_id)
 
 
 # -- the client goes -------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ async def test_cancelled_while_it_waits(num_prefill: int, phase: str, n: int) ->
         return
     async with running_router(FakeCluster(num_prefill=num_prefill)) as rig:
         rig.cluster.play(WAITS[phase])
-        consumer = rig.start(spec_of(n=n))
+        consumer = rig.start(generation_of(n=n))
         await until(lambda: bool(rig.cluster.struck) or phase == "frames late")
         await asyncio.sleep(0.005)
         consumer.cancel()
@@ -166,11 +166,11 @@ async def test_the_client_goes_at_any_moment(faults: str, ending: str) -> None:
     async with running_router(FakeCluster(num_decode=2, num_prefill=2), retry_delay_s=0.0) as rig:
         for turns in range(200):
             rig.cluster.fail(*SWEEPS[faults])
-            spec = spec_of(turns, n=2, max_tokens=4, seed=turns)
+            generation = generation_of(turns, n=2, max_tokens=4, seed=turns)
             if ending == "cancel":
-                is_done = await cancel_after(turns, rig.start(spec))
+                is_done = await cancel_after(turns, rig.start(generation))
             else:
-                is_done = await close_after(turns, rig.router.generate(spec))
+                is_done = await close_after(turns, rig.router.generate(generation))
             await rig.settle()
             for pool in rig.cluster.pools:
                 pool.replace_dead()
@@ -201,7 +201,7 @@ async def test_two_cancellations_in_a_row() -> None:
     """The second one hits while the first is being carried out."""
     async with running_router(FakeCluster()) as rig:
         rig.cluster.play(Script(Fault(Phase.DECODE, "hang")))
-        consumer = rig.start(spec_of())
+        consumer = rig.start(generation_of())
         await until(lambda: bool(rig.cluster.struck))
         consumer.cancel()
         await asyncio.sleep(0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.policies.routing_policy import Route, RouteKind
-from cluster.routing.attempt_failed import AttemptFailed, Stage
-from cluster.routing.attempt_history import AttemptHistory
-from cluster.routing.pool_client import ReplicaLost
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.pool_client import Loss, ReplicaLost
 from replicas.messages import CallStatus
 
 ROUTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
@@ -16,13 +15,13 @@ ROUTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
 def test_both_are_avoided_unless_it_is_known_who_was_at_fault() -> None:
     failure = AttemptFailed(Stage.TRANSFER, CallStatus.KV_LOST, "", may_retry=True)
     assert AttemptHistory().after(failure, ROUTE) == AttemptHistory(1, frozenset({"d", "p"}))
-    failure.__cause__ = ReplicaLost("p", "died", is_dead=True)
+    failure.__cause__ = ReplicaLost("p", Loss.DEAD, "died")
     assert AttemptHistory(1).after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))
 
 
 def test_a_replica_that_leaves_is_avoided_and_counts_only_if_it_was_avoided_before() -> None:
     failure = AttemptFailed(Stage.PREFILL, CallStatus.ERROR, "", may_retry=True)
-    failure.__cause__ = ReplicaLost("p", "is leaving", is_dead=False, has_left=True)
+    failure.__cause__ = ReplicaLost("p", Loss.LEAVING, "is leaving")
     once = AttemptHistory(1).after(failure, ROUTE)
     assert once == AttemptHistory(1, frozenset({"p"}))
     assert once.after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))

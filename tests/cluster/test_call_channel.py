@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import zmq
@@ -33,12 +34,12 @@ from replicas.messages import (
     ChannelAddress,
     EngineLoad,
     FinishReason,
-    FirstToken,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
+    GenerationSpec,
     PrefillCall,
     PrefillReply,
+    Token,
     TransferPeer,
 )
 from scheduler.beam_search import BeamParams
@@ -47,39 +48,27 @@ from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0
-SAMPLING = SamplingParams(0.5, 3, 0.9, 1 << 63, logit_bias=((4, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=2)
+SAMPLING = SamplingParams(0.5, 3, 0.9, 1 << 63, logit_bias=((4, -1.5),), bad_words=((1, 2), (3,)), num_logprobs=4)
 BEAM = BeamParams(2, early_stopping="never")
-REQUEST = GenerationRequest(
-    "a1",
-    (5, 6, 49151),
-    (0, 2),
-    7,
-    frozenset({2, 9}),
-    SAMPLING,
-    1.5,
-    -3,
-    "c",
-    1,
-    BeamParams(2, early_stopping="never"),
-    2,
-)
+SPEC = GenerationSpec((5, 6, 49151), (0, 1), 7, frozenset({2, 9}), SAMPLING, -3, "c", 1, BEAM, 2)
 PEER = TransferPeer("r", "e", "agent", b"\x00\xff", "f", 10, 64)
-CALL = GenerateCall(REQUEST, ChannelAddress("router", "tcp://127.0.0.1:1", "key"), PEER)
+CALL = GenerateCall("a1", SPEC, 1.5, ChannelAddress("router", "tcp://127.0.0.1:1", "key"), PEER)
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25, 1e5, (4, 3), 9)
 REPLY = GenerateReply(CallStatus.OK, "", ((0, 3), (2, 1)), 0.1, 0.2, 0.3)
 SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
+FIRST = (Token("a1", 0, 0, 7, FinishReason.STOP, SCORED), Token("a1", 1, 0, 8, None))
 
 
 @pytest.mark.parametrize(
     "message",
     [
         CALL,
-        structs.replace(CALL, source=None, request=replace(REQUEST, beam=None, stop_token_ids=frozenset())),
-        PrefillCall(REQUEST, PEER),
+        structs.replace(CALL, source=None, spec=replace(SPEC, beam=None, choices=(0, 2), stop_token_ids=frozenset())),
+        PrefillCall("a1", SPEC, 1.5, PEER),
         REPLY,
         replace(REPLY, status=CallStatus.KV_LOST, detail="why: ü", num_tokens_sent=()),
         PrefillReply(
-            CallStatus.OK, "", (FirstToken(0, 7, FinishReason.STOP, SCORED), FirstToken(1, 8, None)), 0.1, 0.2, LOAD,
+            CallStatus.OK, "", FIRST, 0.1, 0.2, LOAD,
             encode_scores(PromptLogprobs("r", 0, (None, SCORED))),
         ),
     ],
@@ -87,7 +76,8 @@ SCORED = TokenLogprobs(-0.5, ((7, -0.5), (8, -9999.0)))
 def test_what_is_sent_arrives_as_it_was(message: object) -> None:
     decoded = Decoder(type(message))(encode(message))
     assert decoded == message
-    assert repr(decoded) == repr(message)  # the types too: 1 == True == 1.0
+    # The types too: 1 == True == 1.0.
+    assert repr(decoded).replace("CheckedToken(", "Token(") == repr(message)
 
 
 @pytest.mark.parametrize(
@@ -95,20 +85,31 @@ def test_what_is_sent_arrives_as_it_was(message: object) -> None:
     [
         (b"", "truncated"),
         (b"\x80\x04N.", "missing required field"),  # a pickle: an empty map, in msgpack
-        (encode(REPLY), "missing required field `request`"),
-        (encode({"request": {}, "channel": {}, "source": None}), "missing required field"),
+        (encode(REPLY), "missing required field `request_id`"),
+        (encode({"request_id": "a1", "spec": {}, "channel": {}, "source": None}), "missing required field"),
         (encode(CALL).replace(b"a1", b"\xc3\x28"), "utf-8"),
         (encode(CALL)[:-1], "truncated"),
         (encode(CALL) + b"\0", "trailing"),
         (encode(structs.replace(CALL, source="peer")), "source"),  # type: ignore[arg-type]
-        (encode(structs.replace(CALL, request=replace(REQUEST, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
+        (encode(structs.replace(CALL, spec=replace(SPEC, prompt_ids=(1, "2")))), "prompt_ids[1]"),  # type: ignore[arg-type]
         (encode(CALL).replace(b"\xa5width\x02", b"\xa5width\x00"), "width must be at least 1"),
+        (encode(CALL).replace(b"\xaamax_tokens\x07", b"\xaamax_tokens\x00"), "max_tokens is 0"),
+        (encode(CALL).replace(b"\xa7choices\x92\x00\x01", b"\xa7choices\x92\x00\x00"), "choices are (0, 0)"),
     ],
 )
 def test_other_bytes_are_refused(payload: bytes, what: str) -> None:
     with pytest.raises(MalformedMessage) as refused:
         Decoder(GenerateCall)(payload)
     assert what in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [{"choice": -1}, {"index": -1}, {"token_id": 1 << 63}, {"request_id": "x" * 5000}])
+def test_the_ranges_of_a_token_are_checked_in_replies_too(change: dict[str, Any]) -> None:
+    reply = PrefillReply(CallStatus.OK, "", FIRST, 0.1, 0.2, LOAD)
+    assert Decoder(PrefillReply)(encode(reply)) == reply
+    bad = replace(reply, first_tokens=(FIRST[0]._replace(**change),))
+    with pytest.raises(MalformedMessage, match=r"first_tokens\[0\]"):
+        Decoder(PrefillReply)(encode(bad))
 
 
 class Engine:
@@ -122,8 +123,8 @@ class Engine:
     def start(self, call: GenerateCall) -> Future[GenerateReply]:
         if self.raises:
             raise RuntimeError("the prompt was a secret")
-        self.calls[call.request.request_id] = Future()
-        return self.calls[call.request.request_id]
+        self.calls[call.request_id] = Future()
+        return self.calls[call.request_id]
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -162,7 +163,7 @@ async def opened(address: CallAddress) -> AsyncIterator[tuple[CallChannel, list[
 
 
 def call_of(request_id: str) -> bytes:
-    return encode(structs.replace(CALL, request=replace(REQUEST, request_id=request_id)))
+    return encode(structs.replace(CALL, request_id=request_id))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -217,13 +218,13 @@ async def test_failures_at_the_replica_are_named_but_not_told(rig: Rig) -> None:
 
 
 async def test_what_cannot_be_sent_costs_no_other_call(rig: Rig) -> None:
-    large = structs.replace(CALL, request=replace(REQUEST, prompt_ids=(1 << 30,) * (MAX_MESSAGE_BYTES // 5)))
+    large = structs.replace(CALL, spec=replace(SPEC, prompt_ids=(1 << 30,) * (MAX_MESSAGE_BYTES // 5)))
     with pytest.raises(NotSendable, match="GenerateCall of 3"):
         encode(large)
     with pytest.raises(NotSendable):
-        encode(structs.replace(CALL, request=replace(REQUEST, client="\ud800")))
+        encode(structs.replace(CALL, spec=replace(SPEC, client="\ud800")))
     with pytest.raises(NotSendable):
-        encode(structs.replace(CALL, request=replace(REQUEST, priority=1 << 64)))
+        encode(structs.replace(CALL, spec=replace(SPEC, priority=1 << 64)))
     async with opened(rig.server.address) as (channel, broken):
         calls = {name: asyncio.ensure_future(channel.call(name, call_of(name))) for name in ("large", "odd", "good")}
         await until(lambda: len(rig.engine.calls) == 3)

@@ -363,7 +363,7 @@ async def test_beam_search_is_asked_for_in_the_engines_words() -> None:
                 assert (await c.send(path, fields, stream)).status_code == 200
         assert len(c.ingress.source.specs) == 4
         for spec in c.ingress.source.specs:
-            assert (spec.num_choices, spec.beam) == (2, BeamParams(4, 0.5, "never"))
+            assert (spec.num_answers, spec.beam) == (2, BeamParams(4, 0.5, "never"))
         await c.send(TEXT, {"use_beam_search": True, "n": 3})
         assert c.ingress.source.specs[-1].beam == BeamParams(3)
         assert (await c.send(TEXT, {"use_beam_search": True, "best_of": 9})).status_code == 400

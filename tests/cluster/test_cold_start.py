@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from tests.cluster.fake_model import Script, spec_of, undisturbed
+from tests.cluster.fake_model import Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
@@ -39,23 +39,25 @@ async def test_requests_wait_and_are_served(pools: tuple[str, ...]) -> None:
     cluster = FakeCluster()
     async with running_router(cluster, may_be_empty=BOTH) as rig:
         taken = emptied(cluster, *pools)
-        specs = [spec_of(max_tokens=5) for _ in range(3)]
-        tasks = [rig.start(spec) for spec in specs]
+        generations = [generation_of(max_tokens=5) for _ in range(3)]
+        tasks = [rig.start(generation) for generation in generations]
         await until(lambda: rig.router.demand.report().num_held == 3)
         demand = rig.router.demand.report()
         assert demand.num_open == 3
-        assert demand.waiting_prompt_tokens == demand.arrived_prompt_tokens == sum(len(s.prompt_ids) for s in specs)
+        assert (
+            demand.waiting_prompt_tokens == demand.arrived_prompt_tokens == sum(s.spec.prompt_len for s in generations)
+        )
         assert demand.waiting_blocks > 0
         assert cluster.calls == []
         for name in pools:
             await asyncio.sleep(0.02)
             assert not any(task.done() for task in tasks)
             started(rig, name, taken[name])
-        for spec, task in zip(specs, tasks, strict=True):
-            assert await task == undisturbed(spec)
+        for generation, task in zip(generations, tasks, strict=True):
+            assert await task == undisturbed(generation)
         demand = rig.router.demand.report()
         assert (demand.num_open, demand.num_held, demand.waiting_prompt_tokens, demand.waiting_blocks) == (0, 0, 0, 0)
-        assert demand.arrived_prompt_tokens == sum(len(spec.prompt_ids) for spec in specs)
+        assert demand.arrived_prompt_tokens == sum(generation.spec.prompt_len for generation in generations)
 
 
 async def test_nobody_comes_in_time() -> None:
@@ -63,7 +65,7 @@ async def test_nobody_comes_in_time() -> None:
     async with running_router(cluster, may_be_empty=BOTH, cold_start_s=0.05) as rig:
         emptied(cluster, "decode")
         with pytest.raises(ApiError, match="no decode replica has started") as caught:
-            await rig.tokens(spec_of(max_tokens=5))
+            await rig.tokens(generation_of(max_tokens=5))
         assert (caught.value.status, caught.value.code) == (503, "unavailable")
         assert rig.count("splitserve_request_rejections", reason="no_capacity") == 1
 
@@ -72,21 +74,21 @@ async def test_no_more_wait_than_may() -> None:
     cluster = FakeCluster()
     async with running_router(cluster, may_be_empty=BOTH, max_queued=2) as rig:
         taken = emptied(cluster, "decode")
-        specs = [spec_of(max_tokens=3) for _ in range(2)]
-        tasks = [rig.start(spec) for spec in specs]
+        generations = [generation_of(max_tokens=3) for _ in range(2)]
+        tasks = [rig.start(generation) for generation in generations]
         await until(lambda: rig.router.demand.report().num_held == 2)
         with pytest.raises(ApiError, match="wait for the first decode replica") as caught:
-            await rig.tokens(spec_of(max_tokens=3))
+            await rig.tokens(generation_of(max_tokens=3))
         assert caught.value.status == 429
         started(rig, "decode", taken["decode"])
-        assert [await task for task in tasks] == [undisturbed(spec) for spec in specs]
+        assert [await task for task in tasks] == [undisturbed(generation) for generation in generations]
 
 
 async def test_a_client_that_goes_is_held_no_longer() -> None:
     cluster = FakeCluster()
     async with running_router(cluster, may_be_empty=BOTH) as rig:
         emptied(cluster, "prefill")
-        task = rig.start(spec_of(max_tokens=3))
+        task = rig.start(generation_of(max_tokens=3))
         await until(lambda: rig.router.demand.report().num_held == 1)
         task.cancel()
         await asyncio.wait({task})
@@ -103,16 +105,16 @@ async def test_nobody_waits_for_a_pool_that_is_not_needed_or_never_starts(how: s
         cluster, may_be_empty=pools, fallback=how == "falls back", local_prefill_max_tokens=local
     ) as rig:
         emptied(cluster, "prefill")
-        spec = spec_of(max_tokens=3)
+        generation = generation_of(max_tokens=3)
         if how == "may not be empty":
             with pytest.raises(ApiError, match="no prefill replica is available"):
-                await rig.tokens(spec)
+                await rig.tokens(generation)
         else:
-            assert await rig.tokens(spec) == undisturbed(spec)
+            assert await rig.tokens(generation) == undisturbed(generation)
         report = rig.router.demand.report()
         assert report.num_held == 0
         # Whoever falls back is demand for the pool all the same: it starts for those who come after.
-        assert report.arrived_prompt_tokens == (0 if how == "short" else len(spec.prompt_ids))
+        assert report.arrived_prompt_tokens == (0 if how == "short" else generation.spec.prompt_len)
 
 
 async def test_streams_that_lose_the_last_replica_are_not_refused_for_want_of_places() -> None:
@@ -120,18 +122,18 @@ async def test_streams_that_lose_the_last_replica_are_not_refused_for_want_of_pl
     cluster = FakeCluster()
     async with running_router(cluster, max_queued=1, may_be_empty=("decode",), recovery_s=5.0) as rig:
         cluster.script = lambda _: Script(token_s=0.01)
-        specs = [spec_of(i, max_tokens=30) for i in range(3)]
-        tasks = [rig.start(spec) for spec in specs]
-        await until(lambda: all(spec.binding.is_final for spec in specs))
+        generations = [generation_of(i, max_tokens=30) for i in range(3)]
+        tasks = [rig.start(generation) for generation in generations]
+        await until(lambda: all(generation.binding.is_final for generation in generations))
         cluster.kill("decode-0")
         emptied(cluster, "decode")
         rig.router.pools_changed({})
-        newcomer, refused = rig.start(spec_of(6)), rig.start(spec_of(7))
+        newcomer, refused = rig.start(generation_of(6)), rig.start(generation_of(7))
         await until(lambda: rig.router.demand.report().num_held == 4)
         cluster.decode.join("decode-1")
         rig.router.pools_changed(cluster.decode.replicas())
-        for spec, task in zip(specs, tasks, strict=True):
-            assert await task == undisturbed(spec)
-        assert await newcomer == undisturbed(spec_of(6))
+        for generation, task in zip(generations, tasks, strict=True):
+            assert await task == undisturbed(generation)
+        assert await newcomer == undisturbed(generation_of(6))
         with pytest.raises(ApiError, match="the most allowed"):
             await refused

@@ -30,12 +30,12 @@ def sentencepiece(*words: str, strip: bool = True) -> tuple[Backend, Any]:
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    return backend, SimpleNamespace(visible_bytes=token_bytes(backend.get_vocab(), spec_of(backend)["decoder"]))
+    return backend, SimpleNamespace(visible_bytes=token_bytes(backend.get_vocab(), generation_of(backend)["decoder"]))
 
 
-def spec_of(backend: Backend) -> dict[str, Any]:
-    spec: dict[str, Any] = json.loads(backend.to_str())
-    return spec
+def generation_of(backend: Backend) -> dict[str, Any]:
+    generation: dict[str, Any] = json.loads(backend.to_str())
+    return generation
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -132,7 +132,7 @@ def test_sentencepiece_keeps_characters_that_were_complete() -> None:
 def test_metaspace_marks_become_spaces() -> None:
     backend = Backend(models.Unigram([("▁a", -1.0), ("b", -1.0)]))
     backend.decoder = decoders.Metaspace()
-    stub = SimpleNamespace(visible_bytes=token_bytes(backend.get_vocab(), spec_of(backend)["decoder"]))
+    stub = SimpleNamespace(visible_bytes=token_bytes(backend.get_vocab(), generation_of(backend)["decoder"]))
     assert pieces(stub, [0, 1, 0]) == [" a", "b", " a", ""]
 
 
@@ -150,4 +150,4 @@ def test_other_decoders_are_refused_by_name(decoder: Any, name: str) -> None:
     if decoder is not None:
         backend.decoder = decoder
     with pytest.raises(ValueError, match=name):
-        token_bytes(backend.get_vocab(), spec_of(backend)["decoder"])
+        token_bytes(backend.get_vocab(), generation_of(backend)["decoder"])

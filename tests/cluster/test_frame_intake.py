@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from cluster.routing.attempt_mailboxes import FrameIntake, Mailboxes
+from cluster.routing.frame_intake import FrameIntake
+from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.channels.token_receiver import TokenReceiver

@@ -160,7 +160,8 @@ async def test_a44_the_clients_id_comes_back_and_two_may_share_it(stream: bool) 
     async with api_client(headers={"X-Request-Id": "x:1/A.b-c"}) as c:
         for fields in ({"max_tokens": 3}, {"max_tokens": 3, "n": 2}, {"temperature": 9}):
             assert (await c.send(TEXT, fields, stream)).headers.get_list("x-request-id") == ["x:1/A.b-c"]
-        assert len({spec.generation_id for spec in c.ingress.source.specs}) == len(c.ingress.source.specs) == 2
+        ids = [generation.generation_id for generation in c.ingress.source.generations]
+        assert len(set(ids)) == len(ids) == 2
         for path in (*PUBLIC, "/nowhere"):
             assert (await c.http.get(path)).headers["x-request-id"] == "x:1/A.b-c"
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GenerationSpec
-from tests.cluster.fake_model import Fault, Phase, Script, spec_of, undisturbed
+from cluster.routing.generation import Generation
+from tests.cluster.fake_model import Fault, Phase, Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.fake_replica import FakeReplica
 from tests.cluster.router_rig import Rig, running_router, until
@@ -25,14 +25,14 @@ def pair(**sizes: int) -> FakeCluster:
     return FakeCluster(**{"num_decode": 2, "num_prefill": 2, **sizes})
 
 
-def start_all(rig: Rig, num: int, **values: Any) -> list[tuple[GenerationSpec, asyncio.Task[Any]]]:
-    specs = [spec_of(i, i + 1, seed=i, **values) for i in range(num)]
-    return [(spec, rig.start(spec)) for spec in specs]
+def start_all(rig: Rig, num: int, **values: Any) -> list[tuple[Generation, asyncio.Task[Any]]]:
+    generations = [generation_of(i, i + 1, seed=i, **values) for i in range(num)]
+    return [(generation, rig.start(generation)) for generation in generations]
 
 
-async def check_all(running: list[tuple[GenerationSpec, asyncio.Task[Any]]]) -> None:
-    for spec, task in running:
-        assert await task == undisturbed(spec)
+async def check_all(running: list[tuple[Generation, asyncio.Task[Any]]]) -> None:
+    for generation, task in running:
+        assert await task == undisturbed(generation)
 
 
 def lost(rig: Rig, reason: str) -> float:
@@ -97,7 +97,7 @@ async def test_replicas_come_and_go_under_load() -> None:
                 rig.router.pools_changed(rig.cluster.decode.replicas())
                 gone.append(rig.cluster.remove(old))
                 rig.router.pools_changed(rig.cluster.decode.replicas())
-                running += [(s := spec_of(len(running), seed=len(running)), rig.start(s)) for _ in range(5)]
+                running += [(s := generation_of(len(running), seed=len(running)), rig.start(s)) for _ in range(5)]
         await check_all(running)
         assert len(gone) == 4
         await rig.settle()
@@ -108,7 +108,7 @@ async def test_nothing_is_kept_of_replicas_that_have_left() -> None:
     """However many come and go. Some leave while they still work for us: they are forgotten with those after them."""
     async with running_router(pair(), max_retries=0) as rig, signs_of_life(rig):
         rig.cluster.script = lambda _: Script(token_s=0.002)
-        running: list[tuple[GenerationSpec, asyncio.Task[Any]]] = []
+        running: list[tuple[Generation, asyncio.Task[Any]]] = []
         for generation in range(20):
             for pool in rig.cluster.pools:
                 (old, *_) = pool.members
@@ -173,7 +173,7 @@ async def test_a_stream_waits_for_the_only_decode_replica_to_come_back() -> None
         member(rig, "decode-0").thaw.clear()
         await until(lambda: lost(rig, "frozen") == 1)
         with pytest.raises(ApiError) as caught:
-            await rig.tokens(spec_of(9))
+            await rig.tokens(generation_of(9))
         assert (caught.value.status, caught.value.headers()) == (503, {"Retry-After": "1"})
         member(rig, "decode-0").thaw.set()
         await check_all(running)
@@ -199,12 +199,12 @@ async def test_a_stream_of_a_dead_replica_goes_on_at_the_one_that_replaces_it() 
     """The replacement comes long after all retries would have been spent."""
     async with running_router(pair(num_decode=1), max_retries=1, recovery_s=5.0) as rig:
         rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
-        ((spec, task),) = start_all(rig, 1)
+        ((generation, task),) = start_all(rig, 1)
         await until(lambda: lost(rig, "dead") == 1)
         await asyncio.sleep(0.3)
         rig.cluster.decode.replace_dead()
         rig.router.pools_changed(rig.cluster.decode.replicas())
-        assert await task == undisturbed(spec)
+        assert await task == undisturbed(generation)
 
 
 async def test_the_dead_are_not_chosen_though_the_table_still_has_them() -> None:

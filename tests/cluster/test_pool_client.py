@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from cluster.routing import actor_death, replica_registry
 from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallFailed
-from cluster.routing.pool_client import ReplicaLost, ServePool
+from cluster.routing.pool_client import Loss, ReplicaLost, ServePool
 from replicas.channels.call_server import CallServer
 from replicas.channels.wire import Decoder
 from replicas.messages import (
@@ -24,7 +25,7 @@ from replicas.messages import (
     ForgetPeerCall,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
+    GenerationSpec,
     Pulse,
     PulseCall,
     ReplayCall,
@@ -33,8 +34,8 @@ from replicas.messages import (
 from scheduler.sampling_params import SamplingParams
 from tests.cluster.router_rig import until
 
-REQUEST = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
-GENERATE = GenerateCall(REQUEST, ChannelAddress("x", "y", "z"), None)
+SPEC = GenerationSpec((1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0))
+GENERATE = GenerateCall("a", SPEC, 10.0, ChannelAddress("x", "y", "z"), None)
 REPLY = GenerateReply(CallStatus.OK, "", (), 0.0, 0.0, 0.0)
 PULSE = Pulse(EngineLoad(1, 2, 3, 4, 5, 0.5), 1.5)
 
@@ -56,7 +57,7 @@ class Replica:
     def _take(self, call: Call[Any]) -> Any:
         self.told.append(call)
         if isinstance(call, GenerateCall):
-            return self.requests.setdefault(call.request.request_id, Future())
+            return self.requests.setdefault(call.request_id, Future())
         if isinstance(call, ReplayCall):
             return ReplayReply((b"frame", b"\x00\xff"))
         return PULSE if isinstance(call, PulseCall) else None
@@ -100,10 +101,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         replica.server.stop()
 
 
-def lost_as(lost: ReplicaLost) -> tuple[bool, bool, bool]:
-    return lost.is_dead, lost.has_left, lost.is_unreachable
-
-
 async def test_a_call_goes_to_the_replica_that_was_named_and_its_reply_is_typed(rig: Rig) -> None:
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     assert await rig.pool.submit("b", ReplayCall("router", 7)) == ReplayReply((b"frame", b"\x00\xff"))
@@ -126,7 +123,7 @@ async def test_others_are_answered_while_a_request_is_open(rig: Rig) -> None:
 async def test_one_that_is_not_there_is_said_to_be_gone(rig: Rig) -> None:
     with pytest.raises(ReplicaLost, match="c: is not in its pool") as caught:
         await rig.pool.submit("c", PulseCall())
-    assert lost_as(caught.value) == (False, True, False)
+    assert caught.value.loss is Loss.LEAVING
     assert not rig.asked
     rig.pool.close()
 
@@ -156,7 +153,7 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     replica = rig.replicas["a"]
     requests = [
         asyncio.create_task(rig.pool.submit("a", call))
-        for call in (GENERATE, GenerateCall(GenerationRequest("b", *_fields(REQUEST)), GENERATE.channel, None))
+        for call in (GENERATE, structs.replace(GENERATE, request_id="b"))
     ]
     await until(lambda: len(replica.requests) == 2)
     if leaves:
@@ -168,21 +165,10 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     for request in requests:
         with pytest.raises(ReplicaLost) as caught:
             await request
-        assert lost_as(caught.value) == (has_died, False, True)
+        assert caught.value.loss is (Loss.DEAD if has_died else Loss.UNREACHABLE)
     assert rig.asked == ["actor-a"]
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     rig.pool.close()
-
-
-def _fields(request: GenerationRequest) -> tuple[Any, ...]:
-    return (
-        request.prompt_ids,
-        request.choices,
-        request.max_tokens,
-        request.stop_token_ids,
-        request.sampling,
-        request.timeout_s,
-    )
 
 
 async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:
@@ -193,7 +179,7 @@ async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:
         with pytest.raises(ReplicaLost) as caught:
             async with asyncio.timeout(10.0):
                 await rig.pool.submit("a", call)
-        assert lost_as(caught.value) == (False, False, True)
+        assert caught.value.loss is Loss.UNREACHABLE
     rig.present("a")
     assert await rig.pool.submit("a", PulseCall()) == PULSE, "the next call may find it"
     rig.pool.close()

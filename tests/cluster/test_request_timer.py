@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.routing.generation import GeneratedToken
+from replicas.messages import Token
 from tests.cluster.api_client import TEXT
 from tests.cluster.fake_ingress import LENGTH, STOP, FakeIngress, ScriptedSource, Step, text
 
@@ -58,7 +58,7 @@ async def test_a_beam_search_is_timed_as_a_whole_only() -> None:
 
 
 async def test_an_echo_costs_no_token() -> None:
-    ingress = await after([GeneratedToken(0, ord("z"), LENGTH)], echo=True, max_tokens=0)
+    ingress = await after([Token("", 0, 0, ord("z"), LENGTH)], echo=True, max_tokens=0)
     assert counts(ingress) == {"ttft": 0, "itl": 0, "tpot": 0, "e2e": 1}
     assert tokens(ingress) == (1, 0)
     assert ingress.samples("splitserve_request_generation_tokens", "_sum") == 0

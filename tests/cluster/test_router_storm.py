@@ -9,17 +9,19 @@ from collections.abc import Iterable
 
 import pytest
 
-from replicas.messages import CallStatus, Frame, GenerationRequest
-from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, spec_of, undisturbed
+from replicas.messages import CallStatus, Frame, GenerateCall
+from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
 
 async def test_equal_prompts_in_flight_together_do_not_mix() -> None:
-    specs = [spec_of(seed=seed, n=1 + seed % 3) for seed in (1, 2, 3, 1)]
+    generations = [generation_of(seed=seed, n=1 + seed % 3) for seed in (1, 2, 3, 1)]
     async with running_router(FakeCluster()) as rig:
         rig.cluster.script = lambda _: Script(token_s=0.001)
-        assert await asyncio.gather(*map(rig.tokens, specs)) == [undisturbed(spec) for spec in specs]
+        assert await asyncio.gather(*map(rig.tokens, generations)) == [
+            undisturbed(generation) for generation in generations
+        ]
 
 
 class Storm:
@@ -30,8 +32,8 @@ class Storm:
         self._asked: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._held: dict[str, Frame] = {}
 
-    def script(self, request: GenerationRequest) -> Script:
-        who = request.sampling.seed, request.choices
+    def script(self, call: GenerateCall) -> Script:
+        who = call.spec.sampling.seed, call.spec.choices
         self._asked[who] += 1
         rng = random.Random(f"{who} {self._asked[who]}")
         times = (rng.choice((0.0, 0.0, 0.001, 0.003)) for _ in range(6))
@@ -58,8 +60,8 @@ class Storm:
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_two_hundred_requests_in_a_storm_of_faults(seed: int) -> None:
     storm = Storm(seed)
-    specs = [
-        spec_of(
+    generations = [
+        generation_of(
             *(storm.rng.randrange(97) for _ in range(storm.rng.randrange(1, 9))),
             n=storm.rng.randrange(1, 4),
             max_tokens=storm.rng.randrange(1, 12),
@@ -72,19 +74,21 @@ async def test_two_hundred_requests_in_a_storm_of_faults(seed: int) -> None:
     cluster = FakeCluster(num_decode=3, num_prefill=3, decode_blocks=120)
     async with running_router(cluster, max_retries=10, handoff_s=0.5, queue_s=20.0, tail_s=0.5) as rig:
         cluster.script, cluster.on_wire = storm.script, storm.on_wire
-        running = [rig.start(spec) for spec in specs]
+        running = [rig.start(generation) for generation in generations]
         for leaver in storm.rng.sample(running, 30):
             asyncio.get_running_loop().call_later(storm.rng.random() * 0.2, leaver.cancel)
         alive = asyncio.create_task(rig.signs_of_life())
         await asyncio.wait(running)
-        finished = [(spec, task) for spec, task in zip(specs, running, strict=True) if not task.cancelled()]
+        finished = [
+            (generation, task) for generation, task in zip(generations, running, strict=True) if not task.cancelled()
+        ]
         assert len(finished) >= 170
-        for spec, task in finished:
-            assert task.result() == undisturbed(spec)
+        for generation, task in finished:
+            assert task.result() == undisturbed(generation)
         cluster.on_wire = lambda frame: (frame,)
         alive.cancel()
         await rig.settle()
         assert len(cluster.struck) > 80
         assert rig.count("splitserve_retries") >= len({fault.what for fault in cluster.struck})
         cluster.script = lambda _: PLAIN
-        assert await rig.tokens(specs[0]) == undisturbed(specs[0])
+        assert await rig.tokens(generations[0]) == undisturbed(generations[0])

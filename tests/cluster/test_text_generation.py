@@ -17,7 +17,7 @@ from cluster.text.choice import TextChoice
 from cluster.text.generation import TextGeneration
 from cluster.text.tokenizer import Tokenizer
 from tests.cluster.fake_ingress import HANG, LENGTH, STOP, ByteTokenizer, ScriptedSource, Step, text
-from tests.cluster.fake_model import spec_of
+from tests.cluster.fake_model import generation_of
 
 OVERLOADED = ApiError(429, "later", retry_after_s=1.0)
 
@@ -26,11 +26,11 @@ class Rig:
     def __init__(self, script: dict[str, Sequence[Step]], n: int = 1, stops: Sequence[str] = ()) -> None:
         self.source = ScriptedSource(**script)
         self.metrics = IngressMetrics("model", "1", "2")
-        specs = [spec_of(*prompt.encode(), n=n, max_tokens=100) for prompt in script]
+        generations = [generation_of(*prompt.encode(), n=n, max_tokens=100) for prompt in script]
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.choices = [TextChoice(index, tokenizer, stops, False) for index in range(len(script) * n)]
         self.generation = TextGeneration(
-            self.source, specs, self.choices, RequestTimer(self.metrics, "/v1/completions", SloConfig())
+            self.source, generations, self.choices, RequestTimer(self.metrics, "/v1/completions", SloConfig())
         )
 
     async def texts(self) -> dict[int, tuple[str, str]]:

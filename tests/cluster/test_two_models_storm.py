@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from cluster.routing.model_binding import ModelBinding
-from replicas.messages import GenerationRequest
+from replicas.messages import GenerateCall
 from replicas.model_identity import model_of
-from tests.cluster.fake_model import Phase, Script, spec_of, undisturbed
+from tests.cluster.fake_model import Phase, Script, generation_of, undisturbed
 from tests.cluster.router_rig import Rig, Tokens, running_router
 from tests.cluster.test_router_storm import Storm
 from tests.cluster.test_two_models import A, B, cluster_of, join
@@ -20,19 +20,19 @@ NUM_REQUESTS = 60
 
 
 class UpdateStorm(Storm):
-    def script(self, request: GenerationRequest) -> Script:
+    def script(self, request: GenerateCall) -> Script:
         """Nothing hangs where decode computes the prompt: nobody but the clock of the whole request would notice."""
         script = super().script(request)
         is_hang = script.fault is not None and (script.fault.phase, script.fault.what) == (Phase.TRANSFER, "hang")
         return replace(script, fault=None) if is_hang else script
 
 
-def prompts_of(storm: Storm, number: int) -> list[GenerationSpec]:
+def prompts_of(storm: Storm, number: int) -> list[Generation]:
     """One to three prompts of one request."""
     binding = ModelBinding()
     return [
         replace(
-            spec_of(
+            generation_of(
                 *(storm.rng.randrange(97) for _ in range(storm.rng.randrange(1, 9))),
                 n=storm.rng.randrange(1, 4),
                 max_tokens=storm.rng.randrange(1, 12),
@@ -79,18 +79,18 @@ async def test_each_request_is_answered_by_one_model_whole(seed: int) -> None:
         alive = asyncio.create_task(rig.signs_of_life())
         updating = asyncio.create_task(update(rig, storm))
         running: list[list[asyncio.Task[Tokens]]] = []
-        for specs in requests:
-            running.append([rig.start(spec) for spec in specs])
+        for generations in requests:
+            running.append([rig.start(generation) for generation in generations])
             await asyncio.sleep(0.01)
         await asyncio.wait([task for tasks in running for task in tasks])
         assert not updating.done(), updating
         updating.cancel()
         whose = set()
-        for specs, tasks in zip(requests, running, strict=True):
+        for generations, tasks in zip(requests, running, strict=True):
             texts = [task.result() for task in tasks]
-            models = [m for m in (A, B) if texts == [undisturbed(spec, m) for spec in specs]]
+            models = [m for m in (A, B) if texts == [undisturbed(generation, m) for generation in generations]]
             assert models, "a request with texts of both models, or of neither"
-            assert specs[0].binding.model in map(model_of, models)
+            assert generations[0].binding.model in map(model_of, models)
             whose.update(models)
         assert whose == {A, B}
         cluster.on_wire = lambda frame: (frame,)

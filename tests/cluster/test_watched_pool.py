@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.routing.pool_client import PoolClient
+from cluster.routing.pool_client import Loss, PoolClient
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
-from cluster.routing.watched_pool import Loss, WatchedPool
+from cluster.routing.watched_pool import WatchedPool
 
 PATIENCE_S = 10.0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import RoutingRules
-from cluster.routing.generation import GenerationSpec, ScoredPrompt
+from cluster.routing.generation import Generation
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
@@ -22,9 +22,11 @@ from replicas.channels.wire import Decoder, encode
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
 from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
+from scheduler.beam_search import BeamParams
+from scheduler.generation_spec import GenerationSpec
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
-from scheduler.token_logprobs import TokenLogprobs
+from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 from tests.model_folder import CACHE_DIR, model_folder
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -76,7 +78,7 @@ class LocalPool(PoolClient):
         try:
             reply = await asyncio.wrap_future(getattr(self.built.engine, method)(sent))
         except asyncio.CancelledError:
-            self.built.engine.cancel(call.request.request_id)
+            self.built.engine.cancel(call.request_id)
             raise
         return Decoder(type(reply))(encode(reply))
 
@@ -88,7 +90,7 @@ class Generated:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     finish_reasons: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
-    prompts: list[ScoredPrompt] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
 
 
 class LocalSystem:
@@ -125,7 +127,7 @@ class LocalSystem:
         router.pools_changed(decode.replicas())
         return router
 
-    def spec(
+    def generation(
         self,
         prompt_ids: Sequence[int],
         max_tokens: int,
@@ -133,18 +135,30 @@ class LocalSystem:
         num_choices: int = 1,
         stop_token_ids: frozenset[int] = frozenset(),
         timeout_s: float = 300.0,
-    ) -> GenerationSpec:
+        beam: BeamParams | None = None,
+    ) -> Generation:
+        """beam: search with it, for the num_choices best texts; sampling does not matter then."""
         self._num_generations += 1
         name = f"generation-{self._num_generations}"
-        return GenerationSpec(name, tuple(prompt_ids), num_choices, max_tokens, stop_token_ids, sampling, timeout_s)
+        choices = tuple(range(num_choices if beam is None else beam.width))
+        spec = GenerationSpec(
+            tuple(prompt_ids),
+            choices,
+            max_tokens,
+            stop_token_ids,
+            sampling if beam is None else beam.sampling(len(stop_token_ids)),
+            beam=beam,
+            num_returned=0 if beam is None else num_choices,
+        )
+        return Generation(name, spec, timeout_s)
 
-    def run(self, specs: Sequence[GenerationSpec], **limits: Any) -> list[Generated]:
+    def run(self, generations: Sequence[Generation], **limits: Any) -> list[Generated]:
         """Run generations side by side, each to its end. Blocks."""
 
         async def all_of_them() -> list[Generated]:
             router = await self.start_router(**limits)
             try:
-                return await asyncio.gather(*(collect(router, spec) for spec in specs))
+                return await asyncio.gather(*(collect(router, generation) for generation in generations))
             finally:
                 await router.stop()
 
@@ -167,11 +181,11 @@ class LocalSystem:
             await asyncio.sleep(0.01)
 
 
-async def collect(router: Router, spec: GenerationSpec) -> Generated:
+async def collect(router: Router, generation: Generation) -> Generated:
     generated = Generated()
-    async for batch in router.generate(spec):
+    async for batch in router.generate(generation):
         for item in batch:
-            if isinstance(item, ScoredPrompt):
+            if isinstance(item, PromptLogprobs):
                 assert not generated.token_ids, "the prompt's log-probabilities come before any token"
                 generated.prompts.append(item)
                 continue

@@ -81,7 +81,7 @@ def served(
     prefill = small_engine("prefill", folder, max_model_len) if is_split else None
     system = LocalSystem(small_engine("decode", folder, max_model_len), prefill)
     try:
-        results = system.run([system.spec(prompt, NUM_TOKENS) for prompt in prompts])
+        results = system.run([system.generation(prompt, NUM_TOKENS) for prompt in prompts])
     finally:
         system.close()
     return [result.token_ids[0] for result in results]

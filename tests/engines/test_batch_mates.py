@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, settings
 from tests.golden.golden_set import load_goldens
@@ -41,10 +41,10 @@ def system(request: pytest.FixtureRequest) -> Iterator[LocalSystem]:
     system.close()
 
 
-def _others(system: LocalSystem, round_: int) -> list[GenerationSpec]:
+def _others(system: LocalSystem, round_: int) -> list[Generation]:
     rng = random.Random(round_)
     return [
-        system.spec([rng.randrange(1000, 40_000) for _ in range(rng.randrange(1, 70))], rng.randrange(1, 40), way)
+        system.generation([rng.randrange(1000, 40_000) for _ in range(rng.randrange(1, 70))], rng.randrange(1, 40), way)
         for way in rng.choices(WAYS, k=BATCH - len(PROMPTS))
     ]
 
@@ -59,10 +59,10 @@ def _where_they_part(alone: Generated, among: Generated) -> int | None:
 @pytest.mark.timeout(1500)
 def test_c04_a_greedy_text_parts_only_at_a_near_tie(system: LocalSystem) -> None:
     greedy = replace(GREEDY, num_logprobs=2)
-    alone = [system.run([system.spec(prompt, NUM_TOKENS, greedy)])[0] for prompt in PROMPTS]
+    alone = [system.run([system.generation(prompt, NUM_TOKENS, greedy)])[0] for prompt in PROMPTS]
     parted = 0
     for round_ in range(NUM_ROUNDS):
-        mine = [system.spec(prompt, NUM_TOKENS, GREEDY) for prompt in PROMPTS]
+        mine = [system.generation(prompt, NUM_TOKENS, GREEDY) for prompt in PROMPTS]
         among = system.run([*mine, *_others(system, round_)])[: len(PROMPTS)]
         for one, other in zip(alone, among, strict=True):
             position = _where_they_part(one, other)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings, FaultSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
@@ -29,16 +29,20 @@ OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
 VOCAB_SIZE = 96
 
 
-def beam_spec(system: LocalSystem, case: BeamCase) -> GenerationSpec:
-    spec = system.spec(
-        case.prompt_ids, case.max_tokens, num_choices=case.num_returned, stop_token_ids=case.stop_token_ids
+def beam_generation(system: LocalSystem, case: BeamCase) -> Generation:
+    return system.generation(
+        case.prompt_ids,
+        case.max_tokens,
+        num_choices=case.num_returned,
+        stop_token_ids=case.stop_token_ids,
+        timeout_s=1500.0,
+        beam=case.params,
     )
-    return replace(spec, beam=case.params, timeout_s=1500.0)
 
 
 def check(system: LocalSystem, cases: list[BeamCase], texts: list[dict[int, list[int]]]) -> None:
     """All side by side. Finish reasons as well; nothing is left."""
-    got_texts = system.run([beam_spec(system, c) for c in cases], queue_s=1500.0, handoff_s=600.0)
+    got_texts = system.run([beam_generation(system, c) for c in cases], queue_s=1500.0, handoff_s=600.0)
     for case, text, got in zip(cases, texts, got_texts, strict=True):
         assert got.token_ids == text, case
         reasons = {c: "stop" if ids[-1] in case.stop_token_ids else "length" for c, ids in text.items()}
@@ -128,17 +132,17 @@ def test_one_token(tiny: LocalSystem, tiny_folder: Path) -> None:
 
 def test_a_single_beam_is_greedy(tiny: LocalSystem) -> None:
     case = BeamCase(tuple(range(20)), BeamParams(1), 1, 30, frozenset())
-    greedy, beam = tiny.run([tiny.spec(case.prompt_ids, case.max_tokens, GREEDY), beam_spec(tiny, case)])
+    greedy, beam = tiny.run([tiny.generation(case.prompt_ids, case.max_tokens, GREEDY), beam_generation(tiny, case)])
     assert beam == greedy
 
 
 def test_other_requests_are_not_affected(tiny: LocalSystem, tiny_texts: list[dict[int, list[int]]]) -> None:
     sampled = replace(GREEDY, temperature=0.9, seed=11)
     prompts = [tuple(range(start, start + 12)) for start in range(6)]
-    others = [tiny.spec(prompt, 40, params, num_choices=2) for prompt in prompts for params in (GREEDY, sampled)]
+    others = [tiny.generation(prompt, 40, params, num_choices=2) for prompt in prompts for params in (GREEDY, sampled)]
     alone = tiny.run(others)
     cases = _tiny_cases()[:12]
-    together = tiny.run([*others, *(beam_spec(tiny, case) for case in cases)])
+    together = tiny.run([*others, *(beam_generation(tiny, case) for case in cases)])
     assert together[: len(others)] == alone
     assert [got.token_ids for got in together[len(others) :]] == tiny_texts[:12]
 
@@ -150,7 +154,7 @@ def test_a_client_that_goes_leaves_nothing(tiny: LocalSystem) -> None:
         router = await tiny.start_router()
 
         async def consume() -> None:
-            async with aclosing(router.generate(beam_spec(tiny, case))) as tokens:
+            async with aclosing(router.generate(beam_generation(tiny, case))) as tokens:
                 async for _ in tokens:
                     raise AssertionError("a beam search has no token before its end")
 
@@ -172,9 +176,9 @@ def test_a_search_may_take_longer_than_a_handoff(tiny: LocalSystem) -> None:
     """Its first token is one of the last things to come; the router hears that the KV is there all the same."""
     case = BeamCase(tuple(range(30)), BeamParams(4, early_stopping="never"), 1, 200, frozenset())
     started_s = time.monotonic()
-    (patient,) = tiny.run([beam_spec(tiny, case)])
+    (patient,) = tiny.run([beam_generation(tiny, case)])
     handoff_s = (time.monotonic() - started_s) / 2
-    (got,) = tiny.run([beam_spec(tiny, case)], handoff_s=handoff_s)
+    (got,) = tiny.run([beam_generation(tiny, case)], handoff_s=handoff_s)
     assert got == patient
 
 
@@ -193,9 +197,11 @@ def test_searches_that_give_way(
         estimator.observe(5)
     try:
         cases = _tiny_cases()
-        others = [system.spec(range(number, number + 9), 150, GREEDY) for number in range(12)]
-        searches = [beam_spec(system, case) for case in cases]
-        got = system.run([spec for pair in zip(others, searches[:12], strict=True) for spec in pair] + searches[12:])
+        others = [system.generation(range(number, number + 9), 150, GREEDY) for number in range(12)]
+        searches = [beam_generation(system, case) for case in cases]
+        got = system.run(
+            [generation for pair in zip(others, searches[:12], strict=True) for generation in pair] + searches[12:]
+        )
         texts = [one.token_ids for one in got[1:24:2] + got[24:]]
         assert texts == tiny_texts
         asyncio.run(system.wait_for_baseline())

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from replicas.engine.engine import Engine
-from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, GenerationRequest
+from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, GenerationSpec
 from replicas.serving import engine_builder
 from replicas.serving.engine_builder import BuiltEngine, UnhealthyEngine, build_engine
 from tests.engines.local_system import GREEDY
@@ -60,8 +60,8 @@ def channel() -> ChannelAddress:
 
 
 def reply_of(built: BuiltEngine, channel: ChannelAddress, request_id: str) -> GenerateReply:
-    request = GenerationRequest(request_id, tuple(range(1, 20)), (0,), 400, frozenset(), GREEDY, PATIENCE_S)
-    return built.engine.generate(GenerateCall(request, channel, None)).result(PATIENCE_S)
+    spec = GenerationSpec(tuple(range(1, 20)), (0,), 400, frozenset(), GREEDY)
+    return built.engine.generate(GenerateCall(request_id, spec, PATIENCE_S, channel, None)).result(PATIENCE_S)
 
 
 def fail_once_running(engine: Engine, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> None:

@@ -55,7 +55,7 @@ def test_prefill_is_drained_only_when_its_readers_are_done(
         router = await system.start_router()
         try:
             touch(faults, "hold.start_read")
-            running = [asyncio.create_task(collect(router, system.spec(g.prompt_ids, 16))) for g in goldens]
+            running = [asyncio.create_task(collect(router, system.generation(g.prompt_ids, 16))) for g in goldens]
             await until(lambda: prefill.transfers.snapshot().leases_open == len(goldens))
             await until(lambda: not prefill.engine.status.ledger.num_active)
             await asyncio.sleep(0.3)
@@ -86,10 +86,10 @@ def test_an_engine_that_stands_still_is_told_from_one_that_works(
         try:
             busy_until_s = time.monotonic() + 2 * watch_s
             while time.monotonic() < busy_until_s:
-                await asyncio.gather(*(collect(router, system.spec([7] * 300, 40)) for _ in range(6)))
+                await asyncio.gather(*(collect(router, system.generation([7] * 300, 40)) for _ in range(6)))
             assert ends == []
             golden = goldens[0]
-            task = asyncio.create_task(collect(router, system.spec(golden.prompt_ids, 64)))
+            task = asyncio.create_task(collect(router, system.generation(golden.prompt_ids, 64)))
             await until(lambda: system.decode.engine.status.ledger.num_active == 1)
             touch(faults, "freeze.decode.thread")
             await until(lambda: bool(ends), 30.0)

@@ -55,7 +55,7 @@ def _counts(system: LocalSystem) -> tuple[int, int, int, int]:
 def test_decode_forwards_exactly_the_tokens_after_the_first(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
     golden = tiny_goldens.of(300)
     forwarded, surplus, ready, bytes_read = _counts(system)
-    (got,) = system.run([system.spec(golden.prompt_ids, 64)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 64)])
     golden.check(got.token_ids[0])
     assert got.finish_reasons == {0: "length"}
     new_forwarded, new_surplus, new_ready, new_bytes = _counts(system)
@@ -71,7 +71,7 @@ def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem, tin
     stop = next(t for i, t in enumerate(golden.output_ids) if i >= 4 and t not in golden.output_ids[:i])
     end = golden.output_ids.index(stop)
     forwarded, surplus, _, _ = _counts(system)
-    (got,) = system.run([system.spec(golden.prompt_ids, 64, stop_token_ids=frozenset({stop}))])
+    (got,) = system.run([system.generation(golden.prompt_ids, 64, stop_token_ids=frozenset({stop}))])
     assert got.token_ids[0] == golden.output_ids[: end + 1]
     assert got.finish_reasons == {0: "stop"}
     asyncio.run(system.wait_for_baseline())
@@ -82,7 +82,7 @@ def test_a_stop_token_leaves_at_most_lag_surplus_tokens(system: LocalSystem, tin
 def test_one_token_moves_nothing(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
     golden = tiny_goldens.of(17)
     before = _counts(system)
-    (got,) = system.run([system.spec(golden.prompt_ids, 1)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 1)])
     assert got.token_ids == {0: golden.output_ids[:1]}
     assert got.finish_reasons == {0: "length"}
     assert _counts(system) == before
@@ -92,7 +92,7 @@ def test_one_token_moves_nothing(system: LocalSystem, tiny_goldens: TinyGoldens)
 def test_a_first_token_that_stops_moves_nothing(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
     golden = tiny_goldens.of(17)
     before = _counts(system)
-    (got,) = system.run([system.spec(golden.prompt_ids, 9, stop_token_ids=frozenset(golden.output_ids[:1]))])
+    (got,) = system.run([system.generation(golden.prompt_ids, 9, stop_token_ids=frozenset(golden.output_ids[:1]))])
     assert got.token_ids == {0: golden.output_ids[:1]}
     assert got.finish_reasons == {0: "stop"}
     assert _counts(system) == before
@@ -102,7 +102,7 @@ def test_a_first_token_that_stops_moves_nothing(system: LocalSystem, tiny_golden
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 32, 33])
 def test_block_boundaries(system: LocalSystem, num_tokens: int, tiny_goldens: TinyGoldens) -> None:
     golden = tiny_goldens.of(num_tokens)
-    (got,) = system.run([system.spec(golden.prompt_ids, 40)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 40)])
     assert got.token_ids[0] == golden.output_ids[:40]
 
 
@@ -110,11 +110,11 @@ def test_choices_share_one_transfer(system: LocalSystem, tiny_goldens: TinyGolde
     golden = tiny_goldens.of(33)
     sampling = SamplingParams(temperature=1.0, seed=11)
     _, _, ready, bytes_read = _counts(system)
-    (together,) = system.run([system.spec(golden.prompt_ids, 24, sampling, num_choices=3)])
+    (together,) = system.run([system.generation(golden.prompt_ids, 24, sampling, num_choices=3)])
     assert _counts(system)[2] - ready == 1
     assert _counts(system)[3] - bytes_read == 3 * system.decode.layout.block_bytes
     assert len({tuple(ids) for ids in together.token_ids.values()}) == 3
-    (again,) = system.run([system.spec(golden.prompt_ids, 24, sampling, num_choices=3)])
+    (again,) = system.run([system.generation(golden.prompt_ids, 24, sampling, num_choices=3)])
     assert again.token_ids == together.token_ids
     asyncio.run(system.wait_for_baseline())
 
@@ -123,7 +123,7 @@ def test_corruption_is_refused_and_retried(system: LocalSystem, fault_dir: Path,
     golden = tiny_goldens.of(48)
     corrupt = system.decode.transfers.snapshot().results.get("lost: digest mismatch", 0)
     touch(fault_dir, "corrupt.received")
-    (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 32)])
     assert (fault_dir / "did.corrupt.received").exists()
     assert system.decode.transfers.snapshot().results["lost: digest mismatch"] == corrupt + 1
     assert got.token_ids[0] == golden.output_ids[:32]
@@ -135,7 +135,7 @@ def test_zeroing_the_source_after_confirmation_changes_nothing(
 ) -> None:
     golden = tiny_goldens.of(48)
     touch(fault_dir, "zero.source")
-    (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 32)])
     assert (fault_dir / "did.zero.source").exists()
     assert got.token_ids[0] == golden.output_ids[:32]
 
@@ -145,10 +145,10 @@ def test_corruption_changes_the_output_when_nobody_verifies(tmp_path: Path, tiny
     system = _system(tiny_goldens.folder, tmp_path, verify=False)
     try:
         golden = tiny_goldens.of(48)
-        (clean,) = system.run([system.spec(golden.prompt_ids, 32)])
+        (clean,) = system.run([system.generation(golden.prompt_ids, 32)])
         assert clean.token_ids[0] == golden.output_ids[:32]
         touch(tmp_path, "corrupt.received")
-        (got,) = system.run([system.spec(golden.prompt_ids, 32)])
+        (got,) = system.run([system.generation(golden.prompt_ids, 32)])
         assert (tmp_path / "did.corrupt.received").exists()
         assert got.token_ids[0] != golden.output_ids[:32]
     finally:

@@ -41,8 +41,8 @@ def _run_beside_poison(system: LocalSystem, goldens: list[Golden]) -> tuple[list
     async def run() -> tuple[list[Generated], ApiError]:
         router = await system.start_router(max_retries=0)
         try:
-            bad = asyncio.create_task(collect(router, system.spec(POISON_PROMPT, 32)))
-            good = await asyncio.gather(*(collect(router, system.spec(g.prompt_ids, 24)) for g in goldens))
+            bad = asyncio.create_task(collect(router, system.generation(POISON_PROMPT, 32)))
+            good = await asyncio.gather(*(collect(router, system.generation(g.prompt_ids, 24)) for g in goldens))
             with pytest.raises(ApiError) as raised:
                 await bad
             await system.wait_for_baseline()
@@ -87,6 +87,6 @@ def test_a_poisoned_request_fails_alone(
 def test_what_a_poisoned_request_left_in_its_blocks_harms_nobody(system: LocalSystem, goldens: list[Golden]) -> None:
     """Masked keys and values are still multiplied: were they no numbers, the sums would not be either."""
     system.decode.engine.runner.pool.tensor.fill_(torch.nan)
-    generated = system.run([system.spec(golden.prompt_ids, 24) for golden in goldens])
+    generated = system.run([system.generation(golden.prompt_ids, 24) for golden in goldens])
     for golden, got in zip(goldens, generated, strict=True):
         assert got.token_ids == {0: golden.output_ids[:24]}

@@ -84,9 +84,9 @@ def check_prompt(reference: Reference, prompt: list[int], got: Generated, num_to
 def test_tokens_and_prompts_equal_transformers(system: LocalSystem, reference: Reference) -> None:
     greedy = SamplingParams(temperature=0.0, num_logprobs=NUM_TOP, num_prompt_logprobs=NUM_TOP)
     plain = SamplingParams(temperature=0.0)
-    specs = [system.spec(prompt, 6, greedy) for prompt in PROMPTS]
-    others = [system.spec(prompt, 6, plain) for prompt in PROMPTS]
-    generated = system.run([*specs, *others])
+    generations = [system.generation(prompt, 6, greedy) for prompt in PROMPTS]
+    others = [system.generation(prompt, 6, plain) for prompt in PROMPTS]
+    generated = system.run([*generations, *others])
     for prompt, got, without in zip(PROMPTS, generated[: len(PROMPTS)], generated[len(PROMPTS) :], strict=True):
         check_generated(reference, prompt, got, NUM_TOP)
         check_prompt(reference, prompt, got, NUM_TOP)
@@ -94,7 +94,7 @@ def test_tokens_and_prompts_equal_transformers(system: LocalSystem, reference: R
         assert without.prompts == []
         assert set(without.logprobs[0]) == {None}
     # Asked again: the same tokens; the numbers may round otherwise, as a step may still hold an ended request's row.
-    (again,) = system.run(specs[:1])
+    (again,) = system.run(generations[:1])
     assert again.token_ids == generated[0].token_ids
     check_generated(reference, PROMPTS[0], again, NUM_TOP)
     check_prompt(reference, PROMPTS[0], again, NUM_TOP)
@@ -104,7 +104,7 @@ def test_sampled_choices_are_judged_by_the_models_own_logits(system: LocalSystem
     params = SamplingParams(
         1.5, 40, 0.9, seed=5, repetition_penalty=1.3, presence_penalty=0.5, num_logprobs=2, num_prompt_logprobs=0
     )
-    (got,) = system.run([system.spec(PROMPTS[1], 8, params, num_choices=3)])
+    (got,) = system.run([system.generation(PROMPTS[1], 8, params, num_choices=3)])
     assert len({tuple(ids) for ids in got.token_ids.values()}) == 3
     check_generated(reference, PROMPTS[1], got, 2)
     check_prompt(reference, PROMPTS[1], got, 0)
@@ -112,7 +112,7 @@ def test_sampled_choices_are_judged_by_the_models_own_logits(system: LocalSystem
 
 def test_only_the_chosen_token_and_one_token_at_all(system: LocalSystem, reference: Reference) -> None:
     params = SamplingParams(temperature=0.0, num_logprobs=0, num_prompt_logprobs=1)
-    (got,) = system.run([system.spec(PROMPTS[0], 1, params)])
+    (got,) = system.run([system.generation(PROMPTS[0], 1, params)])
     assert got.finish_reasons == {0: "length"}
     check_generated(reference, PROMPTS[0], got, 0)
     check_prompt(reference, PROMPTS[0], got, 1)
@@ -120,7 +120,7 @@ def test_only_the_chosen_token_and_one_token_at_all(system: LocalSystem, referen
 
 def test_forbidden_tokens_keep_the_models_log_probability(system: LocalSystem, reference: Reference) -> None:
     params = SamplingParams(temperature=0.0, num_logprobs=1, allowed_token_ids=(40, 41, 42))
-    (got,) = system.run([system.spec(PROMPTS[0], 4, params)])
+    (got,) = system.run([system.generation(PROMPTS[0], 4, params)])
     assert set(got.token_ids[0]) <= {40, 41, 42}
     check_generated(reference, PROMPTS[0], got, 1)
     first = got.logprobs[0][0]

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.routing.batch_queue import BatchQueue
-from cluster.routing.generation import ChoiceState, Leg
 from replicas.messages import CallStatus, ChannelAddress, GenerateCall, GenerateReply, PrefillCall, PrefillReply
 from scheduler.request import RequestState
 from tests.engines.local_system import Generated, LocalSystem, collect
@@ -73,9 +71,9 @@ PLACES: dict[str, tuple[str, Callable[[Any], Any], str, Callable[..., bool]]] = 
 def calls(system: LocalSystem, golden: Golden) -> tuple[GenerateCall, PrefillCall]:
     """The bad request's, as a router makes them; that router takes no tokens."""
     assert system.prefill is not None
-    spec = system.spec(golden.prompt_ids, 8)
-    request = Leg(spec, {0: ChoiceState()}, BatchQueue()).request(f"{BAD}-{spec.generation_id}", PATIENCE_S)
-    return GenerateCall(request, ABSENT, system.prefill.peer), PrefillCall(request, system.decode.peer)
+    generation = system.generation(golden.prompt_ids, 8)
+    bad = f"{BAD}-{generation.generation_id}", generation.spec, PATIENCE_S
+    return GenerateCall(*bad, ABSENT, system.prefill.peer), PrefillCall(*bad, system.decode.peer)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -90,7 +88,7 @@ async def both_replies(system: LocalSystem, golden: Golden) -> tuple[GenerateRep
     assert system.prefill is not None
     decode, prefill = system.decode.engine, system.prefill.engine
     generate, prompt = calls(system, golden)
-    request_id = generate.request.request_id
+    request_id = generate.request_id
     generated = decode.generate(generate)
 
     def is_admitted() -> bool:
@@ -119,7 +117,7 @@ def test_it_costs_that_request_only(
     async def run() -> tuple[list[Generated], GenerateReply, PrefillReply]:
         router = await system.start_router(max_retries=0)
         try:
-            others = [asyncio.create_task(collect(router, system.spec(g.prompt_ids, 48))) for g in goldens]
+            others = [asyncio.create_task(collect(router, system.generation(g.prompt_ids, 48))) for g in goldens]
             generated, prefilled = await both_replies(system, goldens[0])
             results = await asyncio.gather(*others)
             await system.wait_for_baseline(10.0)

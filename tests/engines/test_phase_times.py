@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -42,8 +40,7 @@ def _timed(system: LocalSystem) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("beam", [None, BeamParams(2, 1.0, False)], ids=["plain", "beam search"])
 def test_each_phase_is_observed_once_where_it_happens(system: LocalSystem, beam: BeamParams | None) -> None:
     before = _timed(system)
-    changes: dict[str, Any] = {"beam": beam}
-    system.run([replace(system.spec(PROMPT, NUM_TOKENS), **changes)])
+    system.run([system.generation(PROMPT, NUM_TOKENS, beam=beam)])
     where = "prefill" if system.prefill else "decode"
     expected = {"queue_time decode", "decode_time decode"}
     if system.prefill or beam is None:  # a beam search that decode prefills is all decode's time
@@ -63,7 +60,7 @@ def test_each_phase_is_observed_once_where_it_happens(system: LocalSystem, beam:
 def test_a_prompt_that_decode_computes_ends_with_its_first_token(system: LocalSystem) -> None:
     """Of one token there is nothing to decode: all of it is prefill's time, wherever that is."""
     before = _timed(system)
-    system.run([system.spec(PROMPT, 1)])
+    system.run([system.generation(PROMPT, 1)])
     where = "prefill" if system.prefill else "decode"
     deadline_s = time.monotonic() + 5.0
     while (after := _timed(system))[f"prefill_time {where}"][0] == before[f"prefill_time {where}"][0]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
@@ -69,9 +69,9 @@ def tight_pair(tiny_model: EngineSettings) -> Iterator[LocalSystem]:
         yield system
 
 
-def _run_preempting(system: LocalSystem, specs: list[GenerationSpec]) -> list[Generated]:
+def _run_preempting(system: LocalSystem, generations: list[Generation]) -> list[Generated]:
     """Run them side by side, in a system that cannot hold them: some gave way, and nothing is left of it."""
-    generated = system.run(specs)
+    generated = system.run(generations)
     asyncio.run(system.wait_for_baseline())
     preemption = system.decode.engine.scheduler.preemption
     print(f"{preemption.num_swapped} swapped, {preemption.num_evicted} evicted")
@@ -85,20 +85,22 @@ def _run_preempting(system: LocalSystem, specs: list[GenerationSpec]) -> list[Ge
 
 
 def test_sixteen_requests_of_200_tokens(roomy: LocalSystem, tight: LocalSystem) -> None:
-    specs = [tight.spec(prompt, 200, GREEDY) for prompt in PROMPTS]
-    specs += [tight.spec(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
-    expected = roomy.run(specs)
-    generated = _run_preempting(tight, specs)
+    generations = [tight.generation(prompt, 200, GREEDY) for prompt in PROMPTS]
+    generations += [tight.generation(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    expected = roomy.run(generations)
+    generated = _run_preempting(tight, generations)
     assert generated == expected
     assert all(len(got.token_ids[0]) == 200 for got in generated)
-    assert len({tuple(got.token_ids[0]) for got in generated}) == len(specs), "texts that are all the same prove little"
+    assert len({tuple(got.token_ids[0]) for got in generated}) == len(generations), (
+        "texts that are all the same prove little"
+    )
 
 
 @pytest.mark.slow
 def test_sixteen_requests_of_200_tokens_through_both_pools(tiny_model: EngineSettings, tight_pair: LocalSystem) -> None:
     """Greedy ones against transformers, one at a time; the others against the same request alone."""
-    greedy = [tight_pair.spec(prompt, 200) for prompt in PROMPTS]
-    seeded = [tight_pair.spec(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
+    greedy = [tight_pair.generation(prompt, 200) for prompt in PROMPTS]
+    seeded = [tight_pair.generation(prompt, 200, sampling) for prompt, sampling in zip(PROMPTS, SEEDED, strict=True)]
     generated = _run_preempting(tight_pair, greedy + seeded)
     model = LlamaForCausalLM.from_pretrained(tiny_model.model.source, dtype=torch.float32)
     model.generation_config = GenerationConfig(max_new_tokens=200, do_sample=False)  # stops nowhere
@@ -106,21 +108,23 @@ def test_sixteen_requests_of_200_tokens_through_both_pools(tiny_model: EngineSet
         ids = torch.tensor([prompt])
         whole = model.generate(ids, attention_mask=torch.ones_like(ids))
         assert got.token_ids[0] == whole[0, len(prompt) :].tolist()
-    for spec, got in zip(seeded, generated[len(PROMPTS) :], strict=True):
-        assert [got] == tight_pair.run([replace(spec, generation_id=f"{spec.generation_id} alone")])
+    for generation, got in zip(seeded, generated[len(PROMPTS) :], strict=True):
+        assert [got] == tight_pair.run([replace(generation, generation_id=f"{generation.generation_id} alone")])
 
 
 def test_eight_requests_of_three_forked_sequences(roomy: LocalSystem, tight: LocalSystem) -> None:
-    specs = [tight.spec(p, 100, sampling, num_choices=3) for p, sampling in zip(PROMPTS, SEEDED, strict=True)]
-    expected = roomy.run(specs)
-    generated = _run_preempting(tight, specs)
+    generations = [
+        tight.generation(p, 100, sampling, num_choices=3) for p, sampling in zip(PROMPTS, SEEDED, strict=True)
+    ]
+    expected = roomy.run(generations)
+    generated = _run_preempting(tight, generations)
     assert generated == expected
     assert all(sorted(got.token_ids) == [0, 1, 2] for got in generated)
     assert all(len(tokens) == 100 for got in generated for tokens in got.token_ids.values())
 
 
 def test_preemptions_are_counted(tight: LocalSystem) -> None:
-    _run_preempting(tight, [tight.spec(prompt, 200) for prompt in PROMPTS * 2])
+    _run_preempting(tight, [tight.generation(prompt, 200) for prompt in PROMPTS * 2])
     preemption = tight.decode.engine.scheduler.preemption
     (family,) = [f for f in tight.decode.metrics_snapshot() if f["name"] == "splitserve_preemptions"]
     counted = {labels["kind"]: value for suffix, labels, value in family["samples"] if suffix == "_total"}
@@ -133,6 +137,6 @@ def test_goldens() -> None:
     goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 40 and min(golden.margins) > 5e-3][:12]
     base = settings("decode", lag=1, kv_capacity_tokens=512, admission=OPTIMISTIC)
     with _running(replace(base, model=replace(base.model, max_model_len=256))) as system:
-        specs = [system.spec(golden.prompt_ids, 64) for golden in goldens]
-        for golden, got in zip(goldens, _run_preempting(system, specs), strict=True):
+        generations = [system.generation(golden.prompt_ids, 64) for golden in goldens]
+        for golden, got in zip(goldens, _run_preempting(system, generations), strict=True):
             golden.check(got.token_ids[0])

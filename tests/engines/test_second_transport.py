@@ -29,7 +29,7 @@ def test_a_pair_hands_over_by_the_transport_of_that_name(
     system = LocalSystem(decode, prefill)
     goldens = [tiny_goldens.of(40, number) for number in range(2)]
     try:
-        results = system.run([system.spec(golden.prompt_ids, 32) for golden in goldens])
+        results = system.run([system.generation(golden.prompt_ids, 32) for golden in goldens])
         transport = hub.agents[system.decode.peer.agent_name]
     finally:
         system.close()

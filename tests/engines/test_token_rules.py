@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GeneratedToken, GenerationSpec
-from replicas.messages import CallStatus
+from cluster.routing.generation import Generation
+from replicas.messages import CallStatus, GenerationSpec, Token
 from replicas.sampling.draw import SamplingBatch, sample
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
@@ -105,29 +105,30 @@ def system(request: pytest.FixtureRequest, folder: Path) -> Iterator[LocalSystem
         yield system
 
 
-def check(reference: Reference, spec: GenerationSpec, got: Generated) -> None:
-    for choice in range(spec.num_choices):
+def check(reference: Reference, generation: Generation, got: Generated) -> None:
+    spec = generation.spec
+    for choice in spec.choices:
         assert got.token_ids[choice] == reference.text(spec, choice), (spec, choice)
 
 
 def test_texts_are_the_references(system: LocalSystem, reference: Reference) -> None:
     specs = [
-        system.spec(prompt, 30, params, stop_token_ids=STOPS if params.min_tokens else frozenset())
+        system.generation(prompt, 30, params, stop_token_ids=STOPS if params.min_tokens else frozenset())
         for params in (*GREEDY, *SAMPLED)
         for prompt in PROMPTS[:2]
     ]
-    specs += [system.spec(PROMPTS[3], 30, params) for params in (SamplingParams(0.0), SamplingParams(seed=3))]
+    specs += [system.generation(PROMPTS[3], 30, params) for params in (SamplingParams(0.0), SamplingParams(seed=3))]
     generated = system.run(specs)
     for spec, got in zip(specs, generated, strict=True):
         check(reference, spec, got)
-        if spec.sampling.min_tokens:
-            assert len(got.token_ids[0]) >= spec.sampling.min_tokens
+        if spec.spec.sampling.min_tokens:
+            assert len(got.token_ids[0]) >= spec.spec.sampling.min_tokens
     ended_early = [got for got in generated if got.finish_reasons[0] == "stop"]
     assert ended_early, "min_tokens is seen to work only where stop tokens are wanted"
 
 
 def test_forked_choices_have_histories_of_their_own(system: LocalSystem, reference: Reference) -> None:
-    specs = [system.spec(PROMPTS[2], 25, params, num_choices=3) for params in SAMPLED]
+    specs = [system.generation(PROMPTS[2], 25, params, num_choices=3) for params in SAMPLED]
     for spec, got in zip(specs, system.run(specs), strict=True):
         check(reference, spec, got)
         assert len({tuple(ids) for ids in got.token_ids.values()}) == 3
@@ -136,13 +137,13 @@ def test_forked_choices_have_histories_of_their_own(system: LocalSystem, referen
 def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, reference: Reference) -> None:
     """Decode loses a request after ten tokens, twice: the rest comes from prompt + output as a new prompt."""
 
-    async def generate(spec: GenerationSpec) -> list[GeneratedToken]:
+    async def generate(generation: Generation) -> list[Token]:
         router = await system.start_router(max_retries=3, retry_delay_s=0.01)
         tokens = []
         try:
-            async for batch in router.generate(spec):
+            async for batch in router.generate(generation):
                 for token in batch:
-                    assert isinstance(token, GeneratedToken)
+                    assert isinstance(token, Token)
                     tokens.append(token)
                     if len(tokens) in (10, 20):
                         lose_all(system)
@@ -152,9 +153,11 @@ def test_a_replay_goes_on_as_if_nothing_had_happened(system: LocalSystem, refere
 
     for params in (GREEDY[3], SAMPLED[0], SAMPLED[1], SAMPLED[2]):
         num_logprobs = replace(params, num_logprobs=1, num_prompt_logprobs=None)
-        spec = system.spec(PROMPTS[1], 40, num_logprobs, stop_token_ids=STOPS if params.min_tokens else frozenset())
+        spec = system.generation(
+            PROMPTS[1], 40, num_logprobs, stop_token_ids=STOPS if params.min_tokens else frozenset()
+        )
         tokens = asyncio.run(generate(spec))
-        assert [token.token_id for token in tokens] == reference.text(spec, 0)
+        assert [token.token_id for token in tokens] == reference.text(spec.spec, 0)
         assert all(token.logprobs is not None for token in tokens)
 
 
@@ -178,7 +181,7 @@ def test_who_gave_way_goes_on_the_same(folder: Path, reference: Reference, host_
         for _ in range(100):  # outputs were very short so far
             estimator.observe(5)
         rules = [replace(params, min_tokens=0) for params in (*GREEDY, *SAMPLED)]
-        specs = [system.spec(PROMPTS[0], 60, params, num_choices=1 + n // 6) for n, params in enumerate(rules)]
+        specs = [system.generation(PROMPTS[0], 60, params, num_choices=1 + n // 6) for n, params in enumerate(rules)]
         generated = system.run(specs)
         preemption = system.decode.engine.scheduler.preemption
         assert (preemption.num_swapped if host_memory_bytes else preemption.num_evicted) > 0
@@ -188,12 +191,12 @@ def test_who_gave_way_goes_on_the_same(folder: Path, reference: Reference, host_
 
 def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem, reference: Reference) -> None:
     impossible = SamplingParams(0.0, allowed_token_ids=(8,), bad_words=((8,),))
-    good = system.spec(PROMPTS[0], 12, GREEDY[0])
+    good = system.generation(PROMPTS[0], 12, GREEDY[0])
 
     async def both() -> Any:
         router = await system.start_router()
         try:
-            bad = system.spec(PROMPTS[1], 5, impossible)
+            bad = system.generation(PROMPTS[1], 5, impossible)
             return await asyncio.gather(drain(router, bad), drain(router, good), return_exceptions=True)
         finally:
             await router.stop()
@@ -201,8 +204,8 @@ def test_rules_that_leave_nothing_end_their_own_request_only(system: LocalSystem
     error, tokens = asyncio.run(both())
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (400, "nothing_allowed")
-    assert tokens == reference.text(good, 0)
+    assert tokens == reference.text(good.spec, 0)
 
 
-async def drain(router: Any, spec: GenerationSpec) -> list[int]:
-    return [token.token_id async for batch in router.generate(spec) for token in batch]
+async def drain(router: Any, generation: Generation) -> list[int]:
+    return [token.token_id async for batch in router.generate(generation) for token in batch]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cluster.api_error import ApiError
-from cluster.routing.generation import GenerationSpec
+from cluster.routing.generation import Generation
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
@@ -62,36 +62,37 @@ def one_lane(tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
     system.close()
 
 
-def texts_of(system: LocalSystem, specs: list[GenerationSpec]) -> list[dict[int, list[int]]]:
-    texts = [got.token_ids for got in system.run(specs)]
+def texts_of(system: LocalSystem, asked: list[Generation]) -> list[dict[int, list[int]]]:
+    texts = [got.token_ids for got in system.run(asked)]
     asyncio.run(system.wait_for_baseline())
     return texts
 
 
 def test_texts_are_those_of_transformers(two_lanes: LocalSystem, tiny_goldens: TinyGoldens) -> None:
     goldens = [tiny_goldens.of(length) for length in (1, 15, 16, 17, 33, 100, 150, 200)]
-    texts = texts_of(two_lanes, [two_lanes.spec(golden.prompt_ids, 64) for golden in goldens])
+    texts = texts_of(two_lanes, [two_lanes.generation(golden.prompt_ids, 64) for golden in goldens])
     assert texts == [{0: golden.output_ids[:64]} for golden in goldens]
 
 
 def test_choices_seeds_and_ends_are_those_of_one_lane(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
-    def specs(system: LocalSystem) -> list[GenerationSpec]:
-        made = [system.spec(p, 60, s, num_choices=3) for p, s in zip(PROMPTS, SEEDED, strict=True)]
+    def specs(system: LocalSystem) -> list[Generation]:
+        made = [system.generation(p, 60, s, num_choices=3) for p, s in zip(PROMPTS, SEEDED, strict=True)]
         made += [
-            system.spec(p, 60, s, stop_token_ids=frozenset(range(40))) for p, s in zip(PROMPTS, SEEDED, strict=True)
+            system.generation(p, 60, s, stop_token_ids=frozenset(range(40)))
+            for p, s in zip(PROMPTS, SEEDED, strict=True)
         ]
-        made += [system.spec(prompt, 1) for prompt in PROMPTS]
+        made += [system.generation(prompt, 1) for prompt in PROMPTS]
         penalised = [replace(s, presence_penalty=0.5, repetition_penalty=1.2, num_logprobs=2) for s in SEEDED]
-        return made + [system.spec(p, 40, s) for p, s in zip(PROMPTS, penalised, strict=True)]
+        return made + [system.generation(p, 40, s) for p, s in zip(PROMPTS, penalised, strict=True)]
 
     assert texts_of(two_lanes, specs(two_lanes)) == texts_of(one_lane, specs(one_lane))
 
 
 def test_beam_searches_are_those_of_one_lane(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
-    def specs(system: LocalSystem) -> list[GenerationSpec]:
+    def specs(system: LocalSystem) -> list[Generation]:
         beams = [BeamParams(2 + number % 3, 1.0, early_stopping=False) for number in range(8)]
-        made = [system.spec(p, 24, GREEDY, num_choices=2) for p in PROMPTS]
-        return [replace(spec, beam=beam) for spec, beam in zip(made, beams, strict=True)]
+        pairs = zip(PROMPTS, beams, strict=True)
+        return [system.generation(prompt, 24, num_choices=2, beam=beam) for prompt, beam in pairs]
 
     assert texts_of(two_lanes, specs(two_lanes)) == texts_of(one_lane, specs(one_lane))
 
@@ -99,9 +100,9 @@ def test_beam_searches_are_those_of_one_lane(two_lanes: LocalSystem, one_lane: L
 def test_scores_of_prompts_beside_rows(two_lanes: LocalSystem, one_lane: LocalSystem) -> None:
     """They take the model's forward method in pieces, which the other lane is running."""
 
-    def specs(system: LocalSystem) -> list[GenerationSpec]:
+    def specs(system: LocalSystem) -> list[Generation]:
         scored = [replace(GREEDY, num_prompt_logprobs=2) for _ in PROMPTS]
-        return [system.spec(p, 30, s) for p, s in zip(PROMPTS * 2, scored + SEEDED, strict=True)]
+        return [system.generation(p, 30, s) for p, s in zip(PROMPTS * 2, scored + SEEDED, strict=True)]
 
     got, expected = two_lanes.run(specs(two_lanes)), one_lane.run(specs(one_lane))
     assert [g.token_ids for g in got] == [e.token_ids for e in expected]
@@ -120,9 +121,12 @@ def flat(generated: Generated) -> list[Any]:
 
 
 def hold_prompts(
-    system: LocalSystem, monkeypatch: pytest.MonkeyPatch, length: int
+    system: LocalSystem, monkeypatch: pytest.MonkeyPatch, length: int, *, rows_wait: bool = False
 ) -> tuple[threading.Event, list[int]]:
-    """Chunks of a prompt this long do not end before the event. rows: how many each other step had meanwhile."""
+    """Chunks of a prompt this long do not end before the event; rows: how many each step of rows had meanwhile.
+
+    rows_wait: no row is computed before that prompt is.
+    """
     forward, goes_on, rows = system.decode.engine.runner._forward, threading.Event(), list[int]()
     is_held = threading.Event()
 
@@ -130,8 +134,10 @@ def hold_prompts(
         if any(len(chunk.token_ids) == length for chunk in plan.chunks):
             is_held.set()
             assert goes_on.wait(PATIENCE_S)
-        elif is_held.is_set() and not goes_on.is_set():
-            rows.append(len(plan.rows))
+        elif plan.rows:
+            assert not rows_wait or is_held.wait(PATIENCE_S)
+            if is_held.is_set() and not goes_on.is_set():
+                rows.append(len(plan.rows))
         return forward(plan)
 
     monkeypatch.setattr(system.decode.engine.runner, "_forward", held)
@@ -149,13 +155,15 @@ def test_streams_go_on_while_a_prompt_is_computed(
     two_lanes: LocalSystem, tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goldens, late = [tiny_goldens.of(length) for length in (15, 16, 17)], tiny_goldens.of(33)
-    goes_on, rows = hold_prompts(two_lanes, monkeypatch, 33)
+    goes_on, rows = hold_prompts(two_lanes, monkeypatch, 33, rows_wait=True)
 
     async def run() -> tuple[list[Generated], Generated]:
         router = await two_lanes.start_router()
         try:
-            specs = [two_lanes.spec(golden.prompt_ids, 64) for golden in (*goldens, late)]
-            *streams, held = [asyncio.create_task(collect(router, spec)) for spec in specs]
+            asked = [two_lanes.generation(golden.prompt_ids, 64) for golden in goldens]
+            streams = [asyncio.create_task(collect(router, generation)) for generation in asked]
+            await until(lambda: len(two_lanes.decode.engine.scheduler.batch) == len(goldens))
+            held = asyncio.create_task(collect(router, two_lanes.generation(late.prompt_ids, 64)))
             done = await asyncio.wait_for(asyncio.gather(*streams), PATIENCE_S)  # all of their texts
             goes_on.set()
             return done, await held
@@ -166,7 +174,7 @@ def test_streams_go_on_while_a_prompt_is_computed(
     done, held = asyncio.run(run())
     assert [got.token_ids[0] for got in done] == [golden.output_ids[:64] for golden in goldens]
     assert held.token_ids[0] == late.output_ids[:64]
-    assert sum(rows) > 100, "the prompt was not being computed while the streams went on"
+    assert sum(rows) == 63 * len(goldens), "the prompt was not being computed while the streams went on"
 
 
 def test_a_request_that_is_cancelled_while_its_prompt_is_computed(
@@ -180,9 +188,9 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_computed(
     async def run() -> Generated:
         router = await two_lanes.start_router()
         try:
-            stream = asyncio.create_task(collect(router, two_lanes.spec(golden.prompt_ids, 64)))
+            stream = asyncio.create_task(collect(router, two_lanes.generation(golden.prompt_ids, 64)))
             await until(lambda: len(scheduler.batch) == 1)
-            gone = asyncio.create_task(collect(router, two_lanes.spec(tiny_goldens.of(33).prompt_ids, 64)))
+            gone = asyncio.create_task(collect(router, two_lanes.generation(tiny_goldens.of(33).prompt_ids, 64)))
             await until(lambda: any(r.state is RequestState.PREFILLING for r in list(scheduler._requests.values())))
             gone.cancel()
             await until(lambda: bool(scheduler.prefill_lane.ending))
@@ -218,8 +226,8 @@ def test_who_gives_way_beside_prompts(tiny_goldens: TinyGoldens, one_lane: Local
         assert isinstance(estimator, LengthEstimator)
         for _ in range(100):  # outputs were very short so far
             estimator.observe(20)
-        specs = [tight.spec(p, 100, s, num_choices=2) for p, s in zip(PROMPTS, SEEDED, strict=True)]
-        specs += [tight.spec(prompt, 150) for prompt in PROMPTS]
+        specs = [tight.generation(p, 100, s, num_choices=2) for p, s in zip(PROMPTS, SEEDED, strict=True)]
+        specs += [tight.generation(prompt, 150) for prompt in PROMPTS]
         assert texts_of(tight, specs) == texts_of(one_lane, specs)
         preemption = tight.decode.engine.scheduler.preemption
         assert (preemption.num_swapped if host_memory_bytes else preemption.num_evicted) > 0
@@ -254,8 +262,8 @@ def test_a_poisoned_request_fails_alone(
     async def run() -> tuple[list[Generated], ApiError]:
         router = await two_lanes.start_router(max_retries=0)
         try:
-            bad = asyncio.create_task(collect(router, two_lanes.spec(POISON_PROMPT, 32)))
-            good = await asyncio.gather(*(collect(router, two_lanes.spec(g.prompt_ids, 24)) for g in goldens))
+            bad = asyncio.create_task(collect(router, two_lanes.generation(POISON_PROMPT, 32)))
+            good = await asyncio.gather(*(collect(router, two_lanes.generation(g.prompt_ids, 24)) for g in goldens))
             with pytest.raises(ApiError) as raised:
                 await bad
             await two_lanes.wait_for_baseline()
@@ -276,12 +284,14 @@ def test_a_step_that_fails_as_a_whole_costs_all_requests_and_nothing_else(
 ) -> None:
     """Both lanes stand still before any block is free, and go on afterwards."""
     engine, golden = lanes_of(two_lanes), tiny_goldens.of(100)
-    prepare, has_failed, running_at_release = engine.runner._prepare, list[bool](), list[int]()
+    prepare, has_failed, running_at_release = engine.runner._prepare, list[int](), list[int]()
 
     def failing(plan: StepPlan) -> None:
-        is_it = bool(plan.rows) if lane == "decode" else bool(plan.chunks and plan.chunks[0].start)
-        if is_it and len(has_failed) < 2:  # the step, and what goes before its pieces
-            has_failed.append(True)
+        """The step, and then what goes before its pieces: that is nobody's own."""
+        is_step = bool(plan.rows) if lane == "decode" else bool(plan.chunks and plan.chunks[0].start)
+        is_before_pieces = plan.is_empty and has_failed == [plan.step_id]
+        if (is_step and not has_failed) or is_before_pieces:
+            has_failed.append(plan.step_id)
             raise LookupError("a bug of ours")
         prepare(plan)
 
@@ -296,7 +306,7 @@ def test_a_step_that_fails_as_a_whole_costs_all_requests_and_nothing_else(
         router = await two_lanes.start_router(max_retries=0)
         try:
             with pytest.raises(ApiError) as raised:
-                await collect(router, two_lanes.spec(golden.prompt_ids, 24))
+                await collect(router, two_lanes.generation(golden.prompt_ids, 24))
             return raised.value
         finally:
             await router.stop()
@@ -307,7 +317,7 @@ def test_a_step_that_fails_as_a_whole_costs_all_requests_and_nothing_else(
         assert asyncio.run(run()).status == 500
     assert len(has_failed) == 2
     assert running_at_release == [0]
-    (text,) = texts_of(two_lanes, [two_lanes.spec(golden.prompt_ids, 24)])
+    (text,) = texts_of(two_lanes, [two_lanes.generation(golden.prompt_ids, 24)])
     assert text == {0: golden.output_ids[:24]}
 
 
@@ -322,7 +332,7 @@ def test_a_lane_that_stands_still_is_seen(
     async def run() -> Generated:
         router = await two_lanes.start_router()
         try:
-            held = asyncio.create_task(collect(router, two_lanes.spec(tiny_goldens.of(33).prompt_ids, 4)))
+            held = asyncio.create_task(collect(router, two_lanes.generation(tiny_goldens.of(33).prompt_ids, 4)))
             await until(lambda: time.monotonic() - beat() > 0.3)
             assert time.monotonic() - engine.last_beat_s < 0.8
             assert not engine.is_healthy(0.3)

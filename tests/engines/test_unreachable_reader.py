@@ -16,7 +16,7 @@ from replicas.engine.engine import Engine
 from replicas.kv.handoff_actions import ReaderChecked
 from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.transfer_thread import TransferThread
-from replicas.messages import CallStatus, GenerationRequest, PrefillCall, PrefillReply, TransferPeer
+from replicas.messages import CallStatus, GenerationSpec, PrefillCall, PrefillReply, TransferPeer
 from replicas.settings import FaultSettings
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import LocalSystem, touch
@@ -53,8 +53,8 @@ def engine_of(system: LocalSystem) -> Engine:
 
 
 def prefill(system: LocalSystem, name: str, reader: TransferPeer, max_tokens: int = 4) -> Future[PrefillReply]:
-    request = GenerationRequest(name, (7,) * 40, (0,), max_tokens, frozenset(), SamplingParams(temperature=0.0), WAIT_S)
-    return engine_of(system).prefill(PrefillCall(request, reader))
+    generation = GenerationSpec((7,) * 40, (0,), max_tokens, frozenset(), SamplingParams(temperature=0.0))
+    return engine_of(system).prefill(PrefillCall(name, generation, WAIT_S, reader))
 
 
 def test_the_router_does_not_wait_for_a_handoff_that_never_comes(
@@ -66,14 +66,14 @@ def test_the_router_does_not_wait_for_a_handoff_that_never_comes(
     began_s = time.monotonic()
     try:
         with pytest.raises(ApiError) as caught:
-            system.run([system.spec(golden.prompt_ids, 16)], handoff_s=HANDOFF_S, max_retries=0)
+            system.run([system.generation(golden.prompt_ids, 16)], handoff_s=HANDOFF_S, max_retries=0)
     finally:
         system.decode.peer = known
     assert time.monotonic() - began_s < HANDOFF_S / 2
     assert caught.value.status == 500
     assert engine_of(system).transfers.snapshot().errors["unreachable"] >= 1
     asyncio.run(system.wait_for_baseline())
-    (got,) = system.run([system.spec(golden.prompt_ids, 16)])
+    (got,) = system.run([system.generation(golden.prompt_ids, 16)])
     assert got.token_ids[0] == golden.output_ids[:16]
 
 

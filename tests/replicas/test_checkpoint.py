@@ -283,7 +283,7 @@ def greedy(folder: Path) -> list[list[int]]:
     settings = tiny_settings("decode", folder)
     system = LocalSystem(replace(settings, model=replace(settings.model, max_model_len=512)), None)
     try:
-        return [g.token_ids[0] for g in system.run([system.spec(prompt, 12) for prompt in PROMPTS])]
+        return [g.token_ids[0] for g in system.run([system.generation(prompt, 12) for prompt in PROMPTS])]
     finally:
         system.close()
 
@@ -321,7 +321,7 @@ def test_writing_to_the_file_does_not_change_what_runs(tmp_path: Path) -> None:
         with path.open("r+b") as file:  # the same file, as `cp` writes it
             file.seek(size // 8)
             file.write(bytes(size - size // 8))
-        got = [g.token_ids[0] for g in system.run([system.spec(prompt, 12) for prompt in PROMPTS])]
+        got = [g.token_ids[0] for g in system.run([system.generation(prompt, 12) for prompt in PROMPTS])]
     finally:
         system.close()
     assert got == expected

@@ -63,7 +63,7 @@ def engine_texts(source: Path) -> list[list[int]]:
     model = ModelSettings(str(source), str(source.parent / "cache"), "float32", 512, "auto", trust_remote_code=False)
     system = LocalSystem(settings("decode", model=model), None)
     try:
-        return [result.token_ids[0] for result in system.run([system.spec(ids, NUM_TOKENS) for ids in PROMPTS])]
+        return [result.token_ids[0] for result in system.run([system.generation(ids, NUM_TOKENS) for ids in PROMPTS])]
     finally:
         system.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from replicas.channels.outbox import NUM_ENTRIES, Outbox, prompt_parts
 from replicas.channels.wire import MalformedMessage, decode_scores, encode_scores
-from replicas.messages import PromptLogprobs, TokenItem, TokenLogprobs
+from replicas.messages import PromptLogprobs, Token, TokenLogprobs
 
 
 def scores(num_positions: int, num_top: int) -> tuple[TokenLogprobs | None, ...]:
@@ -38,7 +38,7 @@ def test_a_prompt_in_parts_is_the_prompt(num_top: int) -> None:
 
 def test_frames_of_a_step_admissions_first_and_tokens_last() -> None:
     top = tuple((token_id, -1.0) for token_id in range(20))
-    tokens = [TokenItem("b", 0, index, 9, None, TokenLogprobs(-0.5, top)) for index in range(1000)]
+    tokens = [Token("b", 0, index, 9, None, TokenLogprobs(-0.5, top)) for index in range(1000)]
     prompts = [PromptLogprobs("b", 0, scores(600, 20)), PromptLogprobs("c", 3, scores(2, 0))]
     parts = list(Outbox(["a", "b"], prompts, tokens).parts())
     assert [admitted for admitted, _, _ in parts] == [("a", "b"), *[()] * (len(parts) - 1)]
@@ -48,7 +48,7 @@ def test_frames_of_a_step_admissions_first_and_tokens_last() -> None:
     assert positions == (*prompts[0].positions, *prompts[1].positions)
     first_token = next(index for index, (_, items, _) in enumerate(parts) if items)
     assert not any(of_prompts for _, _, of_prompts in parts[first_token:])
-    plain = [TokenItem("b", 0, index, 9, None) for index in range(300)]
+    plain = [Token("b", 0, index, 9, None) for index in range(300)]
     assert list(Outbox(["a"], [], plain).parts()) == [(("a",), tuple(plain), ())]
     assert list(Outbox(["a"]).parts()) == [(("a",), (), ())]
 

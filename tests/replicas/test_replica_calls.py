@@ -24,7 +24,7 @@ from replicas.messages import (
     ForgetPeerCall,
     GenerateCall,
     GenerateReply,
-    GenerationRequest,
+    GenerationSpec,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -39,10 +39,10 @@ from replicas.serving.prefill_replica import PrefillReplica
 from scheduler.sampling_params import SamplingParams
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25)
-REQUEST = GenerationRequest("a", (1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0), 10.0)
+SPEC = GenerationSpec((1,), (0,), 1, frozenset(), SamplingParams(temperature=0.0))
 ABSENT = ChannelAddress("absent", "tcp://127.0.0.1:9", zmq.curve_keypair()[0].decode())
 PEER = TransferPeer("r", "e", "agent", b"", "f", 1, 1)
-GENERATE, PREFILL = GenerateCall(REQUEST, ABSENT, None), PrefillCall(REQUEST, PEER)
+GENERATE, PREFILL = GenerateCall("a", SPEC, 10.0, ABSENT, None), PrefillCall("a", SPEC, 10.0, PEER)
 OK = GenerateReply(CallStatus.OK, "", (), 0.0, 0.0, 0.0)
 
 Ask = Callable[[Call[Any], Any], Any]

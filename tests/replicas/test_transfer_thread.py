@@ -27,7 +27,7 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.nixl_transport import NixlTransport
-from replicas.messages import FirstToken
+from replicas.messages import Token
 from tests.replicas.transfer_engines import SHAPE, TIMING, Engine, Pair, deadline_s, until
 
 
@@ -54,7 +54,7 @@ def pair(nixl_pair: Pair, request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_happy_path_delivers_the_kv_before_the_source_reuses_its_blocks(pair: Pair) -> None:
     before = pair.reader.thread.snapshot()
     arrived = pair.arrive("happy")
-    assert arrived.handoff.first_tokens == (FirstToken(0, 42, None),)
+    assert arrived.handoff.first_tokens == (Token("happy", 0, 0, 42, None),)
     assert arrived.handoff.digest is not None
     pair.reader.thread.read_into("happy", pair.reader_ids)
     pair.reader.await_event(KvReady, "happy")

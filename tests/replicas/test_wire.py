@@ -17,12 +17,11 @@ from replicas.messages import (
     WIRE_VERSION,
     EngineLoad,
     FinishReason,
-    FirstToken,
     Frame,
     Handoff,
     NoteKind,
     PromptLogprobs,
-    TokenItem,
+    Token,
     TokenLogprobs,
     TransferNote,
 )
@@ -45,7 +44,7 @@ loads = st.builds(
 )
 logprobs = st.floats(-9999.0, 0.0)
 scores = st.none() | st.builds(TokenLogprobs, logprobs, st.lists(st.tuples(counts, logprobs), max_size=3).map(tuple))
-items = st.builds(TokenItem, names, counts, counts, counts, finishes, scores)
+items = st.builds(Token, names, counts, counts, counts, finishes, scores)
 prompts = st.builds(PromptLogprobs, names, counts, st.lists(scores, max_size=3).map(tuple))
 frames = st.builds(
     Frame,
@@ -66,7 +65,7 @@ handoffs = st.builds(
     st.lists(counts, max_size=20).map(tuple),
     counts,
     st.none() | st.binary(min_size=16, max_size=16),
-    st.lists(st.builds(FirstToken, counts, counts, finishes), max_size=4).map(tuple),
+    st.lists(st.builds(Token, names, counts, counts, counts, finishes, st.none()), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
@@ -78,10 +77,10 @@ FRAME = Frame(
     7,
     EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9),
     ("r2",),
-    (TokenItem("r1", 0, 3, 42, FinishReason.STOP),),
+    (Token("r1", 0, 3, 42, FinishReason.STOP),),
     (),
 )
-HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (FirstToken(0, 9, None),), 5.0, ((7, -0.5),))
+HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")
 
 
@@ -173,10 +172,13 @@ def _fields(payload: bytes) -> list[Any]:
         (7, b""),
         (7, b"x" * 65),
         (8, [[0, 1, None]]),
-        (8, [{"choice": 0, "token_id": 1}]),
-        (8, [{"choice": 0, "token_id": 1, "finish_reason": "exploded"}]),
-        (8, [{"choice": 0, "token_id": 1, "finish_reason": []}]),
-        (8, [{"choice": 0, "token_id": -1, "finish_reason": None}]),
+        (8, [["t", 0, 0, 1]]),
+        (8, [["t", 0, 0, 1, "exploded"]]),
+        (8, [["t", 0, 0, 1, []]]),
+        (8, [["t", 0, 0, -1, None]]),
+        (8, [["t", -1, 0, 1, None]]),
+        (8, [["t", 0, 0, 1, None, None, None]]),
+        (8, [{"request_id": "t", "choice": 0, "index": 0, "token_id": 1, "finish_reason": None}]),
         (8, {"choice": 0}),
         (9, "5"),
         (9, 0.0),
@@ -200,7 +202,7 @@ def test_a_whole_number_of_seconds_is_taken() -> None:
     fields = _fields(encode(HANDOFF))
     fields[9] = 5
     handoff = decode_notification(msgpack.packb(fields))
-    assert repr(handoff) == repr(HANDOFF)
+    assert repr(handoff).replace("CheckedToken(", "Token(") == repr(HANDOFF)
 
 
 @pytest.mark.parametrize(

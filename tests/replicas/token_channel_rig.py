@@ -11,7 +11,7 @@ import zmq
 
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
-from replicas.messages import ChannelAddress, EngineLoad, Frame, TokenItem
+from replicas.messages import ChannelAddress, EngineLoad, Frame, Token
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.006)
 PATIENCE_S = 10.0
@@ -63,8 +63,8 @@ async def until(condition: Callable[[], bool], *senders: TokenSender, within_s: 
         await asyncio.sleep(0.002)
 
 
-def items(count: int, start: int = 0) -> tuple[TokenItem, ...]:
-    return tuple(TokenItem(f"request-{i}", 0, start, i, None) for i in range(count))
+def items(count: int, start: int = 0) -> tuple[Token, ...]:
+    return tuple(Token(f"request-{i}", 0, start, i, None) for i in range(count))
 
 
 def frame_of(seq: int, replica_id: str = "decode", epoch: str = "e1") -> Frame:

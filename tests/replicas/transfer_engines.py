@@ -20,7 +20,7 @@ from replicas.kv.handoff_actions import (
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_thread import TransferThread
-from replicas.messages import FirstToken
+from replicas.messages import Token
 
 TIMING = HandoffTiming(0.4, resend_s=0.01, max_resend_s=0.05, remember_s=5.0, quarantine_s=0.05, ask_peers_s=0.05)
 SHAPE = (32, 2, 2, 16, 2, 32)
@@ -126,7 +126,7 @@ class Pair:
     def offer(self, transfer_id: str) -> None:
         self.kv = torch.randn(len(self.source_ids), *SHAPE[1:])
         self.source.pool[list(self.source_ids)] = self.kv
-        first = (FirstToken(0, 42, None),)
+        first = (Token(transfer_id, 0, 0, 42, None),)
         self.source.thread.offer(transfer_id, self.reader.peer, self.source_ids, 40, first, deadline_s())
 
     def arrive(self, transfer_id: str) -> HandoffArrived:

@@ -49,7 +49,7 @@ def play(tables: list[list[object]], live: list[int], position: int, num_rows: i
 
 def newcomer_future(request: Request, num_rows: int, first_step: int, block_size: int) -> Future:
     prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
-    tables = [prompt for _ in request.choices]
+    tables = [prompt for _ in request.spec.choices]
     counts = play(tables, list(range(len(tables))), request.prompt_len, num_rows, block_size)
     return Future(first_step, counts, None)
 
@@ -57,8 +57,8 @@ def newcomer_future(request: Request, num_rows: int, first_step: int, block_size
 def search_future(request: Request, block_size: int) -> Future:
     """At most so many, at any time: as if all beams parted at once and none ended before its last token."""
     prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
-    tables = [prompt for _ in request.choices]
-    counts = play(tables, list(range(len(tables))), request.prompt_len, request.max_tokens - 1, block_size)
+    tables = [prompt for _ in request.spec.choices]
+    counts = play(tables, list(range(len(tables))), request.prompt_len, request.spec.max_tokens - 1, block_size)
     return Future(0, [max(counts)], None)
 
 
@@ -92,7 +92,7 @@ class BruteProjection:
         if request.search is not None and request.state in (*_UNSTARTED, RequestState.RUNNING):
             return search_future(request, self._block_size)
         if request.state in _UNSTARTED:
-            rows = self._rows(request, request.max_tokens - 1)
+            rows = self._rows(request, request.spec.max_tokens - 1)
             return newcomer_future(request, rows, self._admitted_at[request_id], self._block_size)
         if request.state is RequestState.RUNNING:
             return self._running(request)
@@ -109,7 +109,7 @@ class BruteProjection:
         live = [i for i, s in enumerate(request.sequences) if s.finish_reason is None]
         going: list[Sequence] = [request.sequences[i] for i in live]
         (planned,) = {sequence.num_planned for sequence in going}
-        rows = self._rows(request, request.max_tokens - planned)
+        rows = self._rows(request, request.spec.max_tokens - planned)
         tables: list[list[object]] = [list(sequence.block_ids) for sequence in request.sequences]
         counts = play(tables, live, request.prompt_len + planned - 1, rows, self._block_size)
         profile = self._budget.projection.get(request.request_id)
@@ -151,4 +151,4 @@ def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
         slow = brute.peak(newcomer_future(head, rows, brute.step, scheduler.limits.block_size))
         assert budget.projection.peak_with(profile, brute.step) == slow
         if budget.estimator is None:
-            assert rows == head.max_tokens - 1
+            assert rows == head.spec.max_tokens - 1

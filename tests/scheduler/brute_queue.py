@@ -24,11 +24,11 @@ class BruteQueue:
         self._clock = 0
 
     def add(self, request: Request, cost: int) -> None:
-        shares = self._levels.setdefault(request.priority, {})
-        now = self._virtual_time.setdefault(request.priority, 0)
-        if request.client not in shares:
-            shares[request.client] = _Share(now, self._tick())
-        shares[request.client].requests.append((request, cost))
+        shares = self._levels.setdefault(request.spec.priority, {})
+        now = self._virtual_time.setdefault(request.spec.priority, 0)
+        if request.spec.client not in shares:
+            shares[request.spec.client] = _Share(now, self._tick())
+        shares[request.spec.client].requests.append((request, cost))
 
     def ids(self) -> list[str]:
         """In order."""

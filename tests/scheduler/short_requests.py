@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from scheduler.admission import AdmissionPolicy, ProjectedBudget
 from scheduler.capabilities import DECODE, PREFILL, Capabilities
-from scheduler.outcome import TokenEvent
+from scheduler.generated_token import Token
+from scheduler.generation_spec import GenerationSpec
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, Sequence
@@ -23,19 +26,17 @@ def make_request(
     deadline_s: float = 100.0,
     local_prefill: bool = True,
     hands_over: bool = False,
+    **values: Any,
 ) -> Request:
     """Prompt tokens 100, 101, ...; STOP is its only stop token."""
-    return Request(
-        request_id=request_id,
-        prompt_ids=tuple(range(100, 100 + prompt_len)),
-        choices=choices,
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset({STOP}),
-        sampling=SamplingParams(seed=1),
-        deadline_s=deadline_s,
-        local_prefill=local_prefill,
-        hands_over=hands_over,
-    )
+    prompt_ids = tuple(range(100, 100 + prompt_len))
+    spec = GenerationSpec(prompt_ids, choices, max_tokens, frozenset({STOP}), SamplingParams(seed=1), **values)
+    return Request(request_id, spec, deadline_s, local_prefill, hands_over)
+
+
+def first_tokens(request: Request, token_id: int = 7) -> tuple[Token, ...]:
+    """As a source sampled them: the same for each choice, and none is its last."""
+    return tuple(Token(request.request_id, choice, 0, token_id, None) for choice in request.spec.choices)
 
 
 def limits(num_blocks: int = 20, block_size: int = 4, max_sequences: int = 4, max_step_tokens: int = 16) -> PoolLimits:
@@ -77,11 +78,11 @@ def running(scheduler: Scheduler, request: Request) -> Request:
     scheduler.submit(request, 0.0)
     assert scheduler.admit(0.0) == (request,)
     scheduler.begin_load(request.request_id, 0.0)
-    scheduler.kv_ready(request.request_id, dict.fromkeys(request.choices, (7, None)), 0.0)
+    scheduler.kv_ready(request.request_id, first_tokens(request), 0.0)
     return request
 
 
-def step(scheduler: Scheduler, token_id: int = 7, **of_request: int) -> tuple[StepPlan, tuple[TokenEvent, ...]]:
+def step(scheduler: Scheduler, token_id: int = 7, **of_request: int) -> tuple[StepPlan, tuple[Token, ...]]:
     """Plan and commit one step without lag."""
     plan = scheduler.plan(0.0)
     assert plan is not None

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from scheduler.admission import ProjectedBudget
 from scheduler.block_allocator import BlockCounts
 from scheduler.engine_core import EngineCore, Turn
+from scheduler.generated_token import Token
 from scheduler.lane import Lane
 from scheduler.memory_budget import MemoryBudget
-from scheduler.outcome import Ledger, PromptDone, TokenEvent
+from scheduler.outcome import Ledger, PromptDone
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.scheduler import Scheduler
@@ -102,7 +103,7 @@ class SimulatedEngine:
         max_blocks: int,
         rng: random.Random,
         faults: FaultRates,
-        on_event: Callable[[TokenEvent | PromptDone], None],
+        on_event: Callable[[Token | PromptDone], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.scheduler = scheduler
@@ -360,7 +361,7 @@ class SimulatedEngine:
             assert request is not None
             assert chunk.start == self._prompt_progress.get(chunk.request_id, 0), "a gap or an overlap in a prompt"
             end = chunk.start + len(chunk.token_ids)
-            assert chunk.token_ids == request.prompt_ids[chunk.start : end] != ()
+            assert chunk.token_ids == request.spec.prompt_ids[chunk.start : end] != ()
             self._prompt_progress[chunk.request_id] = end
             choices = tuple(target.choice for target in chunk.targets)
             assert choices == (request.prompt_choices if end == request.prompt_len else ())
@@ -460,5 +461,5 @@ class SimulatedEngine:
 
 def needs_of(scheduler: Scheduler, request: Request) -> tuple[int, int]:
     """Blocks and slots."""
-    slots = 1 if request.hands_over else len(request.choices)
+    slots = 1 if request.hands_over else len(request.spec.choices)
     return scheduler.blocks_needed(request), slots

@@ -15,7 +15,9 @@ from math import inf
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
 from scheduler.capabilities import DECODE
-from scheduler.outcome import NeverFits, PromptDone, TokenEvent
+from scheduler.generated_token import Token
+from scheduler.generation_spec import GenerationSpec
+from scheduler.outcome import NeverFits, PromptDone
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
@@ -150,28 +152,27 @@ class SimulatedSystem:
             stops.add(rng.choice(tokens))
         if rng.random() < 0.1:  # every choice ends with its first token
             stops.update(reference_tokens(prompt_ids, choice, seed, 1)[0] for choice in choices)
-        search = None
+        beam = None
         if self.workload.beam_rate and rng.random() < self.workload.beam_rate:
             num_choices = rng.choice([1, 2, 3, 4])
             choices = tuple(range(num_choices))
             stops = set(rng.sample(range(BEAM_VOCAB_SIZE), rng.choice([0, 1, 4])))
-            params = BeamParams(num_choices, rng.choice([0.0, 1.0, 2.0]), rng.choice([True, False, "never"]))
-            search = BeamSearch(params, frozenset(stops), max_tokens)
+            beam = BeamParams(num_choices, rng.choice([0.0, 1.0, 2.0]), rng.choice([True, False, "never"]))
         urgent = rng.random() < self.workload.short_deadline_rate
-        request = Request(
-            request_id=request_id,
+        deadline_s = self.now_s + (rng.uniform(0.0, 20.0) if urgent else 1e9)
+        is_local = rng.random() < self.workload.local_share
+        spec = GenerationSpec(
             prompt_ids=prompt_ids,
             choices=choices,
             max_tokens=max_tokens,
             stop_token_ids=frozenset(stops),
-            sampling=SamplingParams(seed=seed, num_logprobs=search and search.params.num_candidates(len(stops))),
-            deadline_s=self.now_s + (rng.uniform(0.0, 20.0) if urgent else 1e9),
-            local_prefill=rng.random() < self.workload.local_share,
+            sampling=SamplingParams(seed=seed, num_logprobs=None if beam is None else beam.num_candidates(len(stops))),
             priority=(0, 1, 0, -1, 0)[len(self.clients) % 5],
-            search=search,
-            num_returned=rng.randint(1, num_choices) if search is not None else 0,
             client=("", "a", "a", "b")[len(self.clients) % 4],
+            beam=beam,
+            num_returned=rng.randint(1, num_choices) if beam is not None else 0,
         )
+        request = Request(request_id, spec, deadline_s, local_prefill=is_local)
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
         fits = scheduler.blocks_needed(request) <= scheduler.limits.num_blocks
@@ -211,20 +212,8 @@ class SimulatedSystem:
                 self._prefill(request)
 
     def _prefill(self, request: Request) -> None:
-        copy = Request(
-            request.request_id,
-            request.prompt_ids,
-            request.choices,
-            request.max_tokens,
-            request.stop_token_ids,
-            request.sampling,
-            request.deadline_s + self.rng.uniform(-2.0, 2.0),
-            hands_over=True,
-            search=request.search,
-            num_returned=request.num_returned,
-            priority=request.priority,
-            client=request.client,
-        )
+        deadline_s = request.deadline_s + self.rng.uniform(-2.0, 2.0)
+        copy = Request(request.request_id, request.spec, deadline_s, hands_over=True)
         try:
             self.prefill.submit(copy, self.now_s)
         except NeverFits:
@@ -233,7 +222,7 @@ class SimulatedSystem:
     def _iterate_prefill(self) -> None:
         self.prefill.iterate(self.now_s)
 
-    def _on_prefill(self, done: TokenEvent | PromptDone) -> None:
+    def _on_prefill(self, done: Token | PromptDone) -> None:
         assert isinstance(done, PromptDone)
         for event in done.first_tokens:
             self._receive(event)
@@ -242,15 +231,15 @@ class SimulatedSystem:
         else:
             self.decode.end(done.request_id, RequestState.CANCELLED, self.now_s)
 
-    def _on_decode(self, event: TokenEvent | PromptDone) -> None:
-        assert isinstance(event, TokenEvent)
+    def _on_decode(self, event: Token | PromptDone) -> None:
+        assert isinstance(event, Token)
         self._receive(event)
 
     def _run_devices(self) -> None:
         self.decode.run_some()
         self.prefill.run_some()
 
-    def _receive(self, event: TokenEvent) -> None:
+    def _receive(self, event: Token) -> None:
         client = self.clients[event.request_id]
         assert client.status is Status.OPEN, "a token of a request that is over"
         tokens = client.tokens.setdefault(event.choice, [])
@@ -259,7 +248,7 @@ class SimulatedSystem:
         tokens.append(event.token_id)
         if event.finish_reason is not None:
             client.reasons[event.choice] = event.finish_reason
-            if len(client.reasons) == (client.request.num_returned or len(client.request.choices)):
+            if len(client.reasons) == client.request.spec.num_answers:
                 client.status = Status.FINISHED
                 del self._open[event.request_id]
 
@@ -309,12 +298,11 @@ class SimulatedSystem:
             self._drop(transfer)
             return
         self.num_handed_over += 1
-        firsts = {event.choice: (event.token_id, event.finish_reason) for event in transfer.done.first_tokens}
         self._end_lease(request_id)
         if on_decode.search is not None:
             self.decode.scheduler.beams_ready(request_id, transfer.done.candidates, self.now_s)
         else:
-            self.decode.scheduler.kv_ready(request_id, firsts, self.now_s)
+            self.decode.scheduler.kv_ready(request_id, transfer.done.first_tokens, self.now_s)
         self._drop(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
@@ -348,10 +336,11 @@ class SimulatedSystem:
             self._check_search(client, request.search)
             return
         if client.status is Status.FINISHED:
-            assert client.tokens.keys() == set(request.choices)
+            assert client.tokens.keys() == set(request.spec.choices)
         for choice, tokens in client.tokens.items():
-            whole = reference_tokens(request.prompt_ids, choice, request.sampling.seed, request.max_tokens)
-            answer = until_stop(whole, request.stop_token_ids)
+            spec = request.spec
+            whole = reference_tokens(spec.prompt_ids, choice, spec.sampling.seed, spec.max_tokens)
+            answer = until_stop(whole, spec.stop_token_ids)
             if choice in client.reasons:
                 assert (tuple(tokens), client.reasons[choice]) == (answer.token_ids, answer.finish_reason)
             else:
@@ -364,7 +353,8 @@ class SimulatedSystem:
             assert not client.tokens
             return
         first = BeamSearch(begun.params, begun.stop_token_ids, begun.max_tokens)
-        best = reference_search(request.prompt_ids, first, request.sampling.seed).hypotheses[: request.num_returned]
+        spec = request.spec
+        best = reference_search(spec.prompt_ids, first, spec.sampling.seed).hypotheses[: spec.num_returned]
         assert {c: tuple(tokens) for c, tokens in client.tokens.items()} == {
             choice: hypothesis.token_ids for choice, hypothesis in enumerate(best)
         }

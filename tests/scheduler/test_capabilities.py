@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from scheduler.capabilities import DECODE, PREFILL, Capabilities
-from scheduler.outcome import NotCapable, TokenEvent
+from scheduler.generated_token import Token
+from scheduler.outcome import NotCapable
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
-from tests.scheduler.short_requests import ALL_ABLE, limits, make_request, sampled
+from tests.scheduler.short_requests import ALL_ABLE, first_tokens, limits, make_request, sampled
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_both_halves_of_the_handoff_and_decoding_in_one_step() -> None:
     assert scheduler.admit(0.0) == (mine, theirs, came)
     assert [len(request.sequences) for request in (mine, theirs, came)] == [1, 1, 1]
     assert len(scheduler.begin_load("came", 0.0)) == 2
-    scheduler.kv_ready("came", {0: (7, None)}, 0.0)
+    scheduler.kv_ready("came", first_tokens(came), 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert [row.request_id for row in plan.rows] == ["came"]
@@ -46,9 +47,9 @@ def test_both_halves_of_the_handoff_and_decoding_in_one_step() -> None:
     output = sampled(plan)
     assert all(scheduler.counts(token) for token in output.tokens)
     events = scheduler.commit(output, 1.0)
-    assert events.tokens == (TokenEvent("came", 0, 1, 7, None), TokenEvent("mine", 0, 0, 7, None))
+    assert events.tokens == (Token("came", 0, 1, 7, None), Token("mine", 0, 0, 7, None))
     (done,) = events.prompts
-    assert done.first_tokens == (TokenEvent("theirs", 0, 0, 7, None), TokenEvent("theirs", 1, 0, 7, None))
+    assert done.first_tokens == (Token("theirs", 0, 0, 7, None), Token("theirs", 1, 0, 7, None))
     assert (theirs.state, len(done.block_ids)) == (RequestState.LEASED, 2)
     assert [row.request_id for row in (scheduler.plan(1.0) or plan).rows] == ["came", "mine"]
     scheduler.lease_ended("theirs", 2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.outcome import TokenEvent
+from scheduler.generated_token import FinishReason, Token
 from scheduler.plan import BlockCopy, DecodeRow, RuleContext, SampledToken, SlotInit, StepOutput, TableWrite
 from scheduler.request import RequestState
 from tests.scheduler.short_requests import (
@@ -50,10 +50,10 @@ def test_the_first_plan_tells_the_runner_all_it_needs() -> None:
     first, second = request.sequences
     prompt_blocks = tuple(first.block_ids)
     plan, _ = step(scheduler)
-    context = RuleContext(request.prompt_ids, output_start=5, stop_token_ids=request.stop_token_ids)
+    context = RuleContext(request.spec.prompt_ids, output_start=5, stop_token_ids=request.spec.stop_token_ids)
     assert plan.slot_inits == (
-        SlotInit(first.slot, 2, request.sampling, 7, context),
-        SlotInit(second.slot, 3, request.sampling, 7, context),
+        SlotInit(first.slot, 2, request.spec.sampling, 7, context),
+        SlotInit(second.slot, 3, request.spec.sampling, 7, context),
     )
     # The forked one copies the block it will write; the tables are written before that.
     assert plan.table_writes[:2] == (
@@ -100,12 +100,13 @@ def test_a_choice_that_ended_with_its_first_token_keeps_its_share_and_gets_no_ro
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
     scheduler.begin_load("r", 0.0)
-    scheduler.kv_ready("r", {0: (STOP, "stop"), 1: (7, None)}, 0.0)
+    firsts = (Token("r", 0, 0, STOP, FinishReason.STOP), Token("r", 1, 0, 7, None))
+    scheduler.kv_ready("r", firsts, 0.0)
     partial = request.sequences[0].block_ids[1]
     plan, events = step(scheduler)
     assert [row.choice for row in plan.rows] == [1]
     assert plan.copies == (BlockCopy(partial, request.sequences[1].block_ids[1]),)
-    assert events == (TokenEvent("r", 1, 1, 7, None),)
+    assert events == (Token("r", 1, 1, 7, None),)
 
 
 def test_a_local_prompt_forks_when_its_last_chunk_is_planned() -> None:
@@ -143,8 +144,8 @@ def test_finish_by_length_leaves_nothing_in_flight() -> None:
     assert first is not None
     assert second is not None
     assert scheduler.plan(0.0) is None, "max_tokens is planned, never exceeded"
-    assert scheduler.commit(sampled(first), 0.0).tokens == (TokenEvent("r", 0, 1, 7, None),)
-    assert scheduler.commit(sampled(second), 0.0).tokens == (TokenEvent("r", 0, 2, 7, "length"),)
+    assert scheduler.commit(sampled(first), 0.0).tokens == (Token("r", 0, 1, 7, None),)
+    assert scheduler.commit(sampled(second), 0.0).tokens == (Token("r", 0, 2, 7, FinishReason.LENGTH),)
     assert request.state is RequestState.FINISHED
     assert (scheduler.batch.num_forwarded_tokens, scheduler.batch.num_surplus_tokens) == (2, 0)
     assert scheduler.ledger() == decode_scheduler(limits()).ledger()
@@ -156,7 +157,7 @@ def test_finish_by_stop_drops_and_counts_what_lies_behind() -> None:
     plans = [scheduler.plan(0.0) for _ in range(3)]
     assert all(plan is not None for plan in plans)
     outputs = [sampled(plan, token_id) for plan, token_id in zip(plans, (STOP, 8, STOP), strict=True) if plan]
-    assert scheduler.commit(outputs[0], 0.0).tokens == (TokenEvent("r", 0, 1, STOP, "stop"),)
+    assert scheduler.commit(outputs[0], 0.0).tokens == (Token("r", 0, 1, STOP, FinishReason.STOP),)
     assert request.state is RequestState.FINISHED
     assert scheduler.get("r") is None
     assert scheduler.allocator.num_free < 20, "two steps still compute on its blocks"

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone, TokenEvent
+from scheduler.generated_token import FinishReason, Token
+from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
 from scheduler.plan import StepPlan
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
@@ -155,7 +156,7 @@ def decode_in(state: RequestState, choices: tuple[int, ...] = (0, 1)) -> Schedul
     if state in {RequestState.LOADING, RequestState.RUNNING}:
         scheduler.begin_load("r", 0.0)
     if state is RequestState.RUNNING:
-        scheduler.kv_ready("r", dict.fromkeys(choices, (7, None)), 0.0)
+        scheduler.kv_ready("r", [Token("r", choice, 0, 7, None) for choice in choices], 0.0)
         step(scheduler)
     request = scheduler.get("r")
     assert request is not None
@@ -266,7 +267,7 @@ def test_a_read_that_ended_before_its_request() -> None:
 def test_a_read_that_ended_before_it_was_confirmed() -> None:
     scheduler = decode_in(RequestState.LOADING)
     scheduler.transfer_ended("r")
-    scheduler.kv_ready("r", {0: (7, None), 1: (8, None)}, 0.0)
+    scheduler.kv_ready("r", (Token("r", 0, 0, 7, None), Token("r", 1, 0, 8, None)), 0.0)
     for _ in range(3):
         step(scheduler)
     assert at_baseline(scheduler)
@@ -275,15 +276,15 @@ def test_a_read_that_ended_before_it_was_confirmed() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "firsts"),
     [
-        (4, {0: (7, None)}),
-        (4, {0: (7, None), 1: (7, None), 2: (7, None)}),
-        (4, {0: (STOP, "stop"), 1: (STOP, "stop")}),
-        (1, {0: (7, None), 1: (7, None)}),
+        (4, [(0, 7, None)]),
+        (4, [(0, 7, None), (1, 7, None), (2, 7, None)]),
+        (4, [(0, STOP, FinishReason.STOP), (1, STOP, FinishReason.STOP)]),
+        (1, [(0, 7, None), (1, 7, None)]),
     ],
     ids=["one missing", "one too many", "all ended", "nothing to generate"],
 )
 def test_first_tokens_that_make_no_sense_change_nothing(
-    max_tokens: int, firsts: dict[int, tuple[int, str | None]]
+    max_tokens: int, firsts: list[tuple[int, int, FinishReason | None]]
 ) -> None:
     scheduler = decode_scheduler(limits())
     request = make_request(max_tokens=max_tokens, choices=(0, 1), local_prefill=False)
@@ -292,7 +293,7 @@ def test_first_tokens_that_make_no_sense_change_nothing(
     scheduler.begin_load("r", 0.0)
     before = scheduler.ledger()
     with pytest.raises(ValueError):
-        scheduler.kv_ready("r", firsts, 0.0)
+        scheduler.kv_ready("r", [Token("r", choice, 0, token_id, reason) for choice, token_id, reason in firsts], 0.0)
     assert request.state is RequestState.LOADING
     assert scheduler.ledger() == before
     scheduler.end("r", RequestState.FAILED, 0.0)
@@ -309,7 +310,7 @@ def test_a_finished_prompt_is_leased_without_its_slot() -> None:
     scheduler.submit(request, 0.0)
     scheduler.admit(0.0)
     (done,) = scheduler.commit(sampled(planned(scheduler)), 2.0).prompts
-    events = (TokenEvent("r", 0, 0, 7, None), TokenEvent("r", 3, 0, 7, None))
+    events = (Token("r", 0, 0, 7, None), Token("r", 3, 0, 7, None))
     assert done == PromptDone("r", events, (0, 1))
     assert request.state is RequestState.LEASED
     ledger = scheduler.ledger()
@@ -321,13 +322,16 @@ def test_a_finished_prompt_is_leased_without_its_slot() -> None:
     assert at_baseline(scheduler)
 
 
-@pytest.mark.parametrize(("max_tokens", "token_id", "reason"), [(1, 7, "length"), (4, STOP, "stop"), (1, STOP, "stop")])
-def test_a_prompt_whose_choices_all_ended_leaves_nothing(max_tokens: int, token_id: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("max_tokens", "token_id", "reason"),
+    [(1, 7, FinishReason.LENGTH), (4, STOP, FinishReason.STOP), (1, STOP, FinishReason.STOP)],
+)
+def test_a_prompt_whose_choices_all_ended_leaves_nothing(max_tokens: int, token_id: int, reason: FinishReason) -> None:
     scheduler = prefill_scheduler(limits())
     scheduler.submit(make_request(max_tokens=max_tokens, hands_over=True), 0.0)
     scheduler.admit(0.0)
     (done,) = scheduler.commit(sampled(planned(scheduler), token_id), 0.0).prompts
-    assert done == PromptDone("r", (TokenEvent("r", 0, 0, token_id, reason),), ())
+    assert done == PromptDone("r", (Token("r", 0, 0, token_id, reason),), ())
     assert at_baseline(scheduler)
 
 

@@ -8,6 +8,7 @@ from collections import Counter, deque
 import pytest
 
 from scheduler.admission import AdmissionPolicy
+from scheduler.generated_token import FinishReason
 from scheduler.length_estimator import LengthEstimator
 from scheduler.memory_budget import blocks_for_generation
 from scheduler.memory_projection import MemoryProjection, constant, unstarted
@@ -15,7 +16,7 @@ from scheduler.outcome import NeverFits
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 from tests.scheduler.brute_projection import check_projection
-from tests.scheduler.short_requests import STOP, decode_scheduler, limits, make_request, running, step
+from tests.scheduler.short_requests import STOP, decode_scheduler, first_tokens, limits, make_request, running, step
 
 
 class Traffic:
@@ -67,9 +68,9 @@ class Traffic:
                 tuple(range(rng.choice([1, 1, 1, 2, 3]))),
                 deadline_s=1e9,
                 local_prefill=rng.random() < 0.4,
+                client=rng.choice(["a", "a", "a", "b", f"c{self.left}"]),
+                priority=rng.choice([0, 0, 0, 1]),
             )
-            request.client = rng.choice(["a", "a", "a", "b", f"c{self.left}"])
-            request.priority = rng.choice([0, 0, 0, 1])
             try:
                 self.scheduler.submit(request, 0.0)
             except NeverFits:
@@ -78,12 +79,12 @@ class Traffic:
 
     def _count_in(self, request: Request) -> None:
         """scheduler.waiting_queue's bound, with C and L at their most: 15 wait, and each costs at most 40 + 3 * 60."""
-        waiting = [r for r in self.scheduler._queue.in_order() if r.priority == request.priority]
+        waiting = [r for r in self.scheduler._queue.in_order() if r.spec.priority == request.spec.priority]
         self.cost[request.request_id] = self.scheduler._cost(request)
-        own = sum(self.cost[r.request_id] for r in waiting if r.client == request.client)
+        own = sum(self.cost[r.request_id] for r in waiting if r.spec.client == request.spec.client)
         overtaking = self.max_overtakes * 220
         self.bound[request.request_id] = 15 * (own + overtaking + 220) + overtaking
-        self.served_before[request.request_id] = self.served[request.priority]
+        self.served_before[request.request_id] = self.served[request.spec.priority]
 
     def _admit(self) -> None:
         waiting = [request.request_id for request in self.scheduler._queue.in_order()]
@@ -91,9 +92,9 @@ class Traffic:
             index = waiting.index(request.request_id)
             self.overtaken.update(waiting[:index])
             del waiting[index]
-            served = self.served[request.priority] - self.served_before[request.request_id]
+            served = self.served[request.spec.priority] - self.served_before[request.request_id]
             assert served < self.bound[request.request_id], "it starved"
-            self.served[request.priority] += self.cost.pop(request.request_id)
+            self.served[request.spec.priority] += self.cost.pop(request.request_id)
             self.admitted_at[request.request_id] = self.scheduler.builder.next_step_id
             self.num_admitted += 1
         assert all(self.overtaken[request_id] <= self.max_overtakes for request_id in waiting), "it starves"
@@ -112,13 +113,13 @@ class Traffic:
                 self._load(request)
 
     def _load(self, request: Request) -> None:
-        if request.max_tokens == 1:
+        if request.spec.max_tokens == 1:
             self.scheduler.end(request.request_id, RequestState.CANCELLED, 0.0)
             self.scheduler.transfer_ended(request.request_id)
         else:
-            firsts: dict[int, tuple[int, str | None]] = dict.fromkeys(request.choices, (7, None))
+            firsts = list(first_tokens(request))
             if len(firsts) > 1 and self.rng.random() < 0.3:
-                firsts[0] = (STOP, "stop")
+                firsts[0] = firsts[0]._replace(token_id=STOP, finish_reason=FinishReason.STOP)
             self.scheduler.kv_ready(request.request_id, firsts, 0.0)
 
     def _commit(self, plan: StepPlan) -> None:

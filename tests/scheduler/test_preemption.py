@@ -27,8 +27,7 @@ def load(
     scheduler: Scheduler, name: str, priority: int = 0, choices: tuple[int, ...] = (0,), max_tokens: int = 17
 ) -> Request:
     """Running, two blocks of four tokens full: its next row takes one more block for each choice."""
-    request = make_request(name, prompt_len=8, max_tokens=max_tokens, choices=choices, local_prefill=False)
-    request.priority = priority
+    request = make_request(name, 8, max_tokens, choices, local_prefill=False, priority=priority)
     return running(scheduler, request)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,10 @@ from scheduler.request import Request, RequestState, Sequence
 from tests.scheduler.short_requests import make_request
 
 
-def admitted(request_id: str, prompt_len: int, choices: tuple[int, ...] = (0,), num_slots: int = 1) -> Request:
-    request = make_request(request_id, prompt_len, choices=choices)
+def admitted(
+    request_id: str, prompt_len: int, choices: tuple[int, ...] = (0,), num_slots: int = 1, **values: Any
+) -> Request:
+    request = make_request(request_id, prompt_len, choices=choices, **values)
     request.enter(RequestState.ADMITTED, 0.0)
     request.sequences = [Sequence(choice, slot=10 + index) for index, choice in enumerate(choices[:num_slots])]
     return request
@@ -103,10 +106,8 @@ def test_a_discarded_prompt_is_gone_in_any_stage() -> None:
 
 
 def test_clients_share_the_steps_and_what_was_begun_is_finished_first() -> None:
-    first, *requests = [admitted(name, 6) for name in ("x1", "x2", "x3", "y1", "urgent")]
-    for request in (first, *requests):
-        request.client = request.request_id[0]
-    requests[-1].priority = 1
+    first, *requests = [admitted(name, 6, client=name[0]) for name in ("x1", "x2", "x3", "y1")]
+    requests.append(admitted("urgent", 6, client="u", priority=1))
     batcher = batcher_of(first)
     batcher.plan_chunks(4, 0, 0.0)
     for request in requests:
@@ -170,5 +171,5 @@ def test_random_prompts_are_covered_once_in_order(seed: int) -> None:
         step_id += 1
     for request in arrived:
         if request.request_id not in given_up:
-            assert tuple(planned[request.request_id]) == request.prompt_ids
+            assert tuple(planned[request.request_id]) == request.spec.prompt_ids
     assert finished == [r.request_id for r in arrived if r.request_id not in given_up], "first come first served"

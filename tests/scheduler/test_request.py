@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from scheduler.generation_spec import GenerationSpec
 from scheduler.request import (
     LEGAL_TRANSITIONS,
     TERMINAL_STATES,
@@ -42,7 +43,8 @@ ALL_PAIRS = [(state, wanted) for state in RequestState for wanted in RequestStat
 
 
 def request_in(state: RequestState, max_tokens: int = 4, stop_token_ids: frozenset[int] = frozenset()) -> Request:
-    request = Request("r", (1, 2, 3), (0,), max_tokens, stop_token_ids, SamplingParams(), deadline_s=10.0)
+    spec = GenerationSpec((1, 2, 3), (0,), max_tokens, stop_token_ids, SamplingParams())
+    request = Request("r", spec, deadline_s=10.0)
     request.state = state
     return request
 
@@ -95,15 +97,3 @@ def test_illegal_transition_survives_a_process_boundary() -> None:
 def test_finish_reason(token_id: int, num_known: int, reason: str | None) -> None:
     request = request_in(RUNNING, max_tokens=4, stop_token_ids=frozenset({7}))
     assert request.finish_reason_of(token_id, num_known) == reason
-
-
-@pytest.mark.parametrize(
-    ("prompt_ids", "choices", "max_tokens"),
-    [((), (0,), 1), ((1,), (), 1), ((1,), (0, 0), 1), ((1,), (0,), 0)],
-    ids=["no prompt", "no choice", "a choice twice", "no tokens"],
-)
-def test_nonsense_is_refused_where_it_is_made(
-    prompt_ids: tuple[int, ...], choices: tuple[int, ...], max_tokens: int
-) -> None:
-    with pytest.raises(AssertionError):
-        Request("r", prompt_ids, choices, max_tokens, frozenset(), SamplingParams(), deadline_s=0.0)

@@ -15,9 +15,7 @@ from tests.scheduler.short_requests import make_request
 
 
 def request_of(request_id: str, client: str = "", priority: int = 0) -> Request:
-    request = make_request(request_id)
-    request.client, request.priority = client, priority
-    return request
+    return make_request(request_id, client=client, priority=priority)
 
 
 def ids(queue: WaitingQueue) -> list[str]:
@@ -160,9 +158,9 @@ def test_clients_that_wait_all_the_time_get_equal_shares_whatever_they_send() ->
     for number in range(1, 20_000):
         with closing(queue.in_order()) as order:
             first = next(order)
-        queue.add(request_of(f"{first.client} {number}", first.client), cost[first.client])
+        queue.add(request_of(f"{first.spec.client} {number}", first.spec.client), cost[first.spec.client])
         queue.take(first.request_id)
-        served[first.client] += cost[first.client]
+        served[first.spec.client] += cost[first.spec.client]
     assert max(served.values()) - min(served.values()) <= 1800
 
 

@@ -1,4 +1,4 @@
-"""What decode says of one attempt, on its way from the frames to the attempt."""
+"""What decode says of attempts: sorted out of the frames, on its way to each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from replicas.messages import PromptLogprobs, TokenItem
+from replicas.messages import Frame, PromptLogprobs, Token
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ChannelLost:
     detail: str
 
 
-Mail = Admitted | PromptLogprobs | TokenItem | ChannelLost
+Mail = Admitted | PromptLogprobs | Token | ChannelLost
 
 
 class Mailbox:
@@ -76,3 +76,44 @@ class Mailbox:
         while (mail := self.get_nowait()) is not None:
             put(mail)
         return over
+
+
+class Mailboxes:
+    """One per attempt in flight. One event loop; nothing blocks."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[str, Mailbox] = {}
+
+    def open(self, request_id: str, replica_id: str) -> Mailbox:
+        """The box of an attempt at one decode replica; frames of others can't reach it."""
+        box = self._boxes[request_id] = Mailbox(replica_id)
+        return box
+
+    def close(self, request_id: str) -> None:
+        self._boxes.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def deliver(self, frame: Frame) -> None:
+        """Sort a frame. What belongs to nobody any more is dropped: its request was ended here first."""
+        boxes, replica_id = self._boxes, frame.replica_id
+        for request_id in frame.admitted:
+            box = boxes.get(request_id)
+            if box is not None and box.replica_id == replica_id:
+                box.put(Admitted())
+        for items in (frame.prompts, frame.tokens):
+            for item in items:
+                box = boxes.get(item.request_id)
+                if box is not None and box.replica_id == replica_id:
+                    box.put(item)
+
+    def has_any(self, replica_id: str) -> bool:
+        """Whether some attempt at this replica is in flight."""
+        return any(box.replica_id == replica_id for box in self._boxes.values())
+
+    def lose(self, replica_id: str, detail: str) -> None:
+        """Tell every attempt at a replica that frames are missing."""
+        for box in self._boxes.values():
+            if box.replica_id == replica_id:
+                box.put(ChannelLost(detail))

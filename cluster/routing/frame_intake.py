@@ -1,4 +1,4 @@
-"""Frames sorted by request, and the router's end of the token channels."""
+"""The router's end of the token channels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextvars
 import logging
 from collections.abc import Callable, Sequence
 
-from cluster.routing.call_mailbox import Admitted, ChannelLost, Mailbox
+from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.channels.token_receiver import BYTES_PER_TURN, TokenReceiver
@@ -17,49 +17,8 @@ from replicas.messages import ChannelAddress, Frame, ReplayCall
 logger = logging.getLogger(__name__)
 
 
-class Mailboxes:
-    """One per attempt in flight. One event loop; nothing blocks."""
-
-    def __init__(self) -> None:
-        self._boxes: dict[str, Mailbox] = {}
-
-    def open(self, request_id: str, replica_id: str) -> Mailbox:
-        """The box of an attempt at one decode replica; frames of others can't reach it."""
-        box = self._boxes[request_id] = Mailbox(replica_id)
-        return box
-
-    def close(self, request_id: str) -> None:
-        self._boxes.pop(request_id, None)
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    def deliver(self, frame: Frame) -> None:
-        """Sort a frame. What belongs to nobody any more is dropped: its request was ended here first."""
-        boxes, replica_id = self._boxes, frame.replica_id
-        for request_id in frame.admitted:
-            box = boxes.get(request_id)
-            if box is not None and box.replica_id == replica_id:
-                box.put(Admitted())
-        for items in (frame.prompts, frame.tokens):
-            for item in items:
-                box = boxes.get(item.request_id)
-                if box is not None and box.replica_id == replica_id:
-                    box.put(item)
-
-    def has_any(self, replica_id: str) -> bool:
-        """Whether some attempt at this replica is in flight."""
-        return any(box.replica_id == replica_id for box in self._boxes.values())
-
-    def lose(self, replica_id: str, detail: str) -> None:
-        """Tell every attempt at a replica that frames are missing."""
-        for box in self._boxes.values():
-            if box.replica_id == replica_id:
-                box.put(ChannelLost(detail))
-
-
 class FrameIntake:
-    """The router's end of the token channels: frames in order to on_frame, and missing ones fetched again.
+    """Frames in order to on_frame, and missing ones fetched again.
 
     When they cannot be had, every attempt at their replica is told: none of them is complete any more.
     """

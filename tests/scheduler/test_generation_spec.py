@@ -1,0 +1,46 @@
+"""What nobody could generate is refused where it is said, or where it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.beam_search import BeamParams
+from scheduler.generation_spec import GenerationSpec
+from scheduler.sampling_params import SamplingParams
+
+SPEC = GenerationSpec((1, 2, 3), (0, 1), 4, frozenset({9}), SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompt_ids": ()}, {"choices": ()}, {"choices": (0, 0)}, {"max_tokens": 0}],
+    ids=["no prompt", "no choice", "a choice twice", "no tokens"],
+)
+def test_nonsense_is_refused_where_it_is_made(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(change)).removesuffix('_ids')}"):
+        replace(SPEC, **change)  # type: ignore[arg-type]
+
+
+def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates() -> None:
+    beam = BeamParams(2)
+    sampling = beam.sampling(len(SPEC.stop_token_ids), num_prompt_logprobs=5)
+    assert (sampling.temperature, sampling.num_logprobs, sampling.num_prompt_logprobs) == (0.0, 3, 5)
+    search = replace(SPEC, beam=beam, num_returned=1, sampling=sampling)
+    assert (search.num_answers, SPEC.num_answers) == (1, 2)
+    for change in (
+        {"choices": (0, 2)},
+        {"choices": (0, 1, 2)},
+        {"num_returned": 0},
+        {"num_returned": 3},
+        {"sampling": SamplingParams()},
+        {"stop_token_ids": frozenset({8, 9})},
+    ):
+        with pytest.raises(ValueError, match="beam"):
+            replace(search, **change)
+
+
+def test_output_begins_behind_the_prompt_but_in_a_replay() -> None:
+    assert (SPEC.prompt_len, SPEC.output_start) == (3, 3)
+    assert replace(SPEC, num_output_in_prompt=2).output_start == 1
