@@ -123,7 +123,9 @@ class ProjectedBudget(Budget):
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
         num_planned = max((sequence.num_planned for sequence in live), default=request.spec.max_tokens)
         num_rows = self._rows_left(request, num_planned)
-        last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
+        # One that sits out until its tokens are known may be there for so many times as long; it grows no faster.
+        pace = self._lag + 1 if request.needs_known_tokens else 1
+        last_step = first_step + num_rows * pace - 1 if num_rows else request.last_step_id
         # Before its first row every choice, ended ones too, shares the last block of the prompt.
         num_sharing = len(request.sequences) if num_planned == 1 else 1
         profile = growing(

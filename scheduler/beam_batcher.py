@@ -1,7 +1,7 @@
 """Running beam searches: what a selection means for block tables and slots.
 
 The next row of a beam depends on which beams live on, and that on the tokens of all: so a search takes part in a step
-only when its last one is committed (with a lag of one, in every other step), unlike all other requests (design law 4).
+only when its last one is committed (with a lag of one, in every other step): `Request.needs_known_tokens`.
 
 A selection changes tables, never contents. Sequence i has beam i. It gets its parent's table, shared block by block;
 the batch copies the last block when several write into it, as after any fork. Nothing in flight reads what a beam that

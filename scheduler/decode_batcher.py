@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
 from scheduler.generated_token import Token
-from scheduler.plan import DecodeRow, SampledToken
+from scheduler.memory_budget import num_blocks_for
+from scheduler.plan import Accepted, SampledToken, Slice
 from scheduler.plan_builder import PlanBuilder
 from scheduler.preemption import growth_blocks, importance
 from scheduler.request import Request, Sequence
@@ -54,7 +55,7 @@ class DecodeBatcher:
         """Those that take part in steps."""
         return tuple(self._running.values())
 
-    def plan_rows(self, step_id: int, num_available: int) -> tuple[list[DecodeRow], list[Request]]:
+    def plan_rows(self, step_id: int, num_available: int) -> tuple[list[Slice], list[Request]]:
         """One row for each sequence that may still need a token, and who must wait a step for a free block.
 
         Mutates: growth, planned counts. All choices of a request wait together, the least important requests first.
@@ -63,12 +64,12 @@ class DecodeBatcher:
         may_stall = num_available < sum([len(request.sequences) for request in requests])
         if may_stall:
             requests = sorted(requests, key=importance)
-        rows: list[DecodeRow] = []
+        rows: list[Slice] = []
         stalled: list[Request] = []
         for request in requests:
             most = request.spec.max_tokens
             live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < most]
-            if not live or request.awaits_selection:
+            if not live or request.awaits_tokens:
                 continue
             if may_stall:
                 needed = growth_blocks(request, 1, self._block_size)
@@ -103,11 +104,29 @@ class DecodeBatcher:
         sequence.finish_reason = reason = request.finish_reason_of(token.token_id, sequence.num_known)
         return Token(token.request_id, token.choice, index, token.token_id, reason, token.logprobs)
 
-    def _plan_row(self, request: Request, sequence: Sequence) -> DecodeRow:
+    def settle(self, accepted: Accepted) -> Request | None:
+        """Of a slice with guesses, whose tokens that count are committed: the others were never planned. Mutates.
+
+        Blocks that only they have written are free again, unless later slices, which may write there, are in flight.
+        The request, or None when this choice is over.
+        """
+        request = self._running.get(accepted.request_id) or self._paused.get(accepted.request_id)
+        sequence = _live_sequence(request, accepted.choice) if request else None
+        if request is None or sequence is None:
+            return None
+        sequence.num_planned -= accepted.num_sampled - accepted.num_accepted
+        if sequence.num_planned == sequence.num_known:
+            num_needed = num_blocks_for(request.prompt_len + sequence.num_known - 1, self._block_size)
+            surplus = sequence.block_ids[num_needed:]
+            del sequence.block_ids[num_needed:]
+            self._allocator.release(surplus)
+        return request
+
+    def _plan_row(self, request: Request, sequence: Sequence) -> Slice:
         position = len(request.spec.prompt_ids) + sequence.num_planned - 1
         self._make_writable(sequence, position // self._block_size)
         sequence.num_planned += 1
-        return DecodeRow(request.request_id, sequence.choice, sequence.slot, position)
+        return Slice(request.request_id, sequence.choice, sequence.slot, position)
 
     def _make_writable(self, sequence: Sequence, index: int) -> None:
         """Give the sequence a block of its own at `index` of its table: a new one, or a copy of a shared one."""

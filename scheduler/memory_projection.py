@@ -3,7 +3,8 @@
 Time is counted in steps. Every running sequence takes one row in each step, so what a request will use is known
 as a function of the step's number: it grows by one block per sequence whenever their position enters a new
 block, until its last row, and stays until that row's step has been committed. Nothing of it changes as steps go
-by; it changes when a request comes, starts, loses a choice, stalls or goes.
+by; it changes when a request comes, starts, loses a choice, stalls, guesses or goes. One that sits out steps is taken
+to grow as if it did not, and to stay for as long as it may.
 
 Total use only falls when somebody's blocks are released. So its peak is at one of the last steps before a
 release, or beyond all of them, and only there it is computed.

@@ -1,6 +1,6 @@
 """Frozen plans: what one engine step does. The scheduler makes them, the model runner applies them.
 
-A plan never carries a token that an earlier, perhaps unfinished, step samples: a decode row names a
+A plan never carries a token that an earlier, perhaps unfinished, step samples: a running sequence's slice names a
 slot, and the runner keeps each slot's last token (on the GPU: without leaving it). So step n+1 can be
 planned, and launched, before the tokens of step n are known.
 """
@@ -34,7 +34,7 @@ class SlotInit:
     slot: int
     choice: int
     sampling: SamplingParams
-    # The token its first decode row feeds, when it is known here (it came with the handoff); else None.
+    # The token its first row feeds, when it is known here (it came with the handoff); else None.
     last_token: int | None
     context: RuleContext = RuleContext()
 
@@ -72,23 +72,9 @@ class SampleTarget:
     choice: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """Tokens [start, start + len(token_ids)) of a prompt, computed in one piece."""
-
-    request_id: str
-    slot: int
-    start: int
-    token_ids: tuple[int, ...]
-    # Empty unless this chunk ends the prompt.
-    targets: tuple[SampleTarget, ...]
-    # Where the prompt's log-probabilities are asked for: prompt tokens start + 1, start + 2, ..., each that a token of
-    # this chunk precedes. None: not asked for.
-    scored_ids: tuple[int, ...] | None = None
-
-
-class DecodeRow(NamedTuple):
-    """One token of one running sequence: feed the slot's last token, sample the next one.
+class Slice(NamedTuple):
+    """Tokens [start, start + num_tokens) of one sequence, computed in one piece: a chunk of a prompt, or a row of a
+    running sequence: its last token, and behind it those that were guessed to follow, if any were.
 
     A tuple, like SampledToken: one is made for each token there is, in a third of the time.
     """
@@ -96,8 +82,47 @@ class DecodeRow(NamedTuple):
     request_id: str
     choice: int
     slot: int
-    # Position of the token that is fed; its KV is written there. The sampled token has position + 1.
-    position: int
+    start: int  # position of its first token; its KV is written there
+    num_tokens: int = 1
+    num_sampled: int = 1  # at so many of its last positions a token is sampled, each for the position behind
+    # Its last tokens, as far as they are known here: of a prompt all of them, of a row the guessed ones. Those in front
+    # of them are the slot's own: the last one that was sampled.
+    token_ids: tuple[int, ...] = ()
+    # Other choices of a prompt that it ends: for each a token is sampled at its last position, too.
+    forks: tuple[SampleTarget, ...] = ()
+    # Where the prompt's log-probabilities are asked for: prompt tokens start + 1, start + 2, ..., each that a token of
+    # this chunk precedes. None: not asked for.
+    scored_ids: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_prompt(
+        cls,
+        request_id: str,
+        slot: int,
+        start: int,
+        token_ids: tuple[int, ...],
+        targets: tuple[SampleTarget, ...] = (),
+        scored_ids: tuple[int, ...] | None = None,
+    ) -> Slice:
+        """A chunk. targets: of the choices, `slot`'s own first; none unless the chunk ends the prompt."""
+        choice, num_sampled = (targets[0].choice, 1) if targets else (0, 0)
+        num_tokens = len(token_ids)
+        return cls(request_id, choice, slot, start, num_tokens, num_sampled, token_ids, targets[1:], scored_ids)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it needs no token of the slot's."""
+        return len(self.token_ids) == self.num_tokens
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def sampled_choices(self) -> tuple[int, ...]:
+        """Of each token that it samples, in their order: those of its own positions, then its forks'."""
+        return (self.choice,) * self.num_sampled + tuple([fork.choice for fork in self.forks])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +135,36 @@ class StepPlan:
     slot_inits: tuple[SlotInit, ...]
     table_writes: tuple[TableWrite, ...]
     copies: tuple[BlockCopy, ...]
-    chunks: tuple[PrefillChunk, ...]
-    rows: tuple[DecodeRow, ...]
+    slices: tuple[Slice, ...]  # those of running sequences first
     swap_outs: tuple[BlockSwap, ...] = ()
     swap_ins: tuple[BlockSwap, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
-        return not self.chunks and not self.rows
+        return not self.slices
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its slices, the first ones, are of running sequences. O(the others)."""
+        num_rows = len(self.slices)
+        while num_rows and self.slices[num_rows - 1].is_prompt:
+            num_rows -= 1
+        return num_rows
+
+    @property
+    def rows(self) -> tuple[Slice, ...]:
+        """Those of running sequences."""
+        return self.slices[: self.num_rows]
+
+    @property
+    def chunks(self) -> tuple[Slice, ...]:
+        """Those of prompts."""
+        return self.slices[self.num_rows :]
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
 
 class SampledToken(NamedTuple):
@@ -134,13 +176,26 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class Accepted(NamedTuple):
+    """Of a slice with guessed tokens: how many of the tokens that it sampled count. Each stands behind right guesses
+    only; those behind the first wrong one are no tokens of the sequence.
+    """
+
+    request_id: str
+    choice: int
+    num_accepted: int  # at least 1: the first one stands behind no guess
+    num_sampled: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the runner read back from one step: tokens of its rows, then of its chunks' targets, in plan order.
+    """What the runner read back from one step: the tokens of its slices that count, in plan order, a slice's in the
+    order of its positions.
 
-    prompts: what it thought of the chunks' tokens, where that was asked for.
+    prompts: what it thought of the chunks' tokens, where that was asked for. accepted: of each slice with guesses.
     """
 
     step_id: int
     tokens: tuple[SampledToken, ...]
     prompts: tuple[PromptLogprobs, ...] = ()
+    accepted: tuple[Accepted, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.plan import BlockCopy, BlockSwap, DecodeRow, PrefillChunk, SlotInit, StepPlan, TableWrite
+from scheduler.plan import BlockCopy, BlockSwap, Slice, SlotInit, StepPlan, TableWrite
 
 
 class PlanBuilder:
@@ -48,17 +48,19 @@ class PlanBuilder:
         self._slot_inits = [init for init in self._slot_inits if init.slot not in slots]
         self._table_writes = [write for write in self._table_writes if write.slot not in slots]
 
-    def build(self, chunks: list[PrefillChunk], rows: list[DecodeRow]) -> StepPlan | None:
-        """The plan of the next step, or None when there is nothing to do. Mutates: starts a new scratch."""
-        if not chunks and not rows and not self._swap_outs and not self._swap_ins:
+    def build(self, rows: list[Slice], chunks: list[Slice]) -> StepPlan | None:
+        """The plan of the next step, or None when there is nothing to do. Mutates: starts a new scratch.
+
+        rows: of running sequences; chunks: of prompts.
+        """
+        if not rows and not chunks and not self._swap_outs and not self._swap_ins:
             return None
         plan = StepPlan(
             step_id=self.next_step_id,
             slot_inits=tuple(self._slot_inits),
             table_writes=tuple(self._table_writes),
             copies=tuple(self._copies),
-            chunks=tuple(chunks),
-            rows=tuple(rows),
+            slices=(*rows, *chunks),
             swap_outs=tuple(self._swap_outs),
             swap_ins=tuple(self._swap_ins),
         )

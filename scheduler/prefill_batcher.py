@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from scheduler.plan import PrefillChunk, SampleTarget
+from scheduler.plan import SampleTarget, Slice
 from scheduler.request import Request, RequestState
 from scheduler.waiting_queue import WaitingQueue
 
@@ -44,25 +44,25 @@ class PrefillBatcher:
             return
         self._num_pending_tokens -= request.prompt_len - request.num_prefilled
 
-    def plan_chunks(self, token_budget: int, step_id: int, now_s: float) -> tuple[list[PrefillChunk], list[Request]]:
+    def plan_chunks(self, token_budget: int, step_id: int, now_s: float) -> tuple[list[Slice], list[Request]]:
         """Chunks of at most `token_budget` tokens in all, and the requests whose prompt they complete.
 
         Mutates: progress, states, and completed requests leave the batcher. Earlier prompts in the order are
         served first; a later one only takes what they leave, and waits where that would cut it once more.
         """
-        chunks: list[PrefillChunk] = []
+        chunks: list[Slice] = []
         completed: list[Request] = []
         room = token_budget
         while room > 0 and (request := self._begun or self._begin(room, token_budget)) is not None:
             chunk = self._next_chunk(request, room)
-            room -= len(chunk.token_ids)
+            room -= chunk.num_tokens
             chunks.append(chunk)
             if request.state is RequestState.ADMITTED:
                 request.enter(RequestState.PREFILLING, now_s)
-            request.num_prefilled += len(chunk.token_ids)
-            self._num_pending_tokens -= len(chunk.token_ids)
+            request.num_prefilled += chunk.num_tokens
+            self._num_pending_tokens -= chunk.num_tokens
             request.last_step_id = step_id
-            if chunk.targets:
+            if chunk.num_sampled:
                 completed.append(request)
                 self._begun = None
         return chunks, completed
@@ -77,7 +77,7 @@ class PrefillBatcher:
         return first
 
     @staticmethod
-    def _next_chunk(request: Request, token_budget: int) -> PrefillChunk:
+    def _next_chunk(request: Request, token_budget: int) -> Slice:
         start = request.num_prefilled
         end = min(request.prompt_len, start + token_budget)
         targets: tuple[SampleTarget, ...] = ()
@@ -91,7 +91,7 @@ class PrefillBatcher:
         # The chunk's last token scores the first one of the next.
         scored_ids = prompt_ids[start + 1 : end + 1] if is_scored else None
         slot = request.sequences[0].slot
-        return PrefillChunk(request.request_id, slot, start, prompt_ids[start:end], targets, scored_ids)
+        return Slice.of_prompt(request.request_id, slot, start, prompt_ids[start:end], targets, scored_ids)
 
 
 def _num_pieces(request: Request, room: int, token_budget: int) -> int:

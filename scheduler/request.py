@@ -6,7 +6,7 @@ States and what each means (of one whose KV is offered: O, of one that is decode
     ADMITTED    O D  memory promised; waiting for its prompt's turn, or for a handoff
     PREFILLING  O D  some of the prompt has been planned
     LOADING       D  blocks allocated, KV being read from the source
-    RUNNING       D  its sequences take part in every step (unless there is no free block for them)
+    RUNNING       D  its sequences take part in every step (unless there is no free block, or a token is to be known)
     PREEMPTED     D  gave way: its blocks are in host memory, it comes back before anybody new is admitted
     LEASED      O    prompt computed; the blocks wait for their reader under a lease
     FINISHED, CANCELLED, FAILED   terminal
@@ -91,6 +91,9 @@ class Request:
     deadline_s: float
     local_prefill: bool = True  # its prompt is computed here; else its KV comes from a source
     hands_over: bool = False  # its KV is offered to a reader; else it is decoded here
+    # Its next row is planned only when all its planned tokens are known: with a lag it sits out some steps. Always of a
+    # beam search: which beams get the next row depends on them.
+    needs_known_tokens: bool = False
     search: BeamSearch | None = field(init=False)  # a beam search, as far as it has come
     state: RequestState = RequestState.QUEUED
     # When each state was first entered: every latency is a difference of two.
@@ -105,6 +108,7 @@ class Request:
     def __post_init__(self) -> None:
         spec = self.spec
         self.search = None if spec.beam is None else BeamSearch(spec.beam, spec.stop_token_ids, spec.max_tokens)
+        self.needs_known_tokens = self.needs_known_tokens or self.search is not None
 
     @property
     def prompt_len(self) -> int:
@@ -125,9 +129,11 @@ class Request:
         return self.spec.choices if self.search is None else self.spec.choices[:1]
 
     @property
-    def awaits_selection(self) -> bool:
-        """Whether it is a beam search that has a row in flight: which beams get the next one is not known yet."""
-        return self.search is not None and self.sequences[0].num_known < self.sequences[0].num_planned
+    def awaits_tokens(self) -> bool:
+        """Whether it sits out the next step: it needs tokens that are in flight."""
+        return self.needs_known_tokens and any(
+            sequence.num_known < sequence.num_planned for sequence in self.sequences if sequence.finish_reason is None
+        )
 
     def slot_init(self, sequence: Sequence, last_token: int | None = None) -> SlotInit:
         """What the runner is told when a sequence of this request takes its slot."""

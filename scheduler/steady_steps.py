@@ -65,4 +65,5 @@ def _is_in_step(request: Request, lag: int) -> bool:
         and sequences[0].finish_reason is None
         and sequences[0].num_planned - sequences[0].num_known == lag
         and sequences[0].num_known > 0
+        and not (request.needs_known_tokens and lag)  # then it sits out in between
     )

@@ -22,10 +22,9 @@ class StepShape(NamedTuple):
         """O(rows + chunks)."""
         num_tokens = num_pairs = 0
         for chunk in plan.chunks:
-            length = len(chunk.token_ids)
-            num_tokens += length
-            num_pairs += prompt_pairs(chunk.start, length)
-        return StepShape(len(plan.rows), sum(row.position + 1 for row in plan.rows), num_tokens, num_pairs)
+            num_tokens += chunk.num_tokens
+            num_pairs += prompt_pairs(chunk.start, chunk.num_tokens)
+        return StepShape(plan.num_rows, sum([row.start + row.num_tokens for row in plan.rows]), num_tokens, num_pairs)
 
 
 def prompt_pairs(start: int, length: int) -> int:

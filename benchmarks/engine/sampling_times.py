@@ -72,7 +72,7 @@ def _median_ms(logits: torch.Tensor, ways: Sequence[SamplingParams], num_repeats
     ids = tuple(rng.randrange(vocab_size) for _ in range(_CONTEXT))
     context = RuleContext(ids, output_start=_CONTEXT // 2, stop_token_ids=frozenset({0}))
     inits = tuple(SlotInit(slot, 0, ways[slot % len(ways)], None, context) for slot in range(batch))
-    slots.apply(StepPlan(0, inits, (), (), (), ()))
+    slots.apply(StepPlan(0, inits, (), (), ()))
     places = [SamplePlace(slot, 0, _CONTEXT, slot) for slot in range(batch)]
     times_ms = []
     for _ in range(num_repeats):

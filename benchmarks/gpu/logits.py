@@ -29,7 +29,7 @@ from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
 from replicas.model.model_runner import ModelRunner
 from scheduler.memory_budget import num_blocks_for
-from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -116,22 +116,16 @@ class SeenLogits:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Both runners choose tokens by the same function; what it is given is kept."""
-        modules: list[Any] = [import_module(kind.__module__) for kind in type(self._runner).__mro__[:-1]]
-        original: Any = modules[0].sample_tokens
+        """Both runners choose tokens by the same function, unless a kernel draws them; what it is given is kept."""
+        module: Any = import_module(ModelRunner.__module__)
+        original: Any = module.sample_tokens
 
         def seen(logits: torch.Tensor, *arguments: Any) -> Any:
             self._last.append(logits.float().cpu())
             return original(logits, *arguments)
 
-        patches = [patch.object(module, "sample_tokens", seen) for module in modules]
-        for one in patches:
-            one.start()
-        try:
+        with patch.object(module, "sample_tokens", seen):
             yield
-        finally:
-            for one in patches:
-                one.stop()
 
     def step(self, way: str, decoded: list[tuple[Case, int]], chunks: list[tuple[Case, int, int]]) -> None:
         """One step. decoded: (case, index of the forced token that is fed); chunks: (case, start, end)."""
@@ -139,7 +133,7 @@ class SeenLogits:
         seen: list[tuple[int, int]] = []
         for case, index in decoded:
             inits.append(SlotInit(case.slot, 0, _SEEN, last_token=case.forced[index]))
-            rows.append(DecodeRow(f"case-{case.slot}", 0, case.slot, len(case.prompt) + index))
+            rows.append(Slice(f"case-{case.slot}", 0, case.slot, len(case.prompt) + index))
             seen.append((case.slot, index + 1))
         for case, start, end in chunks:
             if start == 0:
@@ -147,10 +141,10 @@ class SeenLogits:
                 writes.append(self._places[case.slot])
             is_last = end == len(case.prompt)
             targets = (SampleTarget(case.slot, 0),) if is_last else ()
-            prompts.append(PrefillChunk(f"case-{case.slot}", case.slot, start, case.prompt[start:end], targets))
+            prompts.append(Slice.of_prompt(f"case-{case.slot}", case.slot, start, case.prompt[start:end], targets))
             seen += [(case.slot, 0)] if is_last else []
         self._last.clear()
-        plan = StepPlan(0, tuple(inits), tuple(writes), (), tuple(prompts), tuple(rows))
+        plan = StepPlan(0, tuple(inits), tuple(writes), (), (*rows, *prompts))
         self._runner.launch(plan).result()
         if not seen:
             return
@@ -188,13 +182,13 @@ class SeenLogits:
         greedy = SamplingParams(temperature=0.0)
         inits = [SlotInit(case.slot, 0, greedy, case.forced[index]) for case, index in decoded]
         inits += [SlotInit(case.slot, 0, greedy, None) for case in prompts]
-        rows = [DecodeRow(f"case-{case.slot}", 0, case.slot, len(case.prompt) + index) for case, index in decoded]
+        rows = [Slice(f"case-{case.slot}", 0, case.slot, len(case.prompt) + index) for case, index in decoded]
         chunks = [
-            PrefillChunk(f"case-{case.slot}", case.slot, 0, case.prompt, (SampleTarget(case.slot, 0),))
+            Slice.of_prompt(f"case-{case.slot}", case.slot, 0, case.prompt, (SampleTarget(case.slot, 0),))
             for case in prompts
         ]
         (logits,) = self._last
-        output = self._runner.launch(StepPlan(0, tuple(inits), (), (), tuple(chunks), tuple(rows))).result()
+        output = self._runner.launch(StepPlan(0, tuple(inits), (), (), (*rows, *chunks))).result()
         self.num_drawn += len(logits)
         self.num_best += sum(
             float(row[token.token_id]) == float(row.max()) for row, token in zip(logits, output.tokens, strict=True)

@@ -14,7 +14,7 @@ import torch
 from benchmarks.engine.step_plans import decode_step, set_up
 from replicas.model.model_runner import ModelRunner
 from scheduler.memory_budget import num_blocks_for
-from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -52,10 +52,10 @@ def prefill_plan(count: int, length: int, block_size: int) -> StepPlan:
     chunks, writes, inits = [], [], []
     for slot in range(count):
         ids = tuple(rng.randrange(1_000, 30_000) for _ in range(length))
-        chunks.append(PrefillChunk(f"prompt-{slot}", slot, 0, ids, (SampleTarget(slot, 0),)))
+        chunks.append(Slice.of_prompt(f"prompt-{slot}", slot, 0, ids, (SampleTarget(slot, 0),)))
         writes.append(TableWrite(slot, 0, tuple(range(slot * num_blocks, (slot + 1) * num_blocks))))
         inits.append(SlotInit(slot, 0, GREEDY, None))
-    return StepPlan(0, tuple(inits), tuple(writes), (), tuple(chunks), ())
+    return StepPlan(0, tuple(inits), tuple(writes), (), tuple(chunks))
 
 
 def prefill_ms(runner: ModelRunner, count: int, length: int, num_repeats: int = 3) -> float:

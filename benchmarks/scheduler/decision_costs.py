@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.scheduler.step_costs import NUM_ROWS, measure_steps
 from benchmarks.tables import table
 from scheduler.capabilities import DECODE
 from scheduler.generation_spec import GenerationSpec
@@ -38,10 +39,12 @@ def run_scheduler_benchmark(short: bool) -> dict[str, Any]:
     """Blocks for some seconds."""
     repeats, rounds = (100, 5) if short else (300, 15)
     costs = [measure_decisions(num_queued, repeats, rounds) for num_queued in NUM_QUEUED]
+    steps = [measure_steps(num_rows, num_steps=100, rounds=rounds) for num_rows in NUM_ROWS]
     return {
         "num_running": _NUM_RUNNING,
         "num_clients": _NUM_CLIENTS,
         "decisions": [asdict(cost) for cost in costs],
+        "steps": [asdict(cost) for cost in steps],
     }
 
 
@@ -49,10 +52,13 @@ def scheduler_tables(result: dict[str, Any]) -> str:
     """For people."""
     names = ["submit", "admit_none", "admit_one", "cancel"]
     rows = [[f"{row['num_queued']:,}", *(f"{row[f'{name}_us']:.1f}" for name in names)] for row in result["decisions"]]
+    steps = [[str(row["num_rows"]), f"{row['plan_us']:.1f}", f"{row['commit_us']:.1f}"] for row in result["steps"]]
     return "\n\n".join(
         [
             f"CPU time of a decision, us; {result['num_running']} requests run, {result['num_clients']} clients wait",
             table(["queued", "submit", "admit, none fits", "admit, one fits", "cancel"], rows),
+            "CPU time of a step of so many rows, us",
+            table(["rows", "plan", "commit"], steps),
         ]
     )
 

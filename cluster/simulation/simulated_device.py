@@ -57,8 +57,7 @@ class SimulatedDevice:
 
     def _until(self, end_s: float, plan: StepPlan, shape: StepShape) -> StepInFlight:
         """A step that ends then. Mutates: counts it."""
-        request_ids = [row.request_id for row in plan.rows]
-        request_ids += [chunk.request_id for chunk in plan.chunks if chunk.targets]
+        request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         self.counts.num_steps += 1
         self.counts.num_rows += shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens

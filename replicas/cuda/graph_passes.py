@@ -18,7 +18,7 @@ from replicas.cuda.attention import library_attention
 from replicas.cuda.slots import CudaSlots
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.work_sharing import WorkSharing
-from scheduler.plan import DecodeRow, PrefillChunk
+from scheduler.plan import Slice
 
 # Choices of a prompt's first token, beyond one, that there is room for.
 _MORE_CHOICES = 7
@@ -73,13 +73,13 @@ class DecodePass:
         self.static_input = self.values(()).to(model.device)
         self._layout = _launches(model.sharing, size).pack()
 
-    def values(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
+    def values(self, rows: Sequence[Slice]) -> torch.Tensor:
         """The static input for these rows, in pinned memory."""
         padding = self._size - len(rows)
         return _pinned(
             [
                 [row.slot for row in rows] + [self._model.slots.padding_slot] * padding,
-                [row.position for row in rows] + [-1] * padding,
+                [row.start for row in rows] + [-1] * padding,
                 [row.choice for row in rows] + [0] * padding,
             ]
         )
@@ -110,10 +110,10 @@ class PromptShape:
     def num_samples(self) -> int:
         return self.num_rows + 1 + _MORE_CHOICES
 
-    def holds(self, chunk: PrefillChunk, num_rows: int) -> bool:
+    def holds(self, chunk: Slice, num_rows: int) -> bool:
         """Whether this chunk beside so many rows can be computed so."""
-        fits = len(chunk.token_ids) <= self.length and num_rows <= self.num_rows
-        has_room = num_rows + len(chunk.targets) <= self.num_samples
+        fits = chunk.num_tokens <= self.length and num_rows <= self.num_rows
+        has_room = num_rows + len(chunk.sampled_choices) <= self.num_samples
         return fits and has_room and not (self.is_fresh and chunk.start) and chunk.scored_ids is None
 
 
@@ -131,19 +131,20 @@ class PromptPass:
         self._sizes = [rows, rows, samples, samples, samples, samples, 6, 1, shape.length]
         self._layout = _launches(model.sharing, rows, shape).pack()
         self._offsets = torch.arange(shape.length, dtype=torch.int32, device=model.device)
-        nothing = PrefillChunk("", model.slots.padding_slot, 0, (), ())
+        nothing = Slice.of_prompt("", model.slots.padding_slot, 0, ())
         self.static_input = self.values(nothing, ()).to(model.device)
 
-    def values(self, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> torch.Tensor:
+    def values(self, chunk: Slice, rows: Sequence[Slice]) -> torch.Tensor:
         """The static input for this chunk and these rows, which the shape must hold; in pinned memory."""
         shape, padding_slot = self._shape, self._model.slots.padding_slot
-        count, empty = len(chunk.token_ids), shape.num_rows - len(rows)
-        samples = [(index, row.slot, row.position, row.choice) for index, row in enumerate(rows)]
+        count, empty = chunk.num_tokens, shape.num_rows - len(rows)
+        samples = [(index, row.slot, row.start, row.choice) for index, row in enumerate(rows)]
         last, position = shape.num_rows + count - 1, chunk.start + count - 1
-        samples += [(last, target.slot, position, target.choice) for target in chunk.targets]
+        samples += [(last, chunk.slot, position, chunk.choice)] * chunk.num_sampled
+        samples += [(last, fork.slot, position, fork.choice) for fork in chunk.forks]
         samples += [(0, padding_slot, -1, 0)] * (shape.num_samples - len(samples))
         numbers = [row.slot for row in rows] + [padding_slot] * empty
-        numbers += [row.position for row in rows] + [-1] * empty
+        numbers += [row.start for row in rows] + [-1] * empty
         for column in zip(*samples, strict=True):
             numbers += column
         numbers += [shape.num_rows, count, chunk.start, 0, 0, 0, chunk.slot]

@@ -19,7 +19,7 @@ from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, 
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.work_sharing import WorkSharing
-from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
+from scheduler.plan import Slice, StepPlan
 
 # Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
 # be anywhere in a prompt, and of fresh prompts. Between them prompts are padded.
@@ -160,10 +160,10 @@ class StepGraphs:
 
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
-        if len(plan.chunks) > _MOST_PROMPTS or len(plan.rows) > max(self._batch_sizes, default=0):
+        rows, chunks, planned = plan.rows, plan.chunks, []
+        if len(chunks) > _MOST_PROMPTS or len(rows) > max(self._batch_sizes, default=0):
             return None
-        rows, planned = plan.rows, []
-        for chunk in plan.chunks:
+        for chunk in chunks:
             shape = self._shape_of(chunk, 0)
             if shape is None:
                 return None
@@ -180,14 +180,14 @@ class StepGraphs:
             planned.append(self._plan_decode(rows))
         return planned
 
-    def _shape_of(self, chunk: PrefillChunk, num_rows: int) -> PromptShape | None:
+    def _shape_of(self, chunk: Slice, num_rows: int) -> PromptShape | None:
         """Of the fewest tokens; None where no shape holds them."""
         return next((shape for shape in self._shapes if shape.holds(chunk, num_rows)), None)
 
-    def _plan_decode(self, rows: Sequence[DecodeRow]) -> PlannedPass:
+    def _plan_decode(self, rows: Sequence[Slice]) -> PlannedPass:
         decode, graph = self._decode[self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]]
         return PlannedPass(graph, decode.values(rows), len(rows))
 
-    def _plan_prompt(self, shape: PromptShape, chunk: PrefillChunk, rows: Sequence[DecodeRow]) -> PlannedPass:
+    def _plan_prompt(self, shape: PromptShape, chunk: Slice, rows: Sequence[Slice]) -> PlannedPass:
         prompt, graph = self._prompts[shape]
-        return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.targets))
+        return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.sampled_choices))

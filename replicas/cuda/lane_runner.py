@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.host_pool import HostPool
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
-from replicas.model.model_runner import NotDivisible, StepHandle
+from replicas.model.model_runner import ForwardHandle, NotDivisible, StepHandle
 from replicas.model.shared_weights import twin_of
 from scheduler.lane_split import WHOLE_CARD, LaneShare, measured_shares
 from scheduler.plan import StepPlan
@@ -71,17 +73,32 @@ class LaneRunner(CudaRunner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        with torch.cuda.stream(self._stream):
-            self._order.next_on(self._stream)
+        with self._on_stream():
             return super().launch(plan)
 
     @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> ForwardHandle:
+        with self._on_stream():
+            return super().forward(plan)
+
+    @torch.inference_mode()
+    def choose(self, forwarded: ForwardHandle, forbidden: torch.Tensor | None = None) -> StepHandle:
+        with self._on_stream():
+            return super().choose(forwarded, forbidden)
+
+    @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):
-            self._order.next_on(self._stream)
+        with self._on_stream():
             logits = super().logits(plan)
             self._stream.synchronize()  # whoever reads it does so on another one
         return logits
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """What is launched within it runs behind what the lane launched before."""
+        with torch.cuda.stream(self._stream):
+            self._order.next_on(self._stream)
+            yield
 
     def capture(self, memory: Any) -> int:
         """Its graphs, in the memory of the lane's others; how many. Blocks. As `CudaRunner.warm_up` otherwise."""

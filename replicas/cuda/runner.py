@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
 from replicas.cuda.rotated_attention import RotatedAttention
 from replicas.cuda.skinny_linear import skinny_linear
-from replicas.cuda.slots import CudaSlots, SamplingKinds
+from replicas.cuda.slots import CudaSlots, SamplingKinds, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import TokensInFlight
 from replicas.kernels.dependent_launch import launches_early
@@ -27,11 +27,12 @@ from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.replaced_layers import replace_layers, with_card_kernels
 from replicas.model.model_loader import LoadedModel
-from replicas.model.model_runner import ModelRunner, StepHandle
+from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
+from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.sample_place import SamplePlace
-from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
-from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from replicas.sampling.sampled_tokens import SampledTokens
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class CudaRunner(ModelRunner):
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
     ) -> None:
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
+        if pool.layout.dtype is not loaded.dtype:
+            raise UnsupportedModel(f"a KV pool of {pool.layout.dtype}: kernels here want the model's {loaded.dtype}")
         device = pool.tensor.device
         self._max_model_len = max_model_len
         self._slots: CudaSlots = CudaSlots(
@@ -62,18 +65,51 @@ class CudaRunner(ModelRunner):
         bind_attention(loaded.model, pool)
         replace_layers(loaded.model, with_card_kernels(RotatedAttention, skinny_linear))
 
-    def _compute(self, plan: StepPlan) -> StepHandle:
-        passes = self._graphs.passes(plan) if self._graphs else None
-        if not passes:
-            return super()._compute(plan)
-        kinds = self._slots.kinds(plan)
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """As the base's. Where graphs do the step and nothing has to come in between, both phases are one: tokens are
+        drawn behind each pass."""
+        self._prepare(plan)
+        passes = self._passes(plan)
+        if passes and (kinds := self._slots.kinds(plan)).is_plain:
+            return self._keeping_fed(plan, lambda: StepHandle(plan, *self._on_the_way(self._draw(passes, kinds), ())))
+        return self.choose(self._run_passes(passes, plan))
+
+    @torch.inference_mode()
+    def choose(self, forwarded: ForwardHandle, forbidden: torch.Tensor | None = None) -> StepHandle:
+        return self._keeping_fed(forwarded.plan, lambda: super(CudaRunner, self).choose(forwarded, forbidden))
+
+    def _run(self, plan: StepPlan) -> ForwardHandle:
+        return self._run_passes(self._passes(plan), plan)
+
+    def _passes(self, plan: StepPlan) -> list[PlannedPass] | None:
+        """Of the graphs that do the plan; None or empty if it is launched by hand."""
+        return self._graphs.passes(plan) if self._graphs else None
+
+    def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> ForwardHandle:
+        return ForwardHandle(plan, _logits_of(passes)) if passes else super()._run(plan)
+
+    def _keeping_fed(self, plan: StepPlan, choose: Callable[[], StepHandle]) -> StepHandle:
+        """If it fails, the step will be run again, in pieces: from the tokens it was planned with. Those of other slots
+        are another lane's."""
         fed = self._slots.last_token.clone()
         try:
-            choice = self._draw(passes, kinds) if kinds.is_plain else self._choose(passes, plan)
-            return StepHandle(plan, *self._on_the_way(choice, ()))
-        except Exception:  # the step will be run again, in pieces: from the tokens it was planned with
-            self._slots.last_token.copy_(fed)
+            return choose()
+        except Exception:
+            slots = sorted({place.next_slot for place in SamplePlace.all_of(plan)})
+            own = numbers_to_device(slots, fed.device)
+            self._slots.last_token.index_copy_(0, own, fed[own])
             raise
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Raises ValueError for what no kernel here computes."""
+        wide = [row for row in plan.rows if row.num_tokens > 1] or [c for c in plan.chunks if c.num_sampled > 1]
+        if wide:
+            raise ValueError(
+                f"{wide[0].request_id}: {wide[0].num_tokens} tokens, {wide[0].num_sampled} of them sampled behind: on "
+                "CUDA a running sequence is planned a token at a time, and sampled behind its last token only"
+            )
+        super()._prepare(plan)
 
     def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> SampledTokens:
         """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
@@ -86,14 +122,6 @@ class CudaRunner(ModelRunner):
             )  # fmt: skip
             tokens.append(drawn[: planned.num_samples])
         return SampledTokens(torch.cat(tokens))
-
-    def _choose(self, passes: Sequence[PlannedPass], plan: StepPlan) -> SampledTokens:
-        """Run the passes, then choose as on a CPU: by rules, or with log-probabilities."""
-        return sample_tokens(_logits_of(passes), SamplePlace.all_of(plan), self._slots)
-
-    def _step_logits(self, plan: StepPlan) -> torch.Tensor:
-        passes = self._graphs.passes(plan) if self._graphs else None
-        return _logits_of(passes) if passes else self._forward(plan)
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
@@ -152,8 +180,8 @@ class CudaRunner(ModelRunner):
         """A prompt of this length in slot 0, and a decode step behind it."""
         blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))
         init = SlotInit(0, 0, SamplingParams(temperature=0.0), 1)
-        chunk = PrefillChunk("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
-        self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,), ())).result()
+        chunk = Slice.of_prompt("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
+        self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)

@@ -77,8 +77,8 @@ class CudaSlots(SlotState):
         self.rules.store(places, tokens)
 
     def kinds(self, plan: StepPlan) -> SamplingKinds:
-        """Of all rows and targets of the plan."""
-        slots = [row.slot for row in plan.rows] + [chunk.slot for chunk in plan.chunks if chunk.targets]
+        """Of all tokens that the plan samples."""
+        slots = [part.slot for part in plan.slices if part.num_sampled]
         params = [self.sampling[slot] for slot in slots]
         sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
         return SamplingKinds(

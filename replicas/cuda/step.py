@@ -16,7 +16,7 @@ import torch
 
 from replicas.cuda.slots import CudaSlots, numbers_to_device
 from replicas.device_copy import to_device
-from scheduler.plan import PrefillChunk, StepPlan
+from scheduler.plan import Slice, StepPlan
 
 if TYPE_CHECKING:
     from replicas.kernels.work_sharing import WorkSharing
@@ -99,7 +99,7 @@ class ChunkLayout:
     paged: list[list[int]]
 
     @classmethod
-    def of(cls, chunks: Sequence[PrefillChunk], first: int, has_fresh: bool) -> ChunkLayout:
+    def of(cls, chunks: Sequence[Slice], first: int, has_fresh: bool) -> ChunkLayout:
         """first: the first prompt token's place. has_fresh: whether a library kernel may compute fresh prompts' heads.
 
         Heads of one length lie side by side, so that one launch computes some: 1, 2, 4 or 8, as the library
@@ -109,7 +109,7 @@ class ChunkLayout:
         tails: list[ChunkPart] = []
         is_scored = any(chunk.scored_ids is not None for chunk in chunks)
         for number, chunk in enumerate(chunks):
-            length = len(chunk.token_ids)
+            length = chunk.num_tokens
             head = 0 if chunk.start > 0 or not has_fresh or is_scored else _head_of(length)
             if head:
                 heads[head].append(ChunkPart(number, 0, head))
@@ -158,28 +158,28 @@ class CudaInputs:
 
 
 def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, has_fresh: bool) -> CudaInputs:
-    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device."""
+    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device. Rows are a token each."""
     device = slots.state.device
-    num_rows = len(plan.rows)
-    layout = ChunkLayout.of(plan.chunks, num_rows, has_fresh)
-    num_tokens = num_rows + sum(len(chunk.token_ids) for chunk in plan.chunks)
+    chunks, num_rows = plan.chunks, plan.num_rows
+    layout = ChunkLayout.of(chunks, num_rows, has_fresh)
+    num_tokens = num_rows + plan.num_prefill_tokens
     # Filled a part at a time: lists of all tokens would take milliseconds, for which the device waits.
     places = torch.empty(2, num_tokens, dtype=torch.int32)
-    rows = np.array([(row.slot, row.position) for row in plan.rows], dtype=np.int32).reshape(-1, 2)
+    rows = np.array([(row.slot, row.start) for row in plan.rows], dtype=np.int32).reshape(-1, 2)
     places[:, :num_rows] = torch.from_numpy(rows.T)
     ids = torch.empty(num_tokens - num_rows, dtype=torch.int64)
-    ends = [0] * len(plan.chunks)  # behind each chunk's last token
+    ends = [0] * len(chunks)  # behind each chunk's last token
     first = num_rows
     for number, start, end in layout.parts:
-        chunk, behind = plan.chunks[number], first + end - start
+        chunk, behind = chunks[number], first + end - start
         part = np.fromiter(chunk.token_ids[start:end], np.int64, end - start)  # torch.tensor takes six times as long
         ids[first - num_rows : behind - num_rows] = torch.from_numpy(part)
         places[0, first:behind] = chunk.slot
         torch.arange(chunk.start + start, chunk.start + end, out=places[1, first:behind])
         ends[number] = first = behind
     logit_rows = list(range(num_rows))
-    for chunk, behind in zip(plan.chunks, ends, strict=True):
-        logit_rows += [behind - 1] * len(chunk.targets)
+    for chunk, behind in zip(chunks, ends, strict=True):
+        logit_rows += [behind - 1] * len(chunk.sampled_choices)
     paged = layout.paged
     longest = max((p[1] for p in paged), default=0)
     launches = Launches(

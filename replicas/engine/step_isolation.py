@@ -27,7 +27,7 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
 
     Raises when what goes before the pass fails: that is nobody's own, and blocks may have got lost.
     """
-    runner.launch(replace(plan, rows=(), chunks=()))
+    runner.launch(replace(plan, slices=()))
     outputs: list[StepOutput] = []
     errors: dict[str, Exception] = {}
     for request_id, piece in _pieces(plan):
@@ -39,19 +39,13 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
             errors[request_id] = error
     tokens = tuple(token for output in outputs for token in output.tokens)
     prompts = tuple(prompt for output in outputs for prompt in output.prompts)
-    return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts), errors)
+    accepted = tuple(one for output in outputs for one in output.accepted)
+    return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts, accepted), errors)
 
 
 def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
     """One request's part each, without what goes before the pass: repeated, a slot init would undo a token just
     sampled, and a copy or a swap would undo what an earlier piece wrote into it."""
     plan = replace(plan, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
-    names = [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
-    for number, request_id in enumerate(names):
-        index = number - len(plan.rows)
-        piece = replace(
-            plan,
-            rows=plan.rows[number : number + 1],
-            chunks=plan.chunks[index : index + 1] if index >= 0 else (),
-        )
-        yield request_id, piece
+    for part in plan.slices:
+        yield part.request_id, replace(plan, slices=(part,))

@@ -2,6 +2,7 @@
 
 kv[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; index 2 is 0 for keys, 1 for values.
 Measured 30-50 times faster to move than per-layer pieces, and free for the attention kernel (design 4).
+Heads in groups: kv[num_blocks, head_groups, num_layers, 2, block_size, num_kv_heads / head_groups, head_dim].
 """
 
 from __future__ import annotations
@@ -14,17 +15,42 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of one block."""
+    """Shape of one block. num_layers, num_kv_heads, head_dim: the model's. The rest may vary.
+
+    dtype: of the numbers in the pool, which need not be that of the model. num_extra_layers: behind the model's, with
+    K and V of something else of its shape (a draft's layers): they go wherever the block goes. head_groups: that the
+    heads lie apart in, outermost in a block, so that a part of the heads is one contiguous range of it (a shard's).
+    Raises ValueError where they contradict each other.
+    """
 
     num_layers: int
     block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    num_extra_layers: int = 0
+    head_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_extra_layers < 0:
+            raise ValueError(f"{self.num_extra_layers} extra layers")
+        if self.head_groups < 1 or self.num_kv_heads % self.head_groups:
+            raise ValueError(f"{self.num_kv_heads} KV heads are no {self.head_groups} groups of one size")
+
+    @property
+    def num_layers_in_all(self) -> int:
+        return self.num_layers + self.num_extra_layers
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Of one block's tensor."""
+        heads = self.num_kv_heads // self.head_groups
+        shape = (self.num_layers_in_all, 2, self.block_size, heads, self.head_dim)
+        return shape if self.head_groups == 1 else (self.head_groups, *shape)
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_layers_in_all * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
@@ -32,10 +58,10 @@ class KvLayout:
 
     def describe(self) -> str:
         """Text that two pools must share to exchange blocks."""
-        return (
-            f"{self.num_layers}x2x{self.block_size}x{self.num_kv_heads}x{self.head_dim}:"
-            f"{str(self.dtype).removeprefix('torch.')}"
-        )
+        layers = f"{self.num_layers}+{self.num_extra_layers}" if self.num_extra_layers else f"{self.num_layers}"
+        heads = f"{self.num_kv_heads}/{self.head_groups}" if self.head_groups > 1 else f"{self.num_kv_heads}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{layers}x2x{self.block_size}x{heads}x{self.head_dim}:{dtype}"
 
 
 class KvPool:
@@ -44,17 +70,19 @@ class KvPool:
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        shape = (num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         # Zeros, not empty: touching the pages now makes a memory shortage show at start, not at first use.
-        self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.tensor = torch.zeros((num_blocks, *layout.block_shape), dtype=layout.dtype, device=device)
 
     @property
     def planes_per_block(self) -> int:
-        """Keys and values of every layer: a block's plane 2 * layer holds keys, 2 * layer + 1 values."""
-        return 2 * self.layout.num_layers
+        """Keys and values of every layer: a block's plane 2 * layer holds keys, 2 * layer + 1 values.
+
+        Heads in groups: so of the first group, then of the next.
+        """
+        return 2 * self.layout.num_layers_in_all * self.layout.head_groups
 
     def planes(self) -> torch.Tensor:
-        """View [num_blocks * planes_per_block, block_size * num_kv_heads * head_dim].
+        """View [num_blocks * planes_per_block, block_size * heads of a group * head_dim].
 
         Rows of it are what an index select copies fastest: 6 times as fast as indexing `tensor[:, layer, 0]`, whose
         blocks it copies element by element.
@@ -62,7 +90,7 @@ class KvPool:
         return self.tensor.view(self.num_blocks * self.planes_per_block, -1)
 
     def token_rows(self) -> torch.Tensor:
-        """View [num_blocks * planes_per_block * block_size, num_kv_heads * head_dim]: one plane's row of a token."""
+        """View [num_blocks * planes_per_block * block_size, heads of a group * head_dim]: a plane's row of a token."""
         return self.tensor.view(self.num_blocks * self.planes_per_block * self.layout.block_size, -1)
 
     def clear(self, block_ids: torch.Tensor, tails: Sequence[tuple[int, int]]) -> None:
@@ -70,7 +98,7 @@ class KvPool:
         if len(block_ids):
             self.tensor.index_fill_(0, block_ids, 0)
         for block_id, offset in tails:
-            self.tensor[block_id, :, :, offset:] = 0
+            self.tensor[block_id, ..., offset:, :, :] = 0
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copy all layers of one block. Mutates the pool."""

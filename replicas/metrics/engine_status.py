@@ -35,12 +35,13 @@ class StepClock:
     def count(self, plan: StepPlan, duration_s: float) -> None:
         """Take one launched step into account."""
         self.num_steps += 1
-        self.num_prefilled_tokens += plan.num_prefill_tokens
-        self.num_rows += len(plan.rows)
+        num_prefill_tokens = plan.num_prefill_tokens
+        self.num_prefilled_tokens += num_prefill_tokens
+        self.num_rows += plan.num_rows
         self.busy_s += duration_s
         self.mean_s += (duration_s - self.mean_s) * (SMOOTHING if self.num_steps > 1 else 1.0)
-        if plan.num_prefill_tokens and duration_s > 0.0:
-            self._recent_tokens += plan.num_prefill_tokens - SMOOTHING * self._recent_tokens
+        if num_prefill_tokens and duration_s > 0.0:
+            self._recent_tokens += num_prefill_tokens - SMOOTHING * self._recent_tokens
             self._recent_s += duration_s - SMOOTHING * self._recent_s
             self.prefill_tokens_per_s = self._recent_tokens / self._recent_s
 

@@ -51,6 +51,7 @@ class LoadedModel:
     reference: tuple[CheckedPrompt, ...]
 
     def kv_layout(self, block_size: int) -> KvLayout:
+        """Of a pool for this model alone, in its own type."""
         return KvLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
 
 

@@ -1,10 +1,16 @@
-"""Applies a plan: tensors, one forward pass over the pool, sampling. Knows nothing of requests' lives."""
+"""Applies a plan in two phases: a forward pass over the pool, then the choice of tokens by its logits.
+
+Knows nothing of requests' lives.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from replicas.kv.host_pool import HostPool
 from replicas.kv.kv_pool import KvPool
@@ -13,11 +19,24 @@ from replicas.model.paged_context import PagedStep
 from replicas.model.step_inputs import build_step_inputs
 from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
-from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sample_place import SamplePlace, accepted_of, counting
 from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from replicas.sampling.slot_state import SlotState
 from scheduler.lane_split import LaneShare
 from scheduler.plan import SampledToken, StepOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardHandle:
+    """A step whose pass was launched and whose tokens are not chosen yet.
+
+    logits: float32 [num_samples, vocab_size], of the tokens that the plan samples, in their order; None when it has
+    nothing to compute. prompts: scores of its chunks.
+    """
+
+    plan: StepPlan
+    logits: Tensor | None = None
+    prompts: tuple[ChunkScores, ...] = ()
 
 
 class StepHandle:
@@ -37,21 +56,28 @@ class StepHandle:
         return self._choice is not None and self._choice.is_on_the_way
 
     def result(self) -> StepOutput:
-        """The step's tokens in plan order: its rows', then its chunks' targets. Blocks until they are there."""
+        """The step's tokens that count, in plan order. Blocks until they are there."""
+        plan = self.plan
         if self._choice is None:
-            return StepOutput(self.plan.step_id, ())
-        names = [(row.request_id, row.choice) for row in self.plan.rows]
-        names += [(chunk.request_id, target.choice) for chunk in self.plan.chunks for target in chunk.targets]
+            return StepOutput(plan.step_id, ())
+        token_ids = self._choice.read_tokens()
+        names = [(row.request_id, row.choice) for row in plan.rows]
+        names += [(chunk.request_id, choice) for chunk in plan.chunks for choice in chunk.sampled_choices]
+        has_guesses = len(names) != len(token_ids)
+        if has_guesses:
+            names = [(part.request_id, choice) for part in plan.slices for choice in part.sampled_choices]
         logprobs = self._choice.read_logprobs()
         tokens = tuple(
             [
                 SampledToken(request_id, choice, token_id, logprobs.get(index) if logprobs else None)
-                for index, ((request_id, choice), token_id) in enumerate(
-                    zip(names, self._choice.read_tokens(), strict=True)
-                )
+                for index, ((request_id, choice), token_id) in enumerate(zip(names, token_ids, strict=True))
             ]
         )
-        return StepOutput(self.plan.step_id, tokens, tuple(chunk.read() for chunk in self._prompts))
+        prompts = tuple(chunk.read() for chunk in self._prompts)
+        if not has_guesses:
+            return StepOutput(plan.step_id, tokens, prompts)
+        counts = counting(SamplePlace.all_of(plan), token_ids)
+        return StepOutput(plan.step_id, tuple(compress(tokens, counts)), prompts, accepted_of(plan, counts))
 
 
 class NotDivisible(Exception):
@@ -66,6 +92,10 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
     ) -> None:
+        """Raises UnsupportedModel for a pool that no attention here reads."""
+        if pool.layout.head_groups > 1:
+            groups = pool.layout.head_groups
+            raise UnsupportedModel(f"a KV pool with its heads in {groups} groups: attention here knows one group only")
         self._model: Any = loaded.model
         self._loaded = loaded
         self.pool = pool
@@ -74,11 +104,30 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Run one step. Mutates pool and slots. On the CPU blocks for the whole step."""
+        """Run one step, both phases. Mutates pool and slots. On the CPU blocks for the whole step."""
+        return self.choose(self.forward(plan))
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> ForwardHandle:
+        """The first phase: everything up to the logits. Mutates pool and slots. On the CPU blocks for it.
+
+        What the choice needs besides may be made while it runs; `choose` comes next, before another step's.
+        """
         self._prepare(plan)
-        if plan.is_empty:
+        return self._run(plan)
+
+    @torch.inference_mode()
+    def choose(self, forwarded: ForwardHandle, forbidden: Tensor | None = None) -> StepHandle:
+        """The second phase: a token for each row of logits, which the slots keep too. Mutates the slots and the logits.
+
+        forbidden: bool [num_samples, vocab_size] on the logits' device: tokens that are not chosen, besides those that
+        the slots' rules forbid.
+        """
+        plan = forwarded.plan
+        if forwarded.logits is None:
             return StepHandle(plan)
-        return self._compute(plan)
+        choice = sample_tokens(forwarded.logits, SamplePlace.all_of(plan), self._slots, forbidden)
+        return StepHandle(plan, *self._on_the_way(choice, forwarded.prompts))
 
     @property
     def num_slots(self) -> int:
@@ -88,14 +137,11 @@ class ModelRunner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step, which must not be empty, up to its logits: no token is chosen. For checks.
 
-        float32 [num_samples, vocab_size] of its rows, then its chunks' targets. Mutates pool and slots.
+        float32 [num_samples, vocab_size], as serving computes them, whichever way it takes. Mutates pool and slots.
         """
-        self._prepare(plan)
-        return self._step_logits(plan)
-
-    def _step_logits(self, plan: StepPlan) -> torch.Tensor:
-        """As serving computes them, whichever way it takes."""
-        return self._forward(plan)
+        logits = self.forward(plan).logits
+        assert logits is not None, "an empty step has no logits"
+        return logits
 
     def beside(self, share: LaneShare) -> ModelRunner:
         """What runs prompts beside this runner's rows, on that part of the device. After `warm_up`."""
@@ -122,31 +168,27 @@ class ModelRunner:
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
 
-    def _compute(self, plan: StepPlan) -> StepHandle:
-        """The pass and the choice of a token for each row and target, which the slots keep too."""
-        logits, prompts = self._forward_and_score(plan)
-        choice = sample_tokens(logits, SamplePlace.all_of(plan), self._slots)
-        return StepHandle(plan, *self._on_the_way(choice, prompts))
-
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
     ) -> tuple[SampledTokens, tuple[ChunkScores, ...]]:
         """What was chosen and scored as its reader gets it: on a GPU, without waiting for later steps."""
         return choice, prompts
 
-    def _forward_and_score(self, plan: StepPlan) -> tuple[torch.Tensor, tuple[ChunkScores, ...]]:
-        """Logits of each row and target; scores of the chunks whose prompt's are asked for."""
+    def _run(self, plan: StepPlan) -> ForwardHandle:
+        """The pass of a plan that is prepared, if it has one, and scores of the chunks whose prompt's are asked for."""
+        if plan.is_empty:
+            return ForwardHandle(plan)
         if all(chunk.scored_ids is None for chunk in plan.chunks):
-            return self._forward(plan), ()
+            return ForwardHandle(plan, self._forward(plan))
         with KeptHiddenStates(self._model) as hidden:
             logits = self._forward(plan)
-        return logits, score_chunks(hidden, plan, self._slots)
+        return ForwardHandle(plan, logits, score_chunks(hidden, plan, self._slots))
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        """Logits, float32 [num_samples, vocab_size], of each row and target."""
+        """Logits, float32 [num_samples, vocab_size], of each token that the plan samples."""
         inputs = build_step_inputs(plan, self._slots, self.pool.layout.block_size)
         self.pool.clear(inputs.fresh_blocks, inputs.tails)
-        step = PagedStep(self.pool, inputs)
+        step = PagedStep(self.pool, inputs, self._loaded.dtype)
         output = self._model(
             input_ids=inputs.input_ids[None],
             position_ids=inputs.positions[None],

@@ -15,11 +15,15 @@ class PagedContext:
     """Keys and values of n sequences' blocks, one layer at a time, and which of them each query sees.
 
     block_table: int64 [n, num_blocks]. visible: bool, broadcastable to [n, queries, num_blocks * block_size].
-    Both layers' and both kinds' copies go to the same memory: taking new memory for each costs more than the copying.
+    dtype: of the model that attends; None: the pool's. Both layers' and both kinds' copies go to the same memory:
+    taking new memory for each costs more than the copying.
     """
 
-    def __init__(self, pool: KvPool, block_table: torch.Tensor, visible: torch.Tensor) -> None:
+    def __init__(
+        self, pool: KvPool, block_table: torch.Tensor, visible: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         layout = pool.layout
+        self._dtype = dtype or layout.dtype
         n, num_blocks = block_table.shape
         self._planes = pool.planes()
         self._indices = _per_plane(block_table.flatten() * pool.planes_per_block, pool.planes_per_block)
@@ -27,7 +31,7 @@ class PagedContext:
         self._copies = [self._planes.new_empty(n * num_blocks, self._planes.shape[1]) for _ in range(2)]
         self._views = [copy.view(shape).transpose(1, 2) for copy in self._copies]
         # What attention makes of a boolean mask, but once instead of in each layer.
-        self._mask = self._planes.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        self._mask = self._planes.new_zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
         self._repeated_mask: torch.Tensor | None = None
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +39,9 @@ class PagedContext:
         for kind, copy in enumerate(self._copies):
             torch.index_select(self._planes, 0, self._indices[2 * layer + kind], out=copy)
         keys, values = self._views
-        return keys, values
+        if keys.dtype is self._dtype:
+            return keys, values
+        return keys.to(self._dtype), values.to(self._dtype)
 
     def mask(self, num_repeats: int = 1) -> torch.Tensor:
         """0 where visible, else -inf; the queries' dimension repeated. The same num_repeats in every call of a step."""
@@ -47,23 +53,30 @@ class PagedContext:
 class PagedStep:
     """What the attention function is given: the pool, this step's inputs, and their places in the pool.
 
-    num_calls counts layers served, so that the runner can tell a model that bypasses this function.
+    num_calls counts layers served, so that the runner can tell a model that bypasses this function. dtype: as of a
+    PagedContext.
     """
 
-    def __init__(self, pool: KvPool, inputs: StepInputs) -> None:
+    def __init__(self, pool: KvPool, inputs: StepInputs, dtype: torch.dtype | None = None) -> None:
         block_size = pool.layout.block_size
         self.inputs = inputs
         self.num_calls = 0
         self._token_rows = pool.token_rows()
         first = inputs.write_blocks * (pool.planes_per_block * block_size) + inputs.write_offsets
         self._write_rows = _per_plane(first, pool.planes_per_block, step=block_size)
-        self.groups = tuple(PagedContext(pool, group.block_table, group.mask) for group in inputs.groups)
-        self.chunks = tuple(PagedContext(pool, chunk.block_ids[None], chunk.mask) for chunk in inputs.chunks)
+        self.groups = tuple(PagedContext(pool, group.block_table, group.mask, dtype) for group in inputs.groups)
+        self.chunks = tuple(PagedContext(pool, chunk.block_ids[None], chunk.mask, dtype) for chunk in inputs.chunks)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [num_tokens, num_kv_heads, head_dim] of this step's tokens. Mutates the pool."""
+        """keys, values: [num_tokens, num_kv_heads, head_dim] of this step's tokens. Mutates the pool.
+
+        Attention reads them there, as rounded to the pool's type: a prompt in one chunk sees what one in many does.
+        """
         for kind, source in enumerate((keys, values)):
-            self._token_rows.index_copy_(0, self._write_rows[2 * layer + kind], source.flatten(1))
+            rows = source.flatten(1)
+            if rows.dtype is not self._token_rows.dtype:
+                rows = rows.to(self._token_rows.dtype)
+            self._token_rows.index_copy_(0, self._write_rows[2 * layer + kind], rows)
 
 
 def _per_plane(first: torch.Tensor, num_planes: int, step: int = 1) -> tuple[torch.Tensor, ...]:

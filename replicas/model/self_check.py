@@ -15,7 +15,7 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ModelRunner
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model_support import UnsupportedModel
-from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class _Step:
 
     inits: list[SlotInit] = field(default_factory=list)
     writes: list[TableWrite] = field(default_factory=list)
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    rows: list[DecodeRow] = field(default_factory=list)
+    chunks: list[Slice] = field(default_factory=list)
+    rows: list[Slice] = field(default_factory=list)
     of_rows: list[tuple[CheckedPrompt, int]] = field(default_factory=list)
     of_chunks: list[tuple[CheckedPrompt, int]] = field(default_factory=list)
 
@@ -103,7 +103,7 @@ class _Step:
         return self.of_rows + self.of_chunks
 
     def plan(self) -> StepPlan:
-        return StepPlan(-1, tuple(self.inits), tuple(self.writes), (), tuple(self.chunks), tuple(self.rows))
+        return StepPlan(-1, tuple(self.inits), tuple(self.writes), (), (*self.rows, *self.chunks))
 
     def add_chunk(self, prompt: CheckedPrompt, slot: int, number: int) -> None:
         start, end = (0, *prompt.chunk_ends)[number : number + 2]
@@ -111,14 +111,14 @@ class _Step:
         if start == 0:
             self.inits.append(SlotInit(slot, 0, _GREEDY, None))
         targets = (SampleTarget(slot, 0),) if ends_prompt else ()
-        self.chunks.append(PrefillChunk(f"self-check-{slot}", slot, start, prompt.token_ids[start:end], targets))
+        self.chunks.append(Slice.of_prompt(f"self-check-{slot}", slot, start, prompt.token_ids[start:end], targets))
         if ends_prompt:
             self.of_chunks.append((prompt, 0))
 
     def add_row(self, prompt: CheckedPrompt, slot: int, position: int) -> None:
         """Whatever the last step would have chosen, the prompt's token is fed."""
         self.inits.append(SlotInit(slot, 0, _GREEDY, prompt.token_ids[position]))
-        self.rows.append(DecodeRow(f"self-check-{slot}", 0, slot, position))
+        self.rows.append(Slice(f"self-check-{slot}", 0, slot, position))
         self.of_rows.append((prompt, position - prompt.prompt_len + 1))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from replicas.device_copy import to_device
 from replicas.sampling.slot_state import SlotState
 from replicas.sampling.token_scores import TokenScores
-from scheduler.plan import PrefillChunk, StepPlan
+from scheduler.plan import Slice, StepPlan
 from scheduler.token_logprobs import PromptLogprobs
 
 # Logits that are there at once, 32 MiB in float32 and some times that to find the largest: a prompt's logits as a
@@ -79,7 +79,7 @@ class KeptHiddenStates:
 class ChunkScores:
     """Of a chunk's scored tokens, on the device; None when there are none of them (a prompt of one token)."""
 
-    chunk: PrefillChunk
+    chunk: Slice
     num_top: int
     scores: TokenScores | None
 
@@ -94,12 +94,12 @@ class ChunkScores:
 def score_chunks(hidden: KeptHiddenStates, plan: StepPlan, slots: SlotState) -> tuple[ChunkScores, ...]:
     """Scores of a plan's chunks, where they are asked for. hidden: of the plan's pass. Does not synchronise."""
     scored = []
-    row = len(plan.rows)
-    for chunk in plan.chunks:
+    row = 0
+    for chunk in plan.slices:
         if chunk.scored_ids is not None:
             num_top = slots.sampling[chunk.slot].num_prompt_logprobs or 0
             scored.append(ChunkScores(chunk, num_top, _scores(hidden, row, chunk.scored_ids, num_top)))
-        row += len(chunk.token_ids)
+        row += chunk.num_tokens
     return tuple(scored)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler.plan import StepPlan
+from scheduler.plan import Accepted, Slice, StepPlan
 
 
 class SamplePlace(NamedTuple):
@@ -17,12 +18,50 @@ class SamplePlace(NamedTuple):
     choice: int
     position: int  # index in prompt + output of the token to choose
     next_slot: int
+    # The token that was guessed to stand there: what is chosen behind it counts only if this one is chosen here. None:
+    # nothing of the slice is behind it.
+    guess: int | None = None
 
     @staticmethod
     def all_of(plan: StepPlan) -> list[SamplePlace]:
-        """Of every token the plan chooses: its rows', then its chunks' targets'."""
-        places = [SamplePlace(row.slot, row.choice, row.position + 1, row.slot) for row in plan.rows]
-        for chunk in plan.chunks:
-            position = chunk.start + len(chunk.token_ids)
-            places += [SamplePlace(chunk.slot, t.choice, position, t.slot) for t in chunk.targets]
+        """Of every token that the plan samples, in its order."""
+        places = []
+        for part in plan.slices:
+            if part.num_sampled == 1:
+                places.append(SamplePlace(part.slot, part.choice, part.start + part.num_tokens, part.slot))
+            elif part.num_sampled:
+                places += _of_several(part)
+            if part.forks:
+                places += [SamplePlace(part.slot, fork.choice, part.end, fork.slot) for fork in part.forks]
         return places
+
+
+def _of_several(part: Slice) -> list[SamplePlace]:
+    guesses = (*part.token_ids[len(part.token_ids) - part.num_sampled + 1 :], None)
+    first = part.end - part.num_sampled + 1
+    return [
+        SamplePlace(part.slot, part.choice, position, part.slot, guess)
+        for position, guess in enumerate(guesses, start=first)
+    ]
+
+
+def counting(places: Sequence[SamplePlace], token_ids: Sequence[int]) -> list[bool]:
+    """Of each token chosen, whether it counts: whether all guesses in front of it, in its slice, were right."""
+    counts = []
+    is_right = True
+    for place, token_id in zip(places, token_ids, strict=True):
+        counts.append(is_right)
+        is_right = place.guess is None or (is_right and place.guess == token_id)
+    return counts
+
+
+def accepted_of(plan: StepPlan, counts: Sequence[bool]) -> tuple[Accepted, ...]:
+    """How many tokens count of each slice with guesses. counts: of each token that the plan samples, whether so."""
+    accepted = []
+    first = 0
+    for part in plan.slices:
+        if part.num_sampled > 1:
+            num_accepted = sum(counts[first : first + part.num_sampled])
+            accepted.append(Accepted(part.request_id, part.choice, num_accepted, part.num_sampled))
+        first += part.num_sampled + len(part.forks)
+    return tuple(accepted)

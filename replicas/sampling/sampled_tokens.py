@@ -50,14 +50,20 @@ class SampledTokens:
         return dict(zip(self.scored, self.scores.read(self.num_top), strict=True))
 
 
-def sample_tokens(logits: Tensor, places: Sequence[SamplePlace], slots: SlotState) -> SampledTokens:
+def sample_tokens(
+    logits: Tensor, places: Sequence[SamplePlace], slots: SlotState, forbidden: Tensor | None = None
+) -> SampledTokens:
     """One token for each row of logits, float32 [R, V]. Mutates the logits, and the slots: they remember the tokens.
 
-    A slot with neither rules nor logprobs costs what sampling costs. Does not synchronise with the host.
+    forbidden: bool [R, V], tokens that are not chosen, whatever the rules say. A slot with neither rules nor logprobs
+    costs what sampling costs. Does not synchronise with the host, but for guesses (on a CPU).
     """
     scored = tuple(i for i, p in enumerate(places) if p.slot in slots.num_logprobs) if slots.num_logprobs else ()
     own_logits = logits[list(scored)] if scored else None  # a copy, before the rules
     ruled = slots.rules.apply(logits, places)
+    if forbidden is not None:
+        logits.masked_fill_(forbidden, -torch.inf)
+        ruled = list(range(len(places)))
     tokens = _checked(sample(logits, slots.sampling_batch(places)), logits, ruled)
     if own_logits is None:
         choice = SampledTokens(tokens)

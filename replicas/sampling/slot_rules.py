@@ -42,10 +42,12 @@ class SlotRules:
     def apply(self, logits: Tensor, places: Sequence[SamplePlace]) -> list[int]:
         """Change the rows of logits, float32 [R, V], that have rules; which rows these are. Mutates logits.
 
-        places: one for each row. Does not synchronise with the host.
+        places: one for each row. Guesses are history to the places behind them: mutates it, too, beyond what is known.
+        Does not synchronise with the host.
         """
         if not self._rules:
             return []
+        self._look_back_at_guesses(places)
         by_kind: defaultdict[type[TokenRule], list[RuledRow[TokenRule]]] = defaultdict(list)
         changed = []
         for index, place in enumerate(places):
@@ -58,6 +60,14 @@ class SlotRules:
             if kind in by_kind:
                 kind.apply(logits, by_kind[kind], self._history)
         return changed
+
+    def _look_back_at_guesses(self, places: Sequence[SamplePlace]) -> None:
+        guessed = [
+            [p.slot, p.position, p.guess] for p in places if p.guess is not None and p.slot in self._with_history
+        ]
+        if guessed:
+            slot, position, token = to_device(torch.tensor(guessed, dtype=torch.int64).T.contiguous(), self._device)
+            self._history[slot, position] = token.int()
 
     def store(self, places: Sequence[SamplePlace], tokens: Tensor) -> None:
         """Remember the chosen tokens, int64 [R]: they are history to the next step. Mutates."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from replicas.sampling.draw import SamplingBatch
-from replicas.sampling.sample_place import SamplePlace
+from replicas.sampling.sample_place import SamplePlace, counting
 from replicas.sampling.slot_rules import SlotRules
 from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
@@ -51,9 +51,17 @@ class SlotState:
         return SamplingBatch.from_rows(rows, self.last_token.device)
 
     def store_tokens(self, places: Sequence[SamplePlace], tokens: torch.Tensor) -> None:
-        """Feed back: tokens [n] become the last tokens of the places' next slots. Mutates."""
-        slots = torch.tensor([place.next_slot for place in places], dtype=torch.int64)
+        """Feed back: tokens [n] become the last tokens of the places' next slots, of several the last one that counts.
+
+        Mutates.
+        """
+        if any(place.guess is not None for place in places):
+            counts = counting(places, tokens.tolist())
+            last = {place.next_slot: index for index, place in enumerate(places) if counts[index]}
+            slots, kept = torch.tensor(list(last)), torch.tensor(list(last.values()))
+        else:
+            slots, kept = torch.tensor([place.next_slot for place in places], dtype=torch.int64), None
         # No token (a failed row) must still be some id: the next step may be planned already, and is dropped.
         tokens = tokens.clamp(min=0)
-        self.last_token[slots] = tokens
+        self.last_token[slots] = tokens if kept is None else tokens[kept]
         self.rules.store(places, tokens)

@@ -13,14 +13,14 @@ def test_tables_of_a_batch_do_not_overlap_and_hold_the_fed_token() -> None:
     plan = set_up(batch=3, context=32, block_size=16)
     blocks = [block for write in plan.table_writes for block in write.block_ids]
     assert len(blocks) == len(set(blocks)) == 3 * 3  # 33 tokens are 3 blocks
-    assert [row.position for row in decode_step(3, 32).rows] == [32, 32, 32]
+    assert [row.start for row in decode_step(3, 32).rows] == [32, 32, 32]
     assert plan.rows == decode_step(3, 32).rows
 
 
 def test_a_prompt_is_cut_and_sampled_once_at_its_end() -> None:
     plans = prefill_steps(list(range(100)), step_tokens=40, block_size=16)
     chunks = [plan.chunks[0] for plan in plans]
-    assert [(chunk.start, len(chunk.token_ids), len(chunk.targets)) for chunk in chunks] == [
+    assert [(chunk.start, len(chunk.token_ids), chunk.num_sampled) for chunk in chunks] == [
         (0, 40, 0),
         (40, 40, 0),
         (80, 20, 1),

@@ -56,7 +56,7 @@ class Device:
             time.sleep(LAUNCH_S)
             end_s = max(end_s, time.monotonic())
         self.spans.append((start_s, end_s))
-        num_tokens = len(plan.rows) + sum(len(chunk.targets) for chunk in plan.chunks)
+        num_tokens = sum(len(part.sampled_choices) for part in plan.slices)
         return StepHandle(plan, LateChoice(torch.full((num_tokens,), 5), ready_s=end_s))
 
 

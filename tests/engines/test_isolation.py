@@ -32,8 +32,7 @@ def goldens(tiny_goldens: TinyGoldens) -> list[Golden]:
 
 
 def _poisoned_rows(plan: StepPlan, poisoned: set[str]) -> list[int]:
-    names = [row.request_id for row in plan.rows]
-    names += [chunk.request_id for chunk in plan.chunks for _ in chunk.targets]
+    names = [part.request_id for part in plan.slices for _ in part.sampled_choices]
     return [index for index, name in enumerate(names) if name in poisoned]
 
 
@@ -65,7 +64,7 @@ def test_a_poisoned_request_fails_alone(
     def faulty(plan: StepPlan) -> Any:
         poisoned.update(chunk.request_id for chunk in plan.chunks if list(chunk.token_ids) == POISON_PROMPT)
         rows = _poisoned_rows(plan, poisoned)
-        decoding = any(row.request_id in poisoned and row.position > 25 for row in plan.rows)
+        decoding = any(row.request_id in poisoned and row.start > 25 for row in plan.rows)
         if not (rows and decoding):
             return forward(plan)
         hits.append(fault)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
 from replicas.settings import ModelSettings
-from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 from tests.gpu.paged_case import TOLERANCE, relative_error
 
@@ -163,11 +164,11 @@ def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
     runner = make_ready_runner(tmp_path, device)
     greedy = SamplingParams(temperature=0.0)
     prompt, later = tuple(range(10, 30)), tuple(range(200, 240))
-    first = PrefillChunk("row", 0, 0, prompt, (SampleTarget(0, 0),))
+    first = Slice.of_prompt("row", 0, 0, prompt, (SampleTarget(0, 0),))
     tables = (TableWrite(0, 0, (5, 3)), TableWrite(1, 0, (4, 9, 7)))
-    begin = StepPlan(0, (SlotInit(0, 0, greedy, None),), tables, (), (first,), ())
-    chunk = PrefillChunk("prompt", 1, 0, later, (SampleTarget(1, 0),))
-    plan = StepPlan(1, (SlotInit(1, 0, greedy, None),), (), (), (chunk,), (DecodeRow("row", 0, 0, len(prompt)),))
+    begin = StepPlan(0, (SlotInit(0, 0, greedy, None),), tables, (), (first,))
+    chunk = Slice.of_prompt("prompt", 1, 0, later, (SampleTarget(1, 0),))
+    plan = StepPlan(1, (SlotInit(1, 0, greedy, None),), (), (), (Slice("row", 0, 0, len(prompt)), chunk))
     runner.launch(begin).result()
     expected = runner.launch(plan).result().tokens
     runner.launch(begin).result()
@@ -190,16 +191,16 @@ def test_a_step_that_fails_between_its_passes_is_run_again_from_its_own_tokens(
 GREEDY = SamplingParams(temperature=0.0)
 TABLES = tuple(TableWrite(slot, 0, tuple(range(8 * slot, 8 * slot + 8))) for slot in range(5))
 INITS = tuple(SlotInit(slot, 0, GREEDY, None) for slot in range(5))
-ROWS = tuple(DecodeRow(f"row {slot}", 0, slot, 20 + slot) for slot in range(2))
+ROWS = tuple(Slice(f"row {slot}", 0, slot, 20 + slot) for slot in range(2))
 
 
-def a_chunk(start: int, length: int, num_targets: int = 1) -> PrefillChunk:
+def a_chunk(start: int, length: int, num_targets: int = 1) -> Slice:
     ids = tuple((7 * (start + i)) % 290 for i in range(length))
-    return PrefillChunk("prompt", 2, start, ids, tuple(SampleTarget(2 + i, i) for i in range(num_targets)))
+    return Slice.of_prompt("prompt", 2, start, ids, tuple(SampleTarget(2 + i, i) for i in range(num_targets)))
 
 
 # Chunks, rows, and how many graphs compute them.
-PLANS: tuple[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...], int], ...] = (
+PLANS: tuple[tuple[tuple[Slice, ...], tuple[Slice, ...], int], ...] = (
     ((a_chunk(0, 20),), (), 1),
     ((a_chunk(0, 20),), ROWS, 1),
     ((a_chunk(0, 50),), ROWS, 1),
@@ -217,14 +218,14 @@ PLANS: tuple[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...], int], ...] =
 def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path: Path) -> None:
     runner = make_ready_runner(tmp_path, device)
     ids = tuple(range(30))
-    firsts = [PrefillChunk("row", row.slot, 0, ids[: row.position], (SampleTarget(row.slot, 0),)) for row in ROWS]
-    runner._slots.apply(StepPlan(0, INITS, TABLES, (), (), ()))
+    firsts = [Slice.of_prompt("row", row.slot, 0, ids[: row.start], (SampleTarget(row.slot, 0),)) for row in ROWS]
+    runner._slots.apply(StepPlan(0, INITS, TABLES, (), ()))
     assert runner._graphs is not None
     for chunks, rows, num_passes in PLANS:
         for chunk in (*firsts, a_chunk(0, 40)):
-            runner._forward(StepPlan(0, (), (), (), (chunk,), ()))
+            runner._forward(StepPlan(0, (), (), (), (chunk,)))
         runner._slots.last_token[:2] = torch.tensor([17, 200], device=device)
-        plan = StepPlan(1, (), (), (), chunks, rows)
+        plan = StepPlan(1, (), (), (), (*rows, *chunks))
         expected = runner._forward(plan)
         passes = runner._graphs.passes(plan) or []
         assert len(passes) == num_passes, plan
@@ -232,13 +233,62 @@ def test_graphs_compute_what_a_pass_by_hand_does(device: torch.device, tmp_path:
         if got:
             torch.testing.assert_close(torch.cat(got), expected, atol=2e-3, rtol=2e-2)
         tokens = runner.launch(plan).result().tokens
-        targets = [target for chunk in chunks for target in chunk.targets]
-        places = [(row.request_id, row.choice) for row in rows] + [("prompt", target.choice) for target in targets]
+        places = [(part.request_id, choice) for part in (*rows, *chunks) for choice in part.sampled_choices]
         assert [(token.request_id, token.choice) for token in tokens] == places, plan
         for token, logits in zip(tokens, expected, strict=True):
             assert logits[token.token_id] >= logits.max() - 4e-3
-        fed, slots = runner._slots.last_token.tolist(), [place.slot for place in (*rows, *targets)]
+        slots = [row.slot for row in rows] + [2 + choice for _, choice in places[len(rows) :]]
+        fed = runner._slots.last_token.tolist()
         assert [fed[slot] for slot in slots] == [token.token_id for token in tokens], plan
+
+
+@torch.inference_mode()
+def test_phases_apart_choose_what_one_launch_does(device: torch.device, tmp_path: Path) -> None:
+    """Fused behind the graphs, and by logits that somebody may look at in between; then one of them is forbidden."""
+    runner = make_ready_runner(tmp_path, device)
+    runner._slots.apply(StepPlan(0, INITS, TABLES, (), ()))
+    firsts = [
+        Slice.of_prompt("row", row.slot, 0, tuple(range(row.start)), (SampleTarget(row.slot, 0),)) for row in ROWS
+    ]
+
+    def begun(plan: StepPlan) -> StepPlan:
+        for chunk in (*firsts, a_chunk(0, 40)):
+            runner._forward(StepPlan(0, (), (), (), (chunk,)))
+        runner._slots.last_token[:2] = torch.tensor([17, 200], device=device)
+        return plan
+
+    for chunks, rows, _ in PLANS:
+        plan = StepPlan(1, (), (), (), (*rows, *chunks))
+        expected, fed = runner.launch(begun(plan)).result(), runner._slots.last_token.clone()
+        forwarded = runner.forward(begun(plan))
+        assert runner._slots.last_token[:2].tolist() == [17, 200], "nothing is chosen yet"
+        assert forwarded.logits is not None
+        assert forwarded.logits.shape == (len(expected.tokens), CONFIG["vocab_size"])
+        assert runner.choose(forwarded).result() == expected, plan
+        assert torch.equal(runner._slots.last_token, fed)
+        if expected.tokens:
+            forwarded = runner.forward(begun(plan))
+            assert forwarded.logits is not None
+            forbidden = torch.zeros_like(forwarded.logits, dtype=torch.bool)
+            forbidden[0, expected.tokens[0].token_id] = True
+            second = int(forwarded.logits[0].masked_fill(forbidden[0], -torch.inf).argmax())
+            tokens = runner.choose(forwarded, forbidden).result().tokens
+            assert [token.token_id for token in tokens] == [second, *(t.token_id for t in expected.tokens[1:])], plan
+
+
+def test_what_no_kernel_computes_is_refused(device: torch.device, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, device)
+    row = Slice("row 0", 0, 0, 20, num_tokens=3, num_sampled=3, token_ids=(1, 2))
+    with pytest.raises(ValueError, match="row 0: 3 tokens, 3 of them sampled behind: on CUDA a running sequence is"):
+        runner.launch(StepPlan(1, (), (), (), (row,)))
+    chunk = Slice.of_prompt("prompt", 1, 0, (1, 2, 3), (SampleTarget(1, 0),))._replace(num_sampled=2)
+    with pytest.raises(ValueError, match="prompt: 3 tokens, 2 of them sampled"):
+        runner.launch(StepPlan(1, (), (), (), (chunk,)))
+    other = KvPool(replace(runner._loaded.kv_layout(16), dtype=torch.bfloat16), 8, device)
+    with pytest.raises(
+        UnsupportedModel, match=r"a KV pool of torch\.bfloat16: kernels here want the model's torch\.float16"
+    ):
+        CudaRunner(runner._loaded, other, 2, 64)
 
 
 @torch.inference_mode()
@@ -258,10 +308,9 @@ def test_norms_and_biases_are_used_where_they_belong(device: torch.device, tmp_p
         if layer.q_proj.joined.linear.bias is not None:  # type: ignore[union-attr, operator]
             layer.q_proj.joined.linear.bias.normal_(generator=generator)  # type: ignore[union-attr, operator]
     prompt = tuple(range(10, 50))
-    chunk = PrefillChunk("prompt", 0, 0, prompt, (SampleTarget(0, 0),))
-    plan = StepPlan(
-        0, (SlotInit(0, 0, SamplingParams(temperature=0.0), None),), (TableWrite(0, 0, (4, 9, 7)),), (), (chunk,), ()
-    )
+    chunk = Slice.of_prompt("prompt", 0, 0, prompt, (SampleTarget(0, 0),))
+    init = SlotInit(0, 0, SamplingParams(temperature=0.0), None)
+    plan = StepPlan(0, (init,), (TableWrite(0, 0, (4, 9, 7)),), (), (chunk,))
     runner._slots.apply(plan)
     ours = runner._forward(plan)
     written = runner.pool.tensor.clone()

@@ -20,7 +20,7 @@ from replicas.model.model_runner import NotDivisible
 from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from scheduler.lane_split import WHOLE_CARD, LaneShare
-from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
@@ -92,15 +92,15 @@ def plans_of_two_requests() -> list[StepPlan]:
     first, second = tuple(range(10, 30)), tuple(range(100, 125))
     targets = (SampleTarget(0, 0),), (SampleTarget(1, 0),)
     chunks = (
-        PrefillChunk("a", 0, 0, first, targets[0]),
-        PrefillChunk("b", 1, 0, second[:10], ()),
-        PrefillChunk("b", 1, 10, second[10:], targets[1]),
+        Slice.of_prompt("a", 0, 0, first, targets[0]),
+        Slice.of_prompt("b", 1, 0, second[:10], ()),
+        Slice.of_prompt("b", 1, 10, second[10:], targets[1]),
     )
     inits = (SlotInit(0, 0, GREEDY, None), SlotInit(1, 0, GREEDY, None))
-    plans = [StepPlan(0, inits, tables, (), chunks[:2], ()), StepPlan(1, (), (), (), chunks[2:], ())]
+    plans = [StepPlan(0, inits, tables, (), chunks[:2]), StepPlan(1, (), (), (), chunks[2:])]
     for number in range(3):
-        rows = (DecodeRow("a", 0, 0, 20 + number), DecodeRow("b", 0, 1, 25 + number))
-        plans.append(StepPlan(2 + number, (), (), (), (), rows))
+        rows = (Slice("a", 0, 0, 20 + number), Slice("b", 0, 1, 25 + number))
+        plans.append(StepPlan(2 + number, (), (), (), rows))
     return plans
 
 

@@ -10,7 +10,7 @@ from replicas.kv.kv_pool import KvLayout, KvPool
 from replicas.model.paged_context import PagedContext, PagedStep
 from replicas.model.step_inputs import build_step_inputs
 from replicas.sampling.slot_state import SlotState
-from scheduler.plan import DecodeRow, PrefillChunk, SampleTarget, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, StepPlan, TableWrite
 
 LAYOUT = KvLayout(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 LAYERS = range(LAYOUT.num_layers)
@@ -68,8 +68,11 @@ def test_written_tokens_lie_where_the_tables_say() -> None:
         slot_inits=(),
         table_writes=(TableWrite(0, 0, (5, 11)), TableWrite(2, 0, (17,)), TableWrite(3, 0, (8, 1, 13))),
         copies=(),
-        chunks=(PrefillChunk("prompt", 3, 2, (10, 11, 12, 13, 14), (SampleTarget(0, 3),)),),
-        rows=(DecodeRow("a", 0, 0, 6), DecodeRow("b", 0, 2, 3)),
+        slices=(
+            Slice("a", 0, 0, 6),
+            Slice("b", 0, 2, 3),
+            Slice.of_prompt("prompt", 3, 2, (10, 11, 12, 13, 14), (SampleTarget(3, 0),)),
+        ),
     )
     slots.apply(plan)
     inputs = build_step_inputs(plan, slots, LAYOUT.block_size)
@@ -88,7 +91,7 @@ def test_written_tokens_lie_where_the_tables_say() -> None:
 def test_rows_that_lie_apart_keep_their_places() -> None:
     """A short context between two long ones: its group is a slice, theirs an index."""
     slots = SlotState(num_slots=3, max_blocks=16, max_len=256)
-    rows = (DecodeRow("a", 0, 0, 40), DecodeRow("b", 0, 1, 2), DecodeRow("c", 0, 2, 45))
-    inputs = build_step_inputs(StepPlan(0, (), (), (), (), rows), slots, block_size=4)
+    rows = (Slice("a", 0, 0, 40), Slice("b", 0, 1, 2), Slice("c", 0, 2, 45))
+    inputs = build_step_inputs(StepPlan(0, (), (), (), rows), slots, block_size=4)
     numbers = torch.arange(3)
     assert sorted(numbers[group.rows].tolist() for group in inputs.groups) == [[0, 2], [1]]

@@ -14,7 +14,7 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.sampling import prompt_scores
 from replicas.sampling.token_scores import TokenScores
-from scheduler.plan import PrefillChunk, SampleTarget, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
@@ -31,10 +31,10 @@ def plan_of(starts: list[int], ends: list[int], is_first: bool) -> StepPlan:
         if start < end:
             targets = (SampleTarget(slot, 0),) if end == len(prompt) else ()
             scored = tuple(prompt[start + 1 : end + 1]) if NUM_TOP[slot] is not None else None
-            chunks.append(PrefillChunk(f"r{slot}", slot, start, tuple(prompt[start:end]), targets, scored))
+            chunks.append(Slice.of_prompt(f"r{slot}", slot, start, tuple(prompt[start:end]), targets, scored))
     inits = tuple(SlotInit(s, 0, SamplingParams(0.0, num_prompt_logprobs=n), None) for s, n in enumerate(NUM_TOP))
     writes = tuple(TableWrite(slot, 0, tuple(range(4 * slot, 4 * slot + 4))) for slot in range(len(PROMPTS)))
-    return StepPlan(0, inits if is_first else (), writes if is_first else (), (), tuple(chunks), ())
+    return StepPlan(0, inits if is_first else (), writes if is_first else (), (), tuple(chunks))
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 7, 1000])

@@ -8,12 +8,12 @@ import pytest
 
 from replicas.engine.step_isolation import run_isolated
 from scheduler.plan import (
+    Accepted,
     BlockCopy,
     BlockSwap,
-    DecodeRow,
-    PrefillChunk,
     SampledToken,
     SampleTarget,
+    Slice,
     SlotInit,
     StepOutput,
     StepPlan,
@@ -26,8 +26,12 @@ PLAN = StepPlan(
     slot_inits=(SlotInit(0, 0, SamplingParams(), 5),),
     table_writes=(TableWrite(0, 0, (3,)),),
     copies=(BlockCopy(1, 2),),
-    chunks=(PrefillChunk("c", 2, 0, (9, 9), (SampleTarget(2, 0), SampleTarget(2, 1))),),
-    rows=(DecodeRow("a", 0, 0, 4), DecodeRow("b", 0, 1, 8), DecodeRow("b", 1, 3, 8)),
+    slices=(
+        Slice("a", 0, 0, 4),
+        Slice("b", 0, 1, 8),
+        Slice("b", 1, 3, 8),
+        Slice.of_prompt("c", 2, 0, (9, 9), (SampleTarget(2, 0), SampleTarget(2, 1))),
+    ),
     swap_outs=(BlockSwap(5, 0),),
     swap_ins=(BlockSwap(6, 1),),
 )
@@ -39,8 +43,9 @@ class _Handle:
 
     def result(self) -> StepOutput:
         tokens = [SampledToken(row.request_id, row.choice, row.slot) for row in self._plan.rows]
-        tokens += [SampledToken(c.request_id, t.choice, 40 + t.choice) for c in self._plan.chunks for t in c.targets]
-        return StepOutput(self._plan.step_id, tuple(tokens))
+        tokens += [SampledToken(c.request_id, t, 40 + t) for c in self._plan.chunks for t in c.sampled_choices]
+        accepted = tuple(Accepted(row.request_id, row.choice, 1, row.num_tokens) for row in self._plan.rows)
+        return StepOutput(self._plan.step_id, tuple(tokens), accepted=accepted)
 
 
 class _Runner:
@@ -50,7 +55,7 @@ class _Runner:
 
     def launch(self, plan: StepPlan) -> _Handle:
         self.pieces.append(plan)
-        if any(part.request_id == self._failing for part in (*plan.rows, *plan.chunks)):
+        if any(part.request_id == self._failing for part in plan.slices):
             raise RuntimeError("boom")
         return _Handle(plan)
 
@@ -60,10 +65,10 @@ def test_pieces_cover_the_plan_once() -> None:
     isolated = run_isolated(runner, PLAN)  # type: ignore[arg-type]
     assert isolated.errors == {}
     assert isolated.output == _Handle(PLAN).result()
-    assert [len(p.rows) + len(p.chunks) for p in runner.pieces] == [0, 1, 1, 1, 1]
-    assert runner.pieces[0] == replace(PLAN, rows=(), chunks=())
+    assert [len(p.slices) for p in runner.pieces] == [0, 1, 1, 1, 1]
+    assert runner.pieces[0] == replace(PLAN, slices=())
     nothing = replace(PLAN, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
-    assert all(replace(p, rows=PLAN.rows, chunks=PLAN.chunks) == nothing for p in runner.pieces[1:])
+    assert all(replace(p, slices=PLAN.slices) == nothing for p in runner.pieces[1:])
 
 
 def test_a_failing_request_is_left_out_and_named() -> None:

@@ -9,7 +9,7 @@ from scheduler.plan import StepPlan
 
 
 def plan(step_id: int) -> StepPlan:
-    return StepPlan(step_id, (), (), (), (), ())
+    return StepPlan(step_id, (), (), (), ())
 
 
 def test_overlapping_steps_are_not_counted_twice() -> None:

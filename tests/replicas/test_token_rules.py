@@ -63,7 +63,7 @@ def feed(slots: SlotState, rows: Sequence[Row]) -> list[SamplePlace]:
     for slot, row in enumerate(rows):
         output_start = len(row.prompt) - row.num_output_in_prompt
         inits.append(SlotInit(slot, 0, row.params, None, RuleContext(row.prompt, output_start, row.stop_token_ids)))
-    slots.apply(StepPlan(0, tuple(inits), (), (), (), ()))
+    slots.apply(StepPlan(0, tuple(inits), (), (), ()))
     for index in range(max(len(row.output) for row in rows)):
         having = [(slot, row) for slot, row in enumerate(rows) if index < len(row.output)]
         places = [SamplePlace(slot, 0, len(row.prompt) + index, slot) for slot, row in having]
@@ -123,7 +123,7 @@ def test_the_first_tokens_of_a_prompt_obey_the_prompts_own_slot_and_part_in_thei
     slots = SlotState(3, 1, 20)
     context = RuleContext((7, 8), 2, STOPS)
     inits = tuple(SlotInit(slot, slot, params, None, context) for slot in range(3))
-    slots.apply(StepPlan(0, inits, (), (), (), ()))
+    slots.apply(StepPlan(0, inits, (), (), ()))
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, [5, 11, 12]] = torch.tensor([9.0, 8.0, 7.0])  # 5 is a stop token
     places = [SamplePlace(0, choice, 2, choice) for choice in range(3)]

@@ -110,10 +110,19 @@ class BruteProjection:
         going: list[Sequence] = [request.sequences[i] for i in live]
         (planned,) = {sequence.num_planned for sequence in going}
         rows = self._rows(request, request.spec.max_tokens - planned)
-        tables: list[list[object]] = [list(sequence.block_ids) for sequence in request.sequences]
-        counts = play(tables, live, request.prompt_len + planned - 1, rows, self._block_size)
+        position = request.prompt_len + planned - 1
         profile = self._budget.projection.get(request.request_id)
         assert profile is not None
+        if request.needs_known_tokens and self._budget.estimator is not None and profile.live:
+            rows = profile.last_row + profile.offset - position + 1
+        tables: list[list[object]] = [list(sequence.block_ids) for sequence in request.sequences]
+        counts = play(tables, live, position, rows, self._block_size)
+        if request.needs_known_tokens:  # it may have got less far than its profile says, but no further
+            num_ahead = rows - max(0, profile.last_row - self.step + 1)
+            assert num_ahead >= 0
+            longest = rows * (self._lag + 1) if rows else request.last_step_id - self.step + 1
+            assert profile.until >= self.step + longest - 1, "it may be there for longer than was promised"
+            return Future(self.step - num_ahead, counts, profile.until)
         if self._budget.estimator is not None:
             return Future(self.step, counts, profile.until)
         last_step = self.step + rows - 1 if rows else request.last_step_id

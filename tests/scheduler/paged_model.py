@@ -12,7 +12,7 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
 from scheduler.beam_search import BeamSearch, Candidate
-from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
@@ -86,24 +86,37 @@ class PagedRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         """One step. Writes all KV of the step before anything reads, as a layer does."""
         self._prepare(plan)
-        for row in plan.rows:
-            self._write(row.slot, row.position, self._last_token[row.slot])
-        for chunk in plan.chunks:
-            for position, token_id in enumerate(chunk.token_ids, start=chunk.start):
-                self._write(chunk.slot, position, token_id)
+        for part in plan.slices:
+            own = [] if part.is_prompt else [self._last_token[part.slot]]
+            assert len(own) + len(part.token_ids) == part.num_tokens
+            for position, token_id in enumerate((*own, *part.token_ids), start=part.start):
+                self._write(part.slot, position, token_id)
         sampled: list[SampledToken] = []
-        slots: list[int] = []
-        for row in plan.rows:
-            sampled.append(self._sample(row.request_id, row.slot, row.choice, row.position + 1))
-            slots.append(row.slot)
-        for chunk in plan.chunks:
-            for target in chunk.targets:
-                end = chunk.start + len(chunk.token_ids)
-                sampled.append(self._sample(chunk.request_id, chunk.slot, target.choice, end))
-                slots.append(target.slot)
-        for slot, token in zip(slots, sampled, strict=True):
-            self._last_token[slot] = token.token_id
-        return StepOutput(plan.step_id, tuple(sampled))
+        accepted: list[Accepted] = []
+        fed: dict[int, int] = {}
+        for part in plan.slices:
+            tokens = self._sample_behind_guesses(part)
+            if part.num_sampled > 1:
+                accepted.append(Accepted(part.request_id, part.choice, len(tokens), part.num_sampled))
+            if tokens:
+                fed[part.slot] = tokens[-1].token_id
+            sampled += tokens
+            for fork in part.forks:
+                sampled.append(self._sample(part.request_id, part.slot, fork.choice, part.end))
+                fed[fork.slot] = sampled[-1].token_id
+        for slot, token_id in fed.items():
+            self._last_token[slot] = token_id
+        return StepOutput(plan.step_id, tuple(sampled), accepted=tuple(accepted))
+
+    def _sample_behind_guesses(self, part: Slice) -> list[SampledToken]:
+        """At the last num_sampled positions, as long as what stands there was sampled just now."""
+        tokens: list[SampledToken] = []
+        for index in range(part.num_sampled):
+            position = part.end - part.num_sampled + 1 + index
+            if tokens and tokens[-1].token_id != part.token_ids[position - 1 - part.end]:
+                break
+            tokens.append(self._sample(part.request_id, part.slot, part.choice, position))
+        return tokens
 
     def _prepare(self, plan: StepPlan) -> None:
         for init in plan.slot_inits:

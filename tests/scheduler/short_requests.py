@@ -61,15 +61,14 @@ def projected(scheduler: Scheduler) -> ProjectedBudget:
 
 def sampled(plan: StepPlan, token_id: int = 7, **of_request: int) -> StepOutput:
     """What a runner returns that samples `token_id` everywhere, or what `of_request` says by request id."""
-    names = [(row.request_id, row.choice) for row in plan.rows]
-    names += [(chunk.request_id, target.choice) for chunk in plan.chunks for target in chunk.targets]
+    names = [(part.request_id, choice) for part in plan.slices for choice in part.sampled_choices]
     tokens = tuple(SampledToken(rid, choice, of_request.get(rid, token_id)) for rid, choice in names)
     return StepOutput(plan.step_id, tokens)
 
 
 def works_on(plan: StepPlan) -> list[str]:
     """Ids of the requests that a step computes for, one for each row and chunk."""
-    return [row.request_id for row in plan.rows] + [chunk.request_id for chunk in plan.chunks]
+    return [part.request_id for part in plan.slices]
 
 
 def running(scheduler: Scheduler, request: Request) -> Request:
@@ -93,7 +92,7 @@ def written_blocks(request: Request, plan: StepPlan, block_size: int) -> dict[in
     """Choice -> the block its row writes."""
     by_choice: dict[int, Sequence] = {sequence.choice: sequence for sequence in request.sequences}
     return {
-        row.choice: by_choice[row.choice].block_ids[row.position // block_size]
+        row.choice: by_choice[row.choice].block_ids[row.start // block_size]
         for row in plan.rows
         if row.request_id == request.request_id
     }

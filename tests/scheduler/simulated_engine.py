@@ -266,12 +266,10 @@ class SimulatedEngine:
             block_ids.update(block_id for sequence in request.sequences for block_id in sequence.block_ids)
         victim = self._victim(plan, self._faults.row_error)
         if victim is not None:  # as replicas.engine.step_isolation: the rest of the step runs
-            rows = tuple(row for row in plan.rows if row.request_id != victim)
-            chunks = tuple(chunk for chunk in plan.chunks if chunk.request_id != victim)
-            plan = replace(plan, rows=rows, chunks=chunks)
+            plan = replace(plan, slices=tuple(part for part in plan.slices if part.request_id != victim))
         launched(_Step(plan, frozenset(block_ids), host_ids))
         self.num_steps += 1
-        self.num_rows += len(plan.rows)
+        self.num_rows += plan.num_rows
         if victim is not None:
             self.end(victim, RequestState.FAILED, now_s)
             self._on_end(victim)
@@ -335,9 +333,10 @@ class SimulatedEngine:
 
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler = self.scheduler
-        num_tokens = len(plan.rows) + plan.num_prefill_tokens
+        num_tokens = sum(part.num_tokens for part in plan.slices)
         assert not plan.is_empty or plan.swap_outs or plan.swap_ins
         assert num_tokens <= scheduler.limits.max_step_tokens, "over the token budget"
+        assert [part.is_prompt for part in plan.slices] == [False] * plan.num_rows + [True] * len(plan.chunks)
         assert len({(row.request_id, row.choice) for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
         owners = Counter(
             block_id
@@ -353,18 +352,17 @@ class SimulatedEngine:
             assert sequence.slot == row.slot
             assert sequence.finish_reason is None
             assert request.search is None or request.sequences[0].num_planned == request.search.length + 1
-            written = sequence.block_ids[row.position // scheduler.limits.block_size]
+            assert not request.needs_known_tokens or sequence.num_known == sequence.num_planned - 1
+            written = sequence.block_ids[row.start // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
         for chunk in plan.chunks:
             request = scheduler.get(chunk.request_id)
             assert request is not None
             assert chunk.start == self._prompt_progress.get(chunk.request_id, 0), "a gap or an overlap in a prompt"
-            end = chunk.start + len(chunk.token_ids)
-            assert chunk.token_ids == request.spec.prompt_ids[chunk.start : end] != ()
-            self._prompt_progress[chunk.request_id] = end
-            choices = tuple(target.choice for target in chunk.targets)
-            assert choices == (request.prompt_choices if end == request.prompt_len else ())
+            assert chunk.token_ids == request.spec.prompt_ids[chunk.start : chunk.end] != ()
+            self._prompt_progress[chunk.request_id] = chunk.end
+            assert chunk.sampled_choices == (request.prompt_choices if chunk.end == request.prompt_len else ())
 
     def check(self) -> None:
         """Everything that must hold at any time, recounted from nothing. O(blocks + requests)."""

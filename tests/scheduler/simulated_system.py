@@ -47,6 +47,7 @@ class Workload:
     scarcity: float = 1.0  # divides decode's blocks
     beam_rate: float = 0.0  # part of the requests that are beam searches
     all_able: bool = False  # both engines can do everything
+    known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
     two_lanes: bool = False  # each computes prompts beside its rows
 
 
@@ -172,7 +173,8 @@ class SimulatedSystem:
             beam=beam,
             num_returned=rng.randint(1, num_choices) if beam is not None else 0,
         )
-        request = Request(request_id, spec, deadline_s, local_prefill=is_local)
+        needs_known = self.workload.known_rate > 0.0 and rng.random() < self.workload.known_rate
+        request = Request(request_id, spec, deadline_s, local_prefill=is_local, needs_known_tokens=needs_known)
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
         fits = scheduler.blocks_needed(request) <= scheduler.limits.num_blocks

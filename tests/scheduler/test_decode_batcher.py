@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.generated_token import FinishReason, Token
-from scheduler.plan import BlockCopy, DecodeRow, RuleContext, SampledToken, SlotInit, StepOutput, TableWrite
+from scheduler.plan import BlockCopy, RuleContext, SampledToken, Slice, SlotInit, StepOutput, TableWrite
 from scheduler.request import RequestState
 from tests.scheduler.short_requests import (
     STOP,
@@ -30,7 +30,7 @@ def test_growth_at_block_boundaries(prompt_len: int) -> None:
         num_before = len(sequence.block_ids)
         plan, _ = step(scheduler)
         position = prompt_len + index
-        assert plan.rows == (DecodeRow("r", 0, sequence.slot, position),)
+        assert plan.slices == (Slice("r", 0, sequence.slot, position),)
         grows = position % B == 0
         wanted = num_before + grows
         table_writes = [write for write in plan.table_writes if write.start >= num_before]
@@ -116,7 +116,7 @@ def test_a_local_prompt_forks_when_its_last_chunk_is_planned() -> None:
     scheduler.admit(0.0)
     plan, events = step(scheduler)
     assert plan.rows == plan.copies == ()
-    assert [target.choice for target in plan.chunks[0].targets] == [0, 1]
+    assert plan.chunks[0].sampled_choices == (0, 1)
     assert [(event.choice, event.index) for event in events] == [(0, 0), (1, 0)]
     plan, _ = step(scheduler)
     assert len(plan.copies) == 1

@@ -123,8 +123,7 @@ class Traffic:
             self.scheduler.kv_ready(request.request_id, firsts, 0.0)
 
     def _commit(self, plan: StepPlan) -> None:
-        names = [(row.request_id, row.choice) for row in plan.rows]
-        names += [(chunk.request_id, target.choice) for chunk in plan.chunks for target in chunk.targets]
+        names = [(part.request_id, choice) for part in plan.slices for choice in part.sampled_choices]
         tokens = tuple(SampledToken(*name, STOP if self.rng.random() < 0.02 else 7) for name in names)
         self.scheduler.commit(StepOutput(plan.step_id, tokens), 0.0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.plan import PrefillChunk, SampleTarget
+from scheduler.plan import SampleTarget, Slice
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import Request, RequestState, Sequence
 from tests.scheduler.short_requests import make_request
@@ -29,8 +29,14 @@ def batcher_of(*requests: Request) -> PrefillBatcher:
     return batcher
 
 
-def spans(chunks: list[PrefillChunk]) -> list[tuple[str, int, int]]:
-    return [(chunk.request_id, chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
+def spans(chunks: list[Slice]) -> list[tuple[str, int, int]]:
+    assert all(chunk.is_prompt for chunk in chunks)
+    return [(chunk.request_id, chunk.start, chunk.end) for chunk in chunks]
+
+
+def targets(chunk: Slice) -> tuple[SampleTarget, ...]:
+    """Who gets a token from its end."""
+    return (SampleTarget(chunk.slot, chunk.choice),) * chunk.num_sampled + chunk.forks
 
 
 def test_short_prompts_share_a_step() -> None:
@@ -39,7 +45,7 @@ def test_short_prompts_share_a_step() -> None:
     chunks, completed = batcher.plan_chunks(10, 5, 1.0)
     assert spans(chunks) == [("a", 0, 3), ("b", 0, 2)]
     assert completed == [a, b]
-    assert [chunk.targets for chunk in chunks] == [(SampleTarget(10, 0),), (SampleTarget(10, 0),)]
+    assert [targets(chunk) for chunk in chunks] == [(SampleTarget(10, 0),), (SampleTarget(10, 0),)]
     assert a.last_step_id == b.last_step_id == 5
     assert a.entered_s[RequestState.PREFILLING] == 1.0
     assert len(batcher) == batcher.num_pending_tokens == 0
@@ -53,7 +59,7 @@ def test_a_long_prompt_goes_in_chunks_and_the_next_takes_what_is_left() -> None:
     chunks, completed = batcher.plan_chunks(4, 1, 0.0)
     assert spans(chunks) == [("a", 4, 7), ("b", 0, 1)]
     assert completed == [a]
-    assert [bool(chunk.targets) for chunk in chunks] == [True, False]
+    assert [bool(targets(chunk)) for chunk in chunks] == [True, False]
     assert spans(batcher.plan_chunks(4, 2, 0.0)[0]) == [("b", 1, 5)]
 
 
@@ -86,10 +92,10 @@ def test_no_budget_plans_nothing(budget: int) -> None:
 def test_targets_of_several_choices() -> None:
     forked = admitted("a", 2, choices=(1, 4, 5), num_slots=3)
     (chunk,), _ = batcher_of(forked).plan_chunks(10, 0, 0.0)
-    assert chunk.targets == (SampleTarget(10, 1), SampleTarget(11, 4), SampleTarget(12, 5))
+    assert targets(chunk) == (SampleTarget(10, 1), SampleTarget(11, 4), SampleTarget(12, 5))
     one_slot = admitted("b", 2, choices=(1, 4, 5), num_slots=1)  # a prefill engine
     (chunk,), _ = batcher_of(one_slot).plan_chunks(10, 0, 0.0)
-    assert chunk.targets == (SampleTarget(10, 1), SampleTarget(10, 4), SampleTarget(10, 5))
+    assert targets(chunk) == (SampleTarget(10, 1), SampleTarget(10, 4), SampleTarget(10, 5))
 
 
 def test_a_discarded_prompt_is_gone_in_any_stage() -> None:

@@ -19,7 +19,7 @@ SEEDS = range(8)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_prompts_here(seed: int, lag: int) -> None:
-    system = run(Workload(seed, lag, local_share=1.0, beam_rate=0.2, two_lanes=True))
+    system = run(Workload(seed, lag, local_share=1.0, beam_rate=0.2, known_rate=0.2, two_lanes=True))
     assert system.decode.num_ahead > 10
 
 

@@ -13,7 +13,7 @@ from cluster.simulation.step_model import StepModel
 from cluster.user_error import UserError
 from replicas.engine.step_record import StepRecord
 from replicas.engine.step_recorder import StepRecorder
-from scheduler.plan import DecodeRow, PrefillChunk, StepPlan
+from scheduler.plan import Slice, StepPlan
 from scheduler.step_shape import StepShape
 
 MODEL = StepModel(
@@ -102,10 +102,10 @@ def end_beside(others: list[list[float]], start_s: float, alone_s: float, conten
 
 def test_recorder_writes_what_was_launched(tmp_path: Path) -> None:
     recorder = StepRecorder(str(tmp_path), "decode")
-    chunk = PrefillChunk("a", 0, 4, (1, 2, 3), ())
-    row = DecodeRow("b", 0, 1, 9)
+    chunk = Slice.of_prompt("a", 0, 4, (1, 2, 3))
+    row = Slice("b", 0, 1, 9)
     for step_id in (0, 1):
-        recorder.launched(StepPlan(step_id, (), (), (), (chunk,), (row,)), 0.0)
+        recorder.launched(StepPlan(step_id, (), (), (), (row, chunk)), 0.0)
     recorder.committed(1)  # step 0 was abandoned
     (file,) = tmp_path.iterdir()
     (line,) = file.read_text().splitlines()
@@ -116,7 +116,7 @@ def test_recorder_writes_what_was_launched(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_kept() -> None:
     recorder = StepRecorder()
-    recorder.launched(StepPlan(0, (), (), (), (), (DecodeRow("b", 0, 1, 9),)), 0.0)
+    recorder.launched(StepPlan(0, (), (), (), (Slice("b", 0, 1, 9),)), 0.0)
     recorder.committed(0)
     assert not recorder._launched
 
@@ -124,7 +124,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 def test_what_the_recorder_writes_the_fit_reads(tmp_path: Path) -> None:
     recorder = StepRecorder(str(tmp_path), "decode")
     (tmp_path / "notes.jsonl").write_text("not ours\n")
-    plan = StepPlan(7, (), (), (), (PrefillChunk("a", 0, 4, (1, 2, 3), ()),), (DecodeRow("b", 0, 1, 9),))
+    plan = StepPlan(7, (), (), (), (Slice("b", 0, 1, 9), Slice.of_prompt("a", 0, 4, (1, 2, 3))))
     recorder.launched(plan, 12.5)
     recorder.committed(7)
     ((record,),) = read_records(tmp_path)["decode"]

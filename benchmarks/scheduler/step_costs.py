@@ -1,0 +1,65 @@
+"""CPU time of planning and committing a step in which every running sequence has a row, by the number of rows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from scheduler.capabilities import DECODE
+from scheduler.plan import SampledToken, StepOutput
+from scheduler.pool_limits import PoolLimits
+from scheduler.request import Request
+from scheduler.sampling_params import SamplingParams
+from scheduler.scheduler import Scheduler
+
+NUM_ROWS = (16, 64, 256)
+_PROMPT_LEN, _BLOCK_SIZE, _LAG = 128, 16, 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Microseconds a step."""
+
+    num_rows: int
+    plan_us: float
+    commit_us: float
+
+
+def measure_steps(num_rows: int, num_steps: int, rounds: int) -> StepCosts:
+    """The least of `rounds` medians over `num_steps` steps each. Blocks."""
+    measured = [_run(num_rows, num_steps) for _ in range(rounds)]
+    return StepCosts(num_rows, min(plan for plan, _ in measured), min(commit for _, commit in measured))
+
+
+def _run(num_rows: int, num_steps: int) -> tuple[float, float]:
+    scheduler = _running(num_rows, num_steps + 2)
+    plans_s, commits_s = [], []
+    previous = scheduler.plan(0.0)
+    for _ in range(num_steps):
+        began_s = time.thread_time()
+        plan = scheduler.plan(0.0)
+        plans_s.append(time.thread_time() - began_s)
+        assert plan is not None
+        assert previous is not None
+        assert plan.num_rows == num_rows
+        tokens = tuple([SampledToken(row.request_id, row.choice, 7) for row in previous.rows])
+        began_s = time.thread_time()
+        scheduler.commit(StepOutput(previous.step_id, tokens), 0.0)
+        commits_s.append(time.thread_time() - began_s)
+        previous = plan
+    return 1e6 * sorted(plans_s)[num_steps // 2], 1e6 * sorted(commits_s)[num_steps // 2]
+
+
+def _running(num_rows: int, num_steps: int) -> Scheduler:
+    num_blocks = num_rows * ((_PROMPT_LEN + num_steps) // _BLOCK_SIZE + 1)
+    scheduler = Scheduler(PoolLimits(num_blocks, _BLOCK_SIZE, num_rows, 4 * num_rows), DECODE, lag=_LAG)
+    for number in range(num_rows):
+        prompt_ids = tuple(range(_PROMPT_LEN))
+        request = Request(
+            f"r{number}", prompt_ids, (0,), num_steps, frozenset({-1}), SamplingParams(), 1e9, local_prefill=False
+        )
+        scheduler.submit(request, 0.0)
+    for request in scheduler.admit(0.0):
+        scheduler.begin_load(request.request_id, 0.0)
+        scheduler.kv_ready(request.request_id, {0: (7, None)}, 0.0)
+    return scheduler
