@@ -15,10 +15,14 @@ import torch
 
 from cluster.api_error import ApiError
 from cluster.routing.generation import Generation
+from replicas.engine.engine import Engine
 from replicas.engine.two_lane_engine import TwoLaneEngine
+from replicas.model.model_runner import ModelRunner, NotDivisible
+from replicas.serving import engine_builder
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
+from scheduler.lane_split import WHOLE_CARD, LaneShare
 from scheduler.length_estimator import LengthEstimator
 from scheduler.plan import StepPlan
 from scheduler.request import RequestState
@@ -345,3 +349,90 @@ def test_a_lane_that_stands_still_is_seen(
 
     assert asyncio.run(run()).token_ids[0] == tiny_goldens.of(33).output_ids[:4]
     assert engine.is_healthy(1.0)
+
+
+# -- what operators are told --------------------------------------------------------------------------
+
+
+def metric_of(system: LocalSystem, name: str) -> dict[str, float]:
+    """Values by lane; "" where there is no such label."""
+    (family,) = [f for f in system.decode.metrics_snapshot() if f["name"] == name]
+    return {labels.get("lane", ""): value for _, labels, value in family["samples"]}
+
+
+def test_both_lanes_are_counted(two_lanes: LocalSystem) -> None:
+    before = metric_of(two_lanes, "splitserve_lane_steps")
+    texts_of(two_lanes, [two_lanes.generation(PROMPTS[7], 20)])  # 184 tokens in steps of 48
+    after = metric_of(two_lanes, "splitserve_lane_steps")
+    assert metric_of(two_lanes, "splitserve_lanes") == {"": 2}
+    assert after["prefill"] - before["prefill"] == 4
+    assert 19 <= after["decode"] - before["decode"] <= 20
+    assert min(metric_of(two_lanes, "splitserve_lane_busy_seconds").values()) > 0.0
+    assert metric_of(two_lanes, "splitserve_lane_processors") == {"": 0}
+    steps = two_lanes.decode.engine.steps
+    assert steps.mean_s < steps.busy_s
+    assert two_lanes.decode.engine.status.load.prefill_tokens_per_s > 0.0
+
+
+def test_a_device_that_cannot_be_divided_has_one_lane_and_says_so(
+    tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = engine_builder.make_runner
+
+    def undivided(*arguments: Any, has_two_lanes: bool = False) -> Any:
+        if has_two_lanes:
+            raise NotDivisible("the driver has no cuGreenCtxCreate: it is older than CUDA 12.4")
+        return make(*arguments)
+
+    monkeypatch.setattr(engine_builder, "make_runner", undivided)
+    system = LocalSystem(tiny_settings("decode", tiny_goldens.folder, layout="two_lanes"), None)
+    try:
+        assert type(system.decode.engine) is Engine
+        (record,) = [vars(record) for record in caplog.records if vars(record).get("event") == "one_lane"]
+        assert record["reason"] == "the driver has no cuGreenCtxCreate: it is older than CUDA 12.4"
+        golden = tiny_goldens.of(33)
+        assert texts_of(system, [system.generation(golden.prompt_ids, 20)]) == [{0: golden.output_ids[:20]}]
+        assert metric_of(system, "splitserve_lanes") == {"": 1}
+    finally:
+        system.close()
+
+
+class Divisible(ModelRunner):
+    """A device of which prompts get a part. asked: the share of each of their steps."""
+
+    shares = (LaneShare(66, 0.5, 0.5),)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: list[LaneShare] = []
+
+    def beside(self, share: LaneShare) -> ModelRunner:
+        self.asked.append(share)
+        return self
+
+
+def test_prompts_have_the_whole_device_until_there_are_rows(
+    tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_builder, "make_runner", lambda *arguments, has_two_lanes: Divisible(*arguments))
+    engine = tiny_settings("decode", tiny_goldens.folder, lag=1, layout="two_lanes", max_batch_tokens=STEP_TOKENS)
+    with running(engine) as system:
+        runner = system.decode.engine.runner
+        assert isinstance(runner, Divisible)
+        runner.asked.clear()  # those of the self-check
+        golden = tiny_goldens.of(150)
+        first = system.generation(golden.prompt_ids, 300)
+
+        async def run() -> list[Generated]:
+            router = await system.start_router()
+            try:
+                stream = asyncio.create_task(collect(router, first))
+                await until(lambda: len(system.decode.engine.scheduler.batch) == 1)
+                return [await collect(router, system.generation(golden.prompt_ids, 1)), await stream]
+            finally:
+                await router.stop()
+
+        short, whole = asyncio.run(run())
+    assert runner.asked == [WHOLE_CARD] * 4 + [runner.shares[0]] * 4
+    assert whole.token_ids[0][:60] == golden.output_ids[:60]
+    assert short.token_ids[0] == golden.output_ids[:1]
