@@ -34,6 +34,7 @@ class TwoLaneEngine(Engine):
     def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
         super().__init__(name, parts, frames, TwoLaneCore(parts.scheduler))
         self._objectives = parts.objectives
+        self._prompt_recorder = parts.recorder.beside("prefill")
         self.steps: LaneClock = LaneClock()
         self._share = ALONE  # of the prompts that are computed now
         self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
@@ -110,4 +111,6 @@ class TwoLaneEngine(Engine):
         is_alone = not step.plan.chunks and not self.core.prompts_in_flight
         self.steps.count_lane(step.plan, duration_s, ALONE if is_alone else self._share)
         self.metrics.step_done(duration_s)
+        recorder = self._prompt_recorder if step.plan.chunks else self.recorder
+        recorder.ran(step.plan, step.started_s, step.ended_s)
         self._take_output(step.output, lane)

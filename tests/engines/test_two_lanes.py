@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.serving import engine_builder
-from replicas.settings import EngineSettings
+from replicas.settings import EngineSettings, FaultSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
 from scheduler.lane_split import WHOLE_CARD, LaneShare
@@ -372,6 +375,23 @@ def test_both_lanes_are_counted(two_lanes: LocalSystem) -> None:
     steps = two_lanes.decode.engine.steps
     assert steps.mean_s < steps.busy_s
     assert two_lanes.decode.engine.status.load.prefill_tokens_per_s > 0.0
+
+
+def test_steps_are_recorded_as_those_of_two_pools(tiny_goldens: TinyGoldens, tmp_path: Path) -> None:
+    testing = FaultSettings(step_record_dir=str(tmp_path))
+    engine = tiny_settings(
+        "decode", tiny_goldens.folder, layout="two_lanes", max_batch_tokens=STEP_TOKENS, testing=testing
+    )
+    with running(engine) as system:
+        texts_of(system, [system.generation(PROMPTS[7], 20)])
+    lines = {path.name.partition("-")[0]: path.read_text().splitlines() for path in tmp_path.iterdir()}
+    assert {name: len(steps) for name, steps in lines.items()} == {"prefill": 4, "decode": 19}
+    assert json.loads(lines["prefill"][0])[4] == STEP_TOKENS
+    assert json.loads(lines["decode"][0])[2:4] == [1, len(PROMPTS[7]) + 1]
+    for steps in lines.values():
+        times = [json.loads(step)[:2] for step in steps]
+        assert all(end > start for start, end in times)
+        assert all(end <= start for (_, end), (start, _) in pairwise(times)), "steps of one lane overlap"
 
 
 def test_a_device_that_cannot_be_divided_has_one_lane_and_says_so(
