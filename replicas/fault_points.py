@@ -4,11 +4,13 @@
 `freeze.<point>`   while the file exists, the thread that comes there stands still.
 `corrupt.received` once: a received block is overwritten before it is verified or used.
 `zero.source`      while the file exists: a source's blocks are zeroed after their transfer was confirmed.
+`slow.reads`       while the file exists: reads of KV go at so many bytes a second as it says, such as 5e8.
 A fault that happened leaves `did.<name>` behind, so that a test can tell it from one that did not.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -55,6 +57,19 @@ class FaultPoints:
             return
         self._pool[list(source_block_ids)] = 0.0
         self._did("zero.source")
+
+    def slow_reads_bytes_per_s(self) -> float | None:
+        """How fast a read that starts now is to go; None: as fast as it can. What is no such number changes nothing."""
+        if self._dir is None:
+            return None
+        try:
+            bytes_per_s = float((self._dir / "slow.reads").read_text())
+        except (OSError, ValueError):
+            return None
+        if not 0.0 < bytes_per_s < math.inf:
+            return None
+        self._did("slow.reads")
+        return bytes_per_s
 
     def _did(self, name: str) -> None:
         assert self._dir is not None

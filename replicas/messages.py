@@ -124,6 +124,8 @@ class EngineLoad:
     # As free_blocks, but from the step on that is so many (scheduler.admission.LATER_STEPS) away; empty: not projected.
     later_free_blocks: Annotated[tuple[Count, ...], Meta(max_length=len(LATER_STEPS))] = ()
     expected_tokens: Count = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
+    slowest_source: Name = ""  # the replica from which KV is read slowest, of those that were measured
+    slowest_read_bytes_per_s: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,12 +42,13 @@ class KvSettings:
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """backend: a name in `replicas.kv.transport_table`."""
+    """backend: a name in `replicas.kv.transport_table`. max_bytes_in_flight: read from one peer at a time."""
 
     backend: str
     lease_s: float
     verify_digest: bool
     net_devices: str | None
+    max_bytes_in_flight: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,9 @@ def engine_settings(num_threads: int, max_step_tokens: int, kv_capacity_tokens: 
         pool="decode",
         served_model_name="benchmark",
         model=ModelSettings(bundled_model_folder(), _CACHE_DIR, "float32", _MAX_MODEL_LEN, "auto", False),
-        transfer=TransferSettings("UCX", lease_s=30.0, verify_digest=True, net_devices=None),
+        transfer=TransferSettings(
+            "UCX", lease_s=30.0, verify_digest=True, net_devices=None, max_bytes_in_flight=1 << 29
+        ),
         device="cpu",
         num_threads=num_threads,
         kv=KvSettings(block_size=16),

@@ -128,6 +128,13 @@ class TransferConfig(Section):
         description='Network devices UCX may use, such as "mlx5_0:1" or "eth0"; null: loopback on CPUs, on GPUs UCX '
         "chooses",
     )
+    max_bytes_in_flight: int = Field(
+        default=512 * 1024**2,
+        ge=1024**2,
+        le=1024**4,
+        description="Bytes that a decode replica reads from one prefill replica at a time; what comes later waits for "
+        "its turn, and a prompt whose KV cache is larger is read alone",
+    )
     handoff_timeout_s: Seconds = Field(
         default=30.0,
         description="Longest wait of a decode replica for the KV cache of a request it admitted, the prefill "
@@ -267,7 +274,8 @@ class FaultsConfig(Section):
 
     fault_dir: LocalPath | None = Field(
         default=None,
-        description="Folder whose files hold replicas at chosen points; tests only, never in production",
+        description="Folder whose files hold replicas at chosen points or slow their reads of KV; tests only, never in "
+        "production",
     )
 
     step_record_dir: LocalPath | None = Field(

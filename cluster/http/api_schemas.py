@@ -190,10 +190,20 @@ class Health(_Answer):
     status: Literal["ok"]
 
 
+class SlowestTransfer(_Answer):
+    """Of all pairs of replicas that were measured."""
+
+    reader: str
+    source: str
+    gb_per_s: float
+
+
 class Readiness(_Answer):
     status: Literal["ready", "not ready"]
     missing_pools: list[str] | None = None
     reasons: list[str] | None = None
+    notes: list[str] | None = None
+    slowest_transfer: SlowestTransfer | None = None
 
 
 class Version(_Answer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -33,6 +33,7 @@ from cluster.version import VERSION
 
 if TYPE_CHECKING:
     from cluster.http.backend import HttpBackend
+    from cluster.lifecycle.readiness import Readiness
     from cluster.openai.response import Answer
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def _add_operation_routes(app: FastAPI, backend: HttpBackend) -> None:
     async def ready() -> Response:
         found = backend.readiness()
         if found.is_ready:
-            return json_response({"status": "ready"} | ({"notes": list(found.notes)} if found.notes else {}))
+            return json_response({"status": "ready", **_details(found)})
         details = {"missing_pools": list(found.missing_pools), "reasons": [*found.reasons, *found.notes]}
         return json_response({"status": "not ready", **details}, 503)
 
@@ -123,6 +124,15 @@ def _add_operation_routes(app: FastAPI, backend: HttpBackend) -> None:
     @app.api_route("/metrics", methods=_READ)
     async def metrics() -> Response:
         return Response(await backend.render_metrics(), media_type=CONTENT_TYPE)
+
+
+def _details(found: Readiness) -> dict[str, Any]:
+    """Of one that is ready."""
+    details: dict[str, Any] = {"notes": list(found.notes)} if found.notes else {}
+    if (read := found.slowest_read) is not None:
+        rate = {"gb_per_s": round(read.bytes_per_s / 1e9, 3)}
+        details["slowest_transfer"] = {"reader": read.reader_id, "source": read.source_id, **rate}
+    return details
 
 
 def _add_documentation_routes(app: FastAPI, backend: HttpBackend) -> None:

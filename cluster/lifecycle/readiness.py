@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.policies.routing_policy import RoutingRules
+from cluster.routing.slow_transfers import SlowestRead
 
 _MOST_NOTES = 4
 
@@ -33,12 +34,13 @@ class PoolHealth:
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """missing_pools: those that a request needs and that have no replica. reasons: why it is not ready, notes: what is
-    wrong all the same, a sentence each."""
+    wrong all the same, a sentence each. slowest_read: of KV, of all that were measured."""
 
     missing_pools: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     num_lost: int = 0
+    slowest_read: SlowestRead | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -46,9 +48,14 @@ class Readiness:
 
 
 def readiness(
-    pools: Mapping[str, PoolHealth], rules: RoutingRules, is_draining: bool = False, unlike: Sequence[object] = ()
+    pools: Mapping[str, PoolHealth],
+    rules: RoutingRules,
+    is_draining: bool = False,
+    faulty: Sequence[object] = (),
+    slowest_read: SlowestRead | None = None,
 ) -> Readiness:
-    """pools: by name, those that are deployed. unlike: a sentence of each replica that can't work with others."""
+    """pools: by name, those that are deployed. faulty: a sentence of each replica that can't work with others, or reads
+    KV too slowly."""
     num_lost = sum(pool.num_lost for pool in pools.values())
     reasons = ["this server is being stopped"] if is_draining else []
     needed = [name for name in pools if name == "decode" or not rules.fallback_to_decode]
@@ -57,10 +64,10 @@ def readiness(
         lost = f": {pools[name].num_lost} do not answer" if pools[name].num_lost else ""
         strangers = f": {pools[name].num_strangers} have another tokenizer" if pools[name].num_strangers else ""
         reasons.append(f"no {name} replica can be used{lost}{strangers}")
-    notes = [str(replica) for replica in unlike[:_MOST_NOTES]]
+    notes = [str(replica) for replica in faulty[:_MOST_NOTES]]
     if not missing and "prefill" in needed and not _can_exchange(pools["prefill"], pools["decode"]):
         notes.insert(0, "no prefill replica can hand its KV cache to a decode replica: decode computes all prompts")
-    return Readiness(missing, tuple(reasons), tuple(notes), num_lost)
+    return Readiness(missing, tuple(reasons), tuple(notes), num_lost, slowest_read)
 
 
 def _can_exchange(prefill: PoolHealth, decode: PoolHealth) -> bool:

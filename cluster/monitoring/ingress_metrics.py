@@ -93,6 +93,10 @@ class IngressMetrics(MetricSet):
             "Replicas whose model differs from this ingress's tokenizer, or from all of the other pool",
             {"of_pool": ENGINE_POOLS, "reason": UNLIKENESS},
         )
+        self.slow_transfers = self.gauge(
+            "splitserve_slow_transfers",
+            "Decode replicas that read the KV of some prefill replica slower than prompts are computed",
+        )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
         )

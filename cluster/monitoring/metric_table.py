@@ -29,6 +29,7 @@ from replicas.metrics.pool_metrics import (
     BLOCK_STATES,
     LANES,
     OPEN_TRANSFERS,
+    PACES,
     PREEMPTIONS,
     TRANSFER_ERRORS,
     TRANSFER_RESULTS,
@@ -45,7 +46,8 @@ PREFIX = "splitserve_"
 @dataclass(frozen=True, slots=True)
 class MetricRow:
     """labels: beside model_name and replica: the values each may take, None where one value holds for the process (its
-    pool, version, backend). Values that are in no list are reported as "other". of: the kinds of processes."""
+    pool, version, backend), or for a peer: some that come and go. Values that are in no list are reported as
+    "other". of: the kinds of processes."""
 
     name: str
     type: Literal["counter", "gauge", "histogram"]
@@ -88,6 +90,7 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "metrics_scrape_failures", "counter", INGRESS, {"of_pool": POOLS})
     yield MetricRow(PREFIX + "trace_spans", "counter", INGRESS, {"result": SPAN_ENDS})
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
+    yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
@@ -132,6 +135,9 @@ _ENGINE_GAUGES: dict[str, Labels] = {
     "lanes": {"pool": None},
     "lane_processors": {"pool": None},
     "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},
+    "kv_transfer_pairs": {"backend": None, "pace": PACES},
+    "kv_transfer_rate_bytes_per_second": {"backend": None, "peer": None},
+    "kv_transfer_latency_seconds": {"backend": None, "peer": None},
 }
 _ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], Labels]] = {
     "queue_time_seconds": (buckets.FIRST_TOKEN_S, {"pool": None}),

@@ -77,6 +77,10 @@ class PoolView:
         """As decode_loads, of prefill."""
         return [self._heard[name].load for name in self._prefills() if name in self._heard]
 
+    def loads(self) -> dict[str, EngineLoad]:
+        """By replica id, what each said last."""
+        return {name: heard.load for name, heard in self._heard.items()}
+
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Of one of the last candidates. It may have left since: then calls to it say so."""
         return self._peer(self._decode_table, replica_id)

@@ -30,6 +30,7 @@ from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.route_finder import RouteFinder
 from cluster.routing.router_limits import RouterLimits
+from cluster.routing.slow_transfers import SlowTransferWatch, slowest_reads
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
 from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import CallStatus, Frame
@@ -60,6 +61,7 @@ class Router:
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
         self._same = SameTokenizer(tokenizer)
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
+        self._slow = SlowTransferWatch(metrics.slow_transfers.set)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._routes = RouteFinder(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
@@ -112,6 +114,11 @@ class Router:
     def unlike(self) -> tuple[UnlikeReplica, ...]:
         """Those that can't work with this ingress or with the other pool."""
         return self._unlike.found
+
+    @property
+    def slow_transfers(self) -> SlowTransferWatch:
+        """What is known of how fast KV is read."""
+        return self._slow
 
     @property
     def is_healthy(self) -> bool:
@@ -268,6 +275,8 @@ class Router:
 
     def _on_frame(self, frame: Frame) -> None:
         self._view.heard(frame)
+        if self._slow.is_due(time.monotonic()):
+            self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
 

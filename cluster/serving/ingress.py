@@ -170,7 +170,9 @@ class Ingress:
             for pool in self._router.pools
         }
         is_draining = self.drain.is_draining or self._termination.is_requested
-        return readiness(pools, self._rules, is_draining, self._router.unlike)
+        slow = self._router.slow_transfers
+        faulty = [*self._router.unlike, *slow.found]
+        return readiness(pools, self._rules, is_draining, faulty, slow.slowest)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""

@@ -104,7 +104,13 @@ def _handoff() -> list[Panel]:
         lines("Transfer time", "s", percentiles(ALL, "kv_transfer_seconds"), "From memory allocated to KV confirmed."),
         lines("Bytes moved", "Bps", {"moved": ALL.rate("kv_transfer_bytes_total")}),
         lines(
-            "Speed of a read", "Bps", {"bytes over busy time": speed}, "NVLink and RDMA: tens of GB/s. TCP: below 1."
+            "Speed of a read",
+            "Bps",
+            {
+                "bytes over busy time": speed,
+                "slowest pair": f"min({ALL.of('kv_transfer_rate_bytes_per_second')})",
+            },
+            "NVLink and RDMA: tens of GB/s. TCP: below 1. Pairs are measured when they meet.",
         ),
         lines("Transfers by result", "ops", {"{{result}}": ALL.rate("kv_transfers_total", "result")}),
         lines("Transfers open", "short", {"{{pool}}: {{state}}": ALL.sum("kv_transfers_open", "pool, state")}),

@@ -63,9 +63,14 @@ def _handoff() -> list[Panel]:
             "Transfers open",
             "short",
             {"{{replica}}: {{state}}": ONE.sum("kv_transfers_open", "replica, state")},
-            width=12,
         ),
-        lines("Transfer faults", "ops", {"{{kind}}": ONE.rate("kv_transfer_errors_total", "kind")}, width=12),
+        lines("Transfer faults", "ops", {"{{kind}}": ONE.rate("kv_transfer_errors_total", "kind")}),
+        lines(
+            "Rate of each pair",
+            "Bps",
+            {"{{replica}} from {{peer}}": ONE.sum("kv_transfer_rate_bytes_per_second", "replica, peer")},
+            "Measured when two replicas meet, then by their reads.",
+        ),
     ]
 
 

@@ -73,7 +73,7 @@ none
 Layout {{ include "splitserve.layout" . }} hands no KV cache over.
 {{- else if and (not $spans) $cuda -}}
 CUDA IPC
-Prefill and decode share a pod, so KV moves from GPU to GPU (NVLink where there is one).
+Prefill and decode share a pod, so KV moves from GPU to GPU, over NVLink where there is one.
 {{- else if not $spans -}}
 shared memory
 Prefill and decode share a pod without GPUs, so KV moves through /dev/shm.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ from scheduler.request import RequestState
 
 if TYPE_CHECKING:
     from replicas.channels.token_sender import TokenSender
+    from replicas.kv.pair_rate import PairRate
     from replicas.kv.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Engine:
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load)
         self.steps = StepClock()
         self._timer = StepTimer()
+        self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
         self._inbox = Inbox(self.calls.fail)
         self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
@@ -157,6 +160,7 @@ class Engine:
     def transfers(self, transfers: TransferThread) -> None:
         """Before start: its events come back to this engine."""
         self.calls.handoffs.transfers = transfers
+        self._slowest_pair = transfers.slowest_pair
 
     @property
     def sender(self) -> TokenSender:
@@ -293,7 +297,7 @@ class Engine:
         self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        return load_of(self.scheduler, self.steps.mean_s, self.steps.prefill_tokens_per_s)
+        return load_of(self.scheduler, self.steps.mean_s, self.steps.prefill_tokens_per_s, self._slowest_pair())
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

@@ -8,8 +8,10 @@ the same times give the same outcome.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,9 +21,11 @@ from replicas.kv.kv_transport import (
     PeerUnreachable,
     ReadHandle,
     ReadState,
+    check_probe,
     check_read,
     merge_runs,
 )
+from replicas.kv.slow_link import SlowLink
 from replicas.messages import TransferPeer
 
 
@@ -48,13 +52,21 @@ class NetworkFaults:
         """May raise PeerUnreachable."""
         return ReadFate()
 
+    def probe_fate(self, reader: str, source: str) -> ReadFate:
+        """Likewise, of a read that only measures."""
+        return ReadFate()
+
+    def bytes_per_s(self, reader: str, source: str) -> float:
+        """How fast this pair's reads are, one after another; a fate's delay comes on top."""
+        return math.inf
+
 
 @dataclass(slots=True)
 class _Read:
     peer: TransferPeer
     local_block_ids: tuple[int, ...]
     remote_block_ids: tuple[int, ...]
-    notification: bytes
+    notification: bytes | None
     ends_s: float
     fate: ReadFate
     state: ReadState = ReadState.READING
@@ -70,6 +82,7 @@ class FakeNetwork:
         self._agents: dict[str, FakeTransport] = {}
         self._mail: dict[str, list[tuple[float, int, str, bytes]]] = {}
         self._order = count()
+        self._links: defaultdict[tuple[str, str], SlowLink] = defaultdict(SlowLink)
 
     def join(self, transport: FakeTransport) -> None:
         name = transport.local_peer().agent_name
@@ -99,6 +112,12 @@ class FakeNetwork:
             for delay_s in self.faults.notification_delays_s(sender, receiver, payload):
                 mail = (self.now_s() + delay_s, next(self._order), sender, payload)
                 heapq.heappush(self._mail[receiver], mail)
+
+    def read_ends_s(self, reader: str, source: str, num_bytes: int, delay_s: float) -> float:
+        """When a read that is posted now will have ended."""
+        with self.lock:
+            bytes_per_s = self.faults.bytes_per_s(reader, source)
+            return self._links[reader, source].ends_s(num_bytes, bytes_per_s, self.now_s()) + delay_s
 
     def collect(self, receiver: str) -> list[tuple[str, bytes]]:
         """What is due for a receiver, by time of arrival; removes it. Nothing for a dead one."""
@@ -164,15 +183,18 @@ class FakeTransport(KvTransport):
         notification: bytes,
     ) -> ReadHandle:
         check_read(self._local, peer, local_block_ids, remote_block_ids)
-        self._check_loaded(peer.agent_name)
-        self._network.find(peer.agent_name)
+        self._check_alive(peer)
         fate = self._network.faults.read_fate(self._local.agent_name, peer.agent_name)
-        ends_s = self._network.now_s() + fate.delay_s
-        handle = ReadHandle(peer.agent_name, next(self._read_ids))
-        self._reads[handle.read_id] = _Read(
-            peer, tuple(local_block_ids), tuple(remote_block_ids), notification, ends_s, fate
-        )
-        return handle
+        num_bytes = len(local_block_ids) * self._local.block_bytes
+        ends_s = self._network.read_ends_s(self._local.agent_name, peer.agent_name, num_bytes, fate.delay_s)
+        return self._add(_Read(peer, tuple(local_block_ids), tuple(remote_block_ids), notification, ends_s, fate))
+
+    def start_probe(self, peer: TransferPeer, num_bytes: int) -> ReadHandle:
+        check_probe(self._local, peer, num_bytes)
+        self._check_alive(peer)
+        fate = self._network.faults.probe_fate(self._local.agent_name, peer.agent_name)
+        ends_s = self._network.read_ends_s(self._local.agent_name, peer.agent_name, num_bytes, fate.delay_s)
+        return self._add(_Read(peer, (), (), None, ends_s, fate))
 
     def poll_read(self, handle: ReadHandle) -> ReadState:
         read = self._reads[handle.read_id]
@@ -188,6 +210,15 @@ class FakeTransport(KvTransport):
     def close(self) -> None:
         self._network.kill(self._local.agent_name)
 
+    def _add(self, read: _Read) -> ReadHandle:
+        handle = ReadHandle(read.peer.agent_name, next(self._read_ids))
+        self._reads[handle.read_id] = read
+        return handle
+
+    def _check_alive(self, peer: TransferPeer) -> None:
+        self._check_loaded(peer.agent_name)
+        self._network.find(peer.agent_name)
+
     def _check_loaded(self, agent_name: str) -> None:
         if agent_name not in self._peers:
             raise PeerUnreachable(f"{agent_name} is not loaded")
@@ -202,7 +233,8 @@ class FakeTransport(KvTransport):
                 self._copy_from(source, read)
                 if not read.fate.succeeds:
                     return ReadState.FAILED
-                network.post(self._local.agent_name, read.peer.agent_name, read.notification)
+                if read.notification is not None:
+                    network.post(self._local.agent_name, read.peer.agent_name, read.notification)
                 return ReadState.DONE
             except PeerUnreachable:
                 return ReadState.FAILED

@@ -84,6 +84,12 @@ class HandoffReader:
         """Whether something is expected of this source."""
         return any(transfer.peer.agent_name == agent_name for transfer in self._transfers.values())
 
+    def is_open(self, transfer_id: str) -> bool:
+        return transfer_id in self._transfers
+
+    def is_quarantined(self, transfer_id: str, now_s: float) -> bool:
+        return now_s >= self._orphans.get(transfer_id, math.inf)
+
     def num_quarantined(self, now_s: float) -> int:
         """Reads in flight quarantine_s after their transfer ended. Their blocks stay held. Any thread may ask."""
         return sum(now_s >= since_s for since_s in list(self._orphans.values()))

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 from replicas.messages import TransferPeer
 
+MAX_PROBE_BYTES = 32 * 1024**2
+
 
 class TransportError(Exception):
     """Something outside this process went wrong; never a bug here."""
@@ -100,6 +102,13 @@ class KvTransport(ABC):
         """
 
     @abstractmethod
+    def start_probe(self, peer: TransferPeer, num_bytes: int) -> ReadHandle:
+        """Start to read the first bytes of a peer's pool into memory of the transport's own, which nobody looks at.
+
+        Else as start_read: whatever the bytes are, without a notification, and its handle is like any other.
+        """
+
+    @abstractmethod
     def poll_read(self, handle: ReadHandle) -> ReadState:
         """Where a read stands; makes it progress. Never raises. All but READING are final."""
 
@@ -110,6 +119,13 @@ class KvTransport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release every resource. Only when no read is in flight, or UNKNOWN. Idempotent."""
+
+
+def check_probe(local: TransferPeer, remote: TransferPeer, num_bytes: int) -> None:
+    """Raises InvalidRead for more bytes than a probe may have, or either pool has."""
+    most = min(MAX_PROBE_BYTES, *(peer.num_blocks * peer.block_bytes for peer in (local, remote)))
+    if not 0 < num_bytes <= most:
+        raise InvalidRead(f"a probe of {num_bytes} bytes; at most {most}")
 
 
 def merge_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> list[BlockRun]:

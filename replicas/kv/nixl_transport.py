@@ -26,15 +26,18 @@ import torch
 
 from replicas.kept_logging import kept_logging
 from replicas.kv.kv_transport import (
+    MAX_PROBE_BYTES,
     BlockRun,
     KvTransport,
     PeerUnreachable,
     ReadHandle,
     ReadState,
+    check_probe,
     check_read,
     merge_runs,
 )
 from replicas.kv.nixl_address import NixlAddress, NotAnAddress
+from replicas.kv.ucx_environment import set_ucx_defaults, ucx_settings
 from replicas.messages import TransferPeer
 from replicas.settings import TransferSettings
 
@@ -45,6 +48,8 @@ with kept_logging():
 _BACKEND = "UCX"
 _STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE}
 _ENDED = (ReadState.DONE, ReadState.FAILED)
+
+_Region = tuple[int, int, int]  # address, bytes, device
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +73,7 @@ class NixlTransport(KvTransport):
     """Reads into one contiguous pool tensor, dimension 0 of which counts the blocks. Registers it once.
 
     Creating it loads UCX and registers the memory (about half a second on a CPU); the pool must outlive it.
-    net_devices: the interfaces that UCX may use; set in the environment of the process, which UCX reads, and only
-    where the operator has not set it. None: a CPU pool stays on loopback, with a GPU's UCX chooses.
+    net_devices: as `ucx_environment.set_ucx_defaults`, which changes the environment of the process.
     """
 
     def __init__(
@@ -85,20 +89,20 @@ class NixlTransport(KvTransport):
         self._pool = pool  # keeps the registered memory alive
         name = f"{replica_id}-{epoch}"
         on_cpu = pool.device.type == "cpu"
-        if on_cpu or net_devices is not None:
-            os.environ.setdefault("UCX_NET_DEVICES", net_devices or "lo")
-        if on_cpu:
-            os.environ.setdefault("UCX_TLS", "sm,tcp,self")
+        set_ucx_defaults(os.environ, pool.device.type, net_devices)
         self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
         if _BACKEND not in self._agent.backends:
             raise RuntimeError("NIXL has no UCX backend here")
         block_bytes = pool[0].numel() * pool.element_size()
         device_id = 0 if on_cpu else pool.get_device()
         mem_type: Literal["DRAM", "VRAM"] = "DRAM" if on_cpu else "VRAM"
-        region = [(pool.data_ptr(), pool.shape[0] * block_bytes, device_id, "")]
-        self._registration: Any = self._agent.register_memory(region, mem_type)
+        self._registrations: list[Any] = [self._register(pool)]
         # The metadata tell of what has been registered until now.
         self._address = NixlAddress(bytes(self._agent.get_agent_metadata()), pool.data_ptr(), device_id, mem_type)
+        self._scratch = torch.empty(min(MAX_PROBE_BYTES, pool.nbytes), dtype=torch.uint8, device=pool.device)
+        if not on_cpu:
+            torch.cuda.synchronize(pool.device)  # what used that memory before: a read waits for no stream
+        self._registrations.append(self._register(self._scratch))
         self._local = TransferPeer(
             replica_id=replica_id,
             epoch=epoch,
@@ -113,15 +117,8 @@ class NixlTransport(KvTransport):
         self._reads: dict[int, _Read] = {}
         self._num_reads = 0
         self._closed = False
-        logger.info(
-            "NIXL agent %s: %s pool, %d blocks of %d bytes, UCX_TLS=%s UCX_NET_DEVICES=%s",
-            name,
-            mem_type,
-            pool.shape[0],
-            block_bytes,
-            os.environ.get("UCX_TLS", "(default)"),
-            os.environ.get("UCX_NET_DEVICES", "(default)"),
-        )
+        blocks = f"{mem_type} pool, {pool.shape[0]} blocks of {block_bytes} bytes"
+        logger.info("NIXL agent %s: %s, %s", name, blocks, ucx_settings(os.environ))
 
     def local_peer(self) -> TransferPeer:
         return self._local
@@ -171,25 +168,29 @@ class NixlTransport(KvTransport):
         notification: bytes,
     ) -> ReadHandle:
         check_read(self._local, peer, local_block_ids, remote_block_ids)
-        loaded, address = self._peers.get(peer.agent_name, (None, self._address))
-        if loaded != peer:
-            raise PeerUnreachable(f"{peer.agent_name} is not loaded")
+        address = self._loaded(peer)
         runs = merge_runs(local_block_ids, remote_block_ids)
+        local = self._regions(self._address, [run.local_start for run in runs], runs)
+        return self._start(peer, local, self._regions(address, [run.remote_start for run in runs], runs), notification)
+
+    def start_probe(self, peer: TransferPeer, num_bytes: int) -> ReadHandle:
+        check_probe(self._local, peer, num_bytes)
+        address = self._loaded(peer)
+        here = [(self._scratch.data_ptr(), num_bytes, self._address.device_id)]
+        return self._start(peer, here, [(address.base_address, num_bytes, address.device_id)], b"")
+
+    def _start(self, peer: TransferPeer, local: list[_Region], remote: list[_Region], notice: bytes) -> ReadHandle:
         agent = self._agent
         try:
-            nixl_handle = agent.initialize_xfer(
-                "READ",
-                self._descriptors(self._address, [run.local_start for run in runs], runs),
-                self._descriptors(address, [run.remote_start for run in runs], runs),
-                peer.agent_name,
-                notification,
-            )
+            here = agent.get_xfer_descs(local, self._address.mem_type)
+            there = agent.get_xfer_descs(remote, self._loaded(peer).mem_type)
+            nixl_handle = agent.initialize_xfer("READ", here, there, peer.agent_name, notice)
         except Exception as error:
             raise PeerUnreachable(f"cannot prepare a read from {peer.agent_name}: {error}") from error
         state = self._post(nixl_handle, peer.agent_name)
         handle = ReadHandle(peer.agent_name, self._num_reads)
         self._num_reads += 1
-        self._reads[handle.read_id] = _Read(peer.agent_name, nixl_handle, state, len(runs))
+        self._reads[handle.read_id] = _Read(peer.agent_name, nixl_handle, state, len(local))
         return handle
 
     def poll_read(self, handle: ReadHandle) -> ReadState:
@@ -227,17 +228,30 @@ class NixlTransport(KvTransport):
         self._reads.clear()
         for agent_name in [*self._peers, *self._removed]:
             self._unload(agent_name)
-        self._agent.deregister_memory(self._registration)
-        self._registration = None
+        for registration in self._registrations:
+            self._agent.deregister_memory(registration)
+        self._registrations.clear()
         self._agent = None
 
-    def _descriptors(self, at: NixlAddress, starts: list[int], runs: list[BlockRun]) -> Any:
+    def _loaded(self, peer: TransferPeer) -> NixlAddress:
+        """Raises PeerUnreachable unless it is loaded."""
+        loaded, address = self._peers.get(peer.agent_name, (None, self._address))
+        if loaded != peer:
+            raise PeerUnreachable(f"{peer.agent_name} is not loaded")
+        return address
+
+    def _register(self, memory: torch.Tensor) -> Any:
+        """memory: contiguous, on the pool's device. The registration."""
+        on_cpu = memory.device.type == "cpu"
+        region = [(memory.data_ptr(), memory.nbytes, 0 if on_cpu else memory.get_device(), "")]
+        return self._agent.register_memory(region, "DRAM" if on_cpu else "VRAM")
+
+    def _regions(self, at: NixlAddress, starts: list[int], runs: list[BlockRun]) -> list[_Region]:
         size = self._local.block_bytes  # the peer's are as large: `check_read`
-        table = [
+        return [
             (at.base_address + start * size, run.num_blocks * size, at.device_id)
             for start, run in zip(starts, runs, strict=True)
         ]
-        return self._agent.get_xfer_descs(table, at.mem_type)
 
     def _post(self, nixl_handle: Any, agent_name: str) -> ReadState:
         """Raises PeerUnreachable when the peer is gone: nothing was posted, or it has ended."""

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
@@ -34,9 +33,10 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.handoff_reader import HandoffReader
 from replicas.kv.handoff_source import HandoffSource
-from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, ReadState
+from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadState
 from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
+from replicas.kv.transfer_reads import TransferReads
 from replicas.messages import Handoff, TransferPeer
 from replicas.model_identity import UnlikeModels, refuse_unlike
 
@@ -45,17 +45,11 @@ logger = logging.getLogger(__name__)
 DigestBlocks = Callable[[Sequence[int]], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadInFlight:
-    local_block_ids: tuple[int, ...]
-    handle: ReadHandle
-    started_s: float
-
-
 class TransferDriver:
     """Owns the transport and both state machines. For one thread; counters may be read from others.
 
-    on_event: gets every event; digest_blocks: None means no verification, neither given nor asked for.
+    on_event: gets every event; max_bytes_in_flight: as `TransferReads`; digest_blocks: None means no verification,
+    neither given nor asked for.
     """
 
     def __init__(
@@ -63,6 +57,7 @@ class TransferDriver:
         transport: KvTransport,
         on_event: Callable[[Event], None],
         timing: HandoffTiming,
+        max_bytes_in_flight: int,
         digest_blocks: DigestBlocks | None,
         faults: TransferFaults | None,
         now_s: Callable[[], float] = time.monotonic,
@@ -72,11 +67,7 @@ class TransferDriver:
         self.reader = HandoffReader(
             self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digest=digest_blocks is not None
         )
-        self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s())
-        self.reads: dict[str, _ReadInFlight] = {}
         self.results: Counter[str] = Counter()
-        self.bytes_read = 0
-        self.read_s = 0.0
         self._transport = transport
         self._on_event = on_event
         self._digest_blocks = digest_blocks
@@ -86,12 +77,26 @@ class TransferDriver:
         self._held: list[Action] = []
         errors = ErrorCounts(now_s)
         self.errors, self._report, self._confined = errors.counts, errors.report, errors.confined
+        self.peers = LoadedPeers(transport, timing.ask_peers_s, now_s(), partial(self._report, "probe"))
+        failed = partial(self._report, "read")
+        self.reads = TransferReads(transport, self.reader, self.peers.rates, max_bytes_in_flight, failed)
 
     @property
     def is_busy(self) -> bool:
         """Something is pending that a poll may move. A quarantined read is not: it is looked at when idle, too."""
-        moving = len(self.reads) > self.reader.num_quarantined(self._now_s())
+        now_s, num_reads = self._now_s(), len(self.reads.in_flight)
+        moving = num_reads > self.reader.num_quarantined(now_s) or self.peers.are_measured(now_s)
         return moving or bool(self.source.num_open or self.reader.num_open or self._held)
+
+    @property
+    def is_eager(self) -> bool:
+        """Something may end any moment, and how long it took matters."""
+        return any(part.is_eager(self._now_s()) for part in (self.reads, self.peers.prober))
+
+    @property
+    def num_landing(self) -> int:
+        """Reads, of KV or of probes, that have not ended: the memory that they write must stay."""
+        return len(self.reads.in_flight) + self.peers.prober.num_in_flight
 
     # -- commands: none raises on account of its transfer; what is impossible becomes a CommandRefused ------------
 
@@ -133,7 +138,7 @@ class TransferDriver:
             self._refuse(transfer_id, "expect", error)
             return
         try:
-            self.peers.load(source)
+            self.peers.load_source(source)
         except Exception as error:
             self._perform(self.reader.fail(transfer_id, LossReason.PEER_UNREACHABLE, str(error), now_s))
 
@@ -149,6 +154,7 @@ class TransferDriver:
 
     def cancel_all(self) -> None:
         now_s = self._now_s()
+        self.peers.prober.stop()
         self._perform([*self.source.cancel_all(now_s), *self.reader.cancel_all(now_s)])
 
     def forget_peer(self, agent_name: str) -> None:
@@ -171,16 +177,18 @@ class TransferDriver:
         """Handle notifications, then reads, then the clock. Never raises."""
         for agent_name, payload in mail:
             self._attempt(partial(self._receive, agent_name, payload))
-        for transfer_id in list(self.reads):
+        for transfer_id in list(self.reads.in_flight):
             self._attempt(partial(self._poll_read, transfer_id))
         held, self._held = self._held, []
         self._perform(held)
         self._attempt(lambda: self.source.tick(self._now_s()))
         self._attempt(lambda: self.reader.tick(self._now_s()))
+        self._attempt(lambda: self.reads.begin_due(self._now_s()))
+        self._confined("probe", lambda: self.peers.prober.turn(self.reads.is_open_with, self._now_s))
         self._confined("internal", lambda: self.peers.ask_all(self._is_open_with, self._now_s()))
 
     def close(self) -> None:
-        """Close the transport. Only when no read is in flight."""
+        """Close the transport. Only when nothing is landing."""
         self._transport.close()
 
     def _receive(self, agent_name: str, payload: bytes) -> list[Action]:
@@ -189,6 +197,7 @@ class TransferDriver:
         except MalformedMessage as error:
             self._report("malformed", f"notification of {agent_name}: {error}")
             return []
+        self.peers.hear(message, now_s)
         if isinstance(message, Handoff):
             return self.reader.receive_handoff(message, agent_name, now_s)
         return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
@@ -196,26 +205,20 @@ class TransferDriver:
     def _poll_read(self, transfer_id: str) -> list[Action]:
         if self._is_held("end_read"):
             return []
-        read = self.reads[transfer_id]
         # Should this raise, the read stays in flight until its deadline: nobody knows what may still land.
-        state = self._transport.poll_read(read.handle)
+        state = self.reads.poll(transfer_id)
         if state is ReadState.READING:
             return []
         if state is ReadState.UNKNOWN:  # the transfer is over, its read is not: the blocks stay held, for good
             return self.reader.fail(transfer_id, LossReason.READ_FAILED, "in part", self._now_s())
-        del self.reads[transfer_id]
-        ok = state is ReadState.DONE
-        if ok:
-            self.bytes_read += len(read.local_block_ids) * self.local_peer.block_bytes
-            self.read_s += self._now_s() - read.started_s
+        read, ok = self.reads.end(transfer_id, self._now_s()), state is ReadState.DONE
         self._confined("internal", partial(self._transport.release_read, read.handle))
         if ok and self._faults is not None:
             self._confined("hook", partial(self._faults.after_read, transfer_id, read.local_block_ids))
         return self.reader.read_ended(transfer_id, ok, "" if ok else "the transport reports an error", self._now_s())
 
     def _is_open_with(self, agent_name: str) -> bool:
-        is_read = any(read.handle.agent_name == agent_name for read in self.reads.values())
-        return is_read or self.source.is_open_with(agent_name) or self.reader.is_open_with(agent_name)
+        return any(half.is_open_with(agent_name) for half in (self.reads, self.source, self.reader))
 
     # -- orders and events ---------------------------------------------------------------------------------------
 
@@ -244,11 +247,14 @@ class TransferDriver:
             case SendNote():
                 self._send(action)
             case StartRead():
-                return self._start_read(action)
+                self.reads.add(action)
+                return self.reads.begin_due(self._now_s())
             case CheckDigest():
                 return self._check_digest(action)
             case _:
                 self._emit(action)
+                if isinstance(action, KvLost):
+                    return self.reads.withdraw(action.transfer_id, self._now_s())
         return []
 
     def _send(self, order: SendNote) -> None:
@@ -256,17 +262,6 @@ class TransferDriver:
             self._transport.notify(order.agent_name, encode(order.message))
         except PeerUnreachable as error:
             self._report("unreachable", str(error))
-
-    def _start_read(self, order: StartRead) -> list[Action]:
-        transfer_id, now_s = order.transfer_id, self._now_s()
-        try:
-            local, remote, done = order.local_block_ids, order.remote_block_ids, encode(order.done)
-            handle = self._transport.start_read(order.peer, local, remote, done)
-        except Exception as error:
-            self._report("read", f"read of {transfer_id}: {error}")
-            return self.reader.read_ended(transfer_id, False, str(error), now_s)
-        self.reads[transfer_id] = _ReadInFlight(local, handle, now_s)
-        return []
 
     def _check_digest(self, order: CheckDigest) -> list[Action]:
         assert self._digest_blocks is not None, "the reader asks for a digest only when it verifies"

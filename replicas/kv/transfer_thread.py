@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,12 @@ from queue import Empty, SimpleQueue
 
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
+from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_driver import DigestBlocks, TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
 from replicas.messages import Handoff, Token, TransferPeer
 
+_EAGER_POLL_S = 0.0001  # while a read may end any moment
 _BUSY_POLL_S = 0.001  # while a transfer is open on either side
 _IDLE_POLL_S = 0.02  # nothing is expected, but a peer may ask again, and UCX tells nobody
 
@@ -33,15 +35,17 @@ class TransferSnapshot:
     """Counters since the start, and gauges, for metrics. Seconds; last_poll_s is on time.monotonic()."""
 
     results: dict[str, int]  # "ready", "lost: <LossReason>", "source: <SourceOutcome>"
-    errors: dict[str, int]  # "malformed", "unreachable", "read", "poll", "callback", "refused", "internal"
+    errors: dict[str, int]  # as `pool_metrics.TRANSFER_ERRORS`
     bytes_read: int
     busy_s: float  # spent working, not waiting
     read_s: float  # summed over reads that succeeded, from post to end
     leases_open: int
     reads_expected: int
+    reads_waiting: int  # for their turn
     reads_in_flight: int
     reads_quarantined: int
     peers_loaded: int
+    rates: Mapping[str, PairRate]  # by the peer's agent name
     last_poll_s: float
 
 
@@ -54,7 +58,8 @@ class TransferThread:
 
     make_transport: called on the new thread, the only one that touches the transport (a CUDA caller sets the
     device there). on_event: called on the transfer thread; must be quick and must not wait for this thread.
-    digest_blocks: digest of this engine's blocks; None: no verification, neither given nor asked for.
+    max_bytes_in_flight: as `TransferReads`. digest_blocks: digest of this engine's blocks; None: no verification,
+    neither given nor asked for.
     """
 
     def __init__(
@@ -62,11 +67,12 @@ class TransferThread:
         make_transport: Callable[[], KvTransport],
         on_event: Callable[[Event], None],
         timing: HandoffTiming,
+        max_bytes_in_flight: int,
         digest_blocks: DigestBlocks | None = None,
         faults: TransferFaults | None = None,
     ) -> None:
         self._make_driver: Callable[[], TransferDriver] = lambda: TransferDriver(
-            make_transport(), on_event, timing, digest_blocks, faults
+            make_transport(), on_event, timing, max_bytes_in_flight, digest_blocks, faults
         )
         self._timing = timing
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -100,7 +106,7 @@ class TransferThread:
         self._stop_by_s = time.monotonic() + timeout_s
         self._commands.put(lambda: None)
         self._thread.join(timeout_s + 1.0)
-        return not self._thread.is_alive() and not (self._driver is not None and self._driver.reads)
+        return not self._thread.is_alive() and not (self._driver is not None and self._driver.num_landing)
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
@@ -170,16 +176,22 @@ class TransferThread:
         return TransferSnapshot(
             results=dict(driver.results),
             errors=dict(driver.errors),
-            bytes_read=driver.bytes_read,
+            bytes_read=driver.reads.bytes_read,
             busy_s=self._busy_s,
-            read_s=driver.read_s,
+            read_s=driver.reads.read_s,
             leases_open=driver.source.num_open,
             reads_expected=driver.reader.num_open,
-            reads_in_flight=len(driver.reads),
+            reads_waiting=driver.reads.num_waiting,
+            reads_in_flight=len(driver.reads.in_flight),
             reads_quarantined=driver.reader.num_quarantined(time.monotonic()),
             peers_loaded=len(driver.peers),
+            rates=driver.peers.rates.all(),
             last_poll_s=self.last_poll_s,
         )
+
+    def slowest_pair(self) -> PairRate | None:
+        """The peer from which KV is read slowest, of those measured. Does not block; None before start()."""
+        return self._driver.peers.rates.slowest() if self._driver is not None else None
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -198,7 +210,7 @@ class TransferThread:
             self._started.set()
         try:
             while self._stop_by_s is None:
-                self._turn(driver, _BUSY_POLL_S if driver.is_busy else _IDLE_POLL_S)
+                self._turn(driver, _pause_s(driver))
             self._wind_up(driver, self._stop_by_s)
         except BaseException:
             logger.critical("the transfer thread died; no KV moves any more", exc_info=True)
@@ -224,9 +236,16 @@ class TransferThread:
     def _wind_up(self, driver: TransferDriver, stop_by_s: float) -> None:
         driver.cancel_all()
         self._turn(driver, _BUSY_POLL_S)
-        while driver.reads and time.monotonic() < stop_by_s:
+        while driver.num_landing and time.monotonic() < stop_by_s:
             self._turn(driver, _BUSY_POLL_S)
-        if driver.reads:
-            logger.error("%d KV reads never ended; the transport stays open", len(driver.reads))
+        if driver.num_landing:
+            logger.error("%d KV reads never ended; the transport stays open", driver.num_landing)
         else:
             driver.close()
+
+
+def _pause_s(driver: TransferDriver) -> float:
+    """Until the next poll."""
+    if driver.is_eager:
+        return _EAGER_POLL_S
+    return _BUSY_POLL_S if driver.is_busy else _IDLE_POLL_S

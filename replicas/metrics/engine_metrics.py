@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
+from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_thread import TransferSnapshot
 from replicas.messages import CallStatus, GenerateReply
 from replicas.metrics.engine_status import EngineStatus, StepClock
 from replicas.metrics.lane_clock import LaneClock
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.pool_metrics import LANES, PoolMetrics
+from replicas.metrics.pool_metrics import LANES, PACES, PoolMetrics
 
 
 class EngineMetrics:
@@ -74,10 +78,12 @@ class EngineMetrics:
         for state, count in (
             ("leased", transfers.leases_open),
             ("expected", transfers.reads_expected),
+            ("waiting", transfers.reads_waiting),
             ("reading", transfers.reads_in_flight),
             ("quarantined", transfers.reads_quarantined),
         ):
             pool.kv_transfers_open.set(count, state=state)
+        self._set_pairs(transfers.rates.values())
         return pool.snapshot()
 
     def _count_lanes(self, steps: StepClock) -> None:
@@ -89,3 +95,11 @@ class EngineMetrics:
             pool.lane_steps.count_to(steps.num_lane_steps[lane], lane=lane)
             pool.lane_busy.count_to(steps.lane_busy_s[lane], lane=lane)
         pool.lane_processors.set(steps.num_processors)
+
+    def _set_pairs(self, rates: Iterable[PairRate]) -> None:
+        slowest_first = sorted(rates, key=lambda rate: rate.bytes_per_s)
+        num_by_pace = Counter(rate.pace for rate in slowest_first)
+        for pace in PACES:
+            self._pool.kv_pairs.set(num_by_pace[pace], pace=pace)
+        self._pool.kv_rate.replace({rate.replica_id: rate.bytes_per_s for rate in slowest_first})
+        self._pool.kv_latency.replace({rate.replica_id: rate.latency_s for rate in slowest_first})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicas.kv.pair_rate import PairRate
 from replicas.messages import EngineLoad
 from scheduler.outcome import Ledger
 from scheduler.plan import StepPlan
@@ -53,8 +54,12 @@ class StepClock:
         return True
 
 
-def load_of(scheduler: Scheduler, step_s: float, prefill_tokens_per_s: float) -> EngineLoad:
-    """What routers are told. Engine thread only. The last two: as a StepClock has them."""
+def load_of(
+    scheduler: Scheduler, step_s: float, prefill_tokens_per_s: float, slowest: PairRate | None = None
+) -> EngineLoad:
+    """What routers are told. Engine thread only. step_s, prefill_tokens_per_s: as a StepClock has them. slowest: the
+    peer from which KV is read slowest.
+    """
     return EngineLoad(
         num_running=scheduler.num_running,
         num_queued=scheduler.num_queued,
@@ -65,4 +70,6 @@ def load_of(scheduler: Scheduler, step_s: float, prefill_tokens_per_s: float) ->
         prefill_tokens_per_s=prefill_tokens_per_s,
         later_free_blocks=scheduler.later_free_blocks(),
         expected_tokens=scheduler.expected_tokens or 0,
+        slowest_source=slowest.replica_id if slowest is not None else "",
+        slowest_read_bytes_per_s=slowest.bytes_per_s if slowest is not None else 0.0,
     )

@@ -9,6 +9,7 @@ from typing import TypedDict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from replicas.metrics.guarded_metric import Family, GuardedMetric, LabelValues
+from replicas.metrics.peer_gauge import PeerGauge
 from replicas.metrics.token_histogram import TokenHistogram
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,10 @@ class MetricSet:
     def token_histogram(self, name: str, text: str, buckets: Sequence[float]) -> TokenHistogram:
         """Cheap enough for every token; only one thread may observe."""
         return TokenHistogram(name, text, buckets, {"model_name": self._model_name}, self._registry)
+
+    def peer_gauge(self, name: str, text: str, fixed: Mapping[str, str]) -> PeerGauge:
+        """By peers that come and go; only one thread may replace its values."""
+        return PeerGauge(name, text, {"model_name": self._model_name, **fixed}, self._registry)
 
     def snapshot(self) -> list[FamilySnapshot]:
         """Every family's present values. Any thread; raises nothing; takes about 1 ms."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from replicas.kv.handoff_actions import LossReason, SourceOutcome
+from replicas.kv.pair_rate import Pace
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
 
 BLOCK_STATES = ("free", "reserved", "active", "leased")
 PREEMPTIONS = ("swap", "recompute")
 LANES = ("prefill", "decode")
-OPEN_TRANSFERS = ("leased", "expected", "reading", "quarantined")
+OPEN_TRANSFERS = ("leased", "expected", "waiting", "reading", "quarantined")
 # As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
 TRANSFER_RESULTS = (
     "ready",
     *(f"lost: {reason}" for reason in LossReason),
     *(f"source: {outcome}" for outcome in SourceOutcome),
 )
-TRANSFER_ERRORS = ("malformed", "unreachable", "read", "poll", "callback", "refused", "internal")
+TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "internal")
+PACES = tuple(Pace)
 
 
 class PoolMetrics(MetricSet):
@@ -31,6 +33,7 @@ class PoolMetrics(MetricSet):
         super().__init__(model_name, pool, version, ray_version, engine)
         self._add_blocks()
         self._add_transfers({"backend": backend})
+        self._add_pairs({"backend": backend})
         self._add_times()
         self._add_tokens()
         self._add_lanes()
@@ -66,7 +69,8 @@ class PoolMetrics(MetricSet):
         )
         self.kv_transfers_open = self.gauge(
             "splitserve_kv_transfers_open",
-            "KV transfers under way; quarantined: reads whose end is not known long after their transfer ended",
+            "KV transfers under way; waiting: reads whose turn has not come; quarantined: reads whose end is not known "
+            "long after their transfer ended",
             {"state": OPEN_TRANSFERS},
             fixed=self.of_pool,
         )
@@ -85,6 +89,19 @@ class PoolMetrics(MetricSet):
             "From memory allocated for a prompt's KV to KV confirmed",
             metric_buckets.TRANSFER_S,
             fixed=fixed,
+        )
+
+    def _add_pairs(self, fixed: Mapping[str, str]) -> None:
+        self.kv_pairs = self.gauge(
+            "splitserve_kv_transfer_pairs", "Replicas whose KV is read here, by how fast", {"pace": PACES}, fixed=fixed
+        )
+        self.kv_rate = self.peer_gauge(
+            "splitserve_kv_transfer_rate_bytes_per_second",
+            "How fast KV is read from a replica: measured when they met, then a moving average; the slowest",
+            fixed,
+        )
+        self.kv_latency = self.peer_gauge(
+            "splitserve_kv_transfer_latency_seconds", "How long the smallest read from it takes", fixed
         )
 
     def _add_times(self) -> None:

@@ -23,6 +23,8 @@ from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
+from replicas.kv.kv_transport import KvTransport
+from replicas.kv.slowed_transport import SlowedTransport
 from replicas.kv.transfer_thread import TransferThread
 from replicas.kv.transport_opener import transport_opener
 from replicas.messages import TransferPeer
@@ -210,14 +212,21 @@ class _Base:
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
         digester = BlockDigester.for_pool(pool)
+        faults = self.faults if self.settings.testing.fault_dir else None
+
+        def open_transport() -> KvTransport:
+            transport = self._open_transport(pool, self.replica_id, self.epoch, self.fingerprint, settings)
+            return transport if faults is None else SlowedTransport(transport, faults.slow_reads_bytes_per_s)
+
         return TransferThread(
-            lambda: self._open_transport(pool, self.replica_id, self.epoch, self.fingerprint, settings),
+            open_transport,
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
+            settings.max_bytes_in_flight,
             digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
             if settings.verify_digest
             else None,
-            faults=self.faults if self.settings.testing.fault_dir else None,
+            faults=faults,
         )
 
     def built(self, engine: Engine) -> BuiltEngine:

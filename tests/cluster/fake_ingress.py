@@ -20,6 +20,7 @@ from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
+from cluster.routing.slow_transfers import SlowestRead
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
@@ -156,6 +157,7 @@ class FakeIngress:
         self.missing: list[str] = []
         self.source = source
         self.metrics = IngressMetrics(MODEL, "1", "2")
+        self.slowest_read: SlowestRead | None = None
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
@@ -167,7 +169,8 @@ class FakeIngress:
         return build_http_app(self)
 
     def readiness(self) -> Readiness:
-        return Readiness(tuple(self.missing), tuple(f"no {name}" for name in self.missing))
+        missing = tuple(self.missing)
+        return Readiness(missing, tuple(f"no {name}" for name in missing), slowest_read=self.slowest_read)
 
     async def render_metrics(self) -> bytes:
         return b"# EOF\n"

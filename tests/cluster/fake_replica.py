@@ -27,6 +27,7 @@ class FakeReplica:
         self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
         self.used_blocks = self.num_queued = 0
         self.fingerprint = MODEL
+        self.more_load: dict[str, Any] = {}  # other figures that it tells
         self.stalled_s = 0.0  # what it says of its engine when it is asked
         self.is_leaving = False  # refuses new work
         self.thaw = asyncio.Event()  # while it is not set, nothing is sent or answered
@@ -42,12 +43,18 @@ class FakeReplica:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(1, self.num_queued, 0, self.total_blocks - self.used_blocks, self.total_blocks, 0.0)
+        free_blocks = self.total_blocks - self.used_blocks
+        return EngineLoad(1, self.num_queued, 0, free_blocks, self.total_blocks, 0.0, **self.more_load)
 
     def metadata(self) -> dict[str, Any]:
         agent = f"agent-{self.replica_id}"
         peer = TransferPeer(self.replica_id, EPOCH, agent, b"m", self.fingerprint, self.total_blocks, 1)
-        return {"num_blocks": self.total_blocks, "channel_public_key": self.public_key, "peer": peer.to_metadata()}
+        return {
+            "num_blocks": self.total_blocks,
+            "kv_bytes_per_token": 1,
+            "channel_public_key": self.public_key,
+            "peer": peer.to_metadata(),
+        }
 
     async def send(
         self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()

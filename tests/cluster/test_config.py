@@ -142,6 +142,11 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         'routing.policy: "memory_then_queues" is not allowed; did you mean "memory_then_queue"?',
         ['"memory_then_queue"'],
     ),
+    "no byte under way": (
+        {"transfer.max_bytes_in_flight": 0},
+        "transfer.max_bytes_in_flight: 0 is too small",
+        ["from 1048576 to 1099511627776"],
+    ),
     "unknown transport": ({"transfer.backend": "ucx"}, 'transfer.backend: "ucx" is not allowed', ['"UCX"']),
     "odd block size": ({"kv.block_size": 12}, "kv.block_size: 12 is not allowed", ["8, 16, 32, 64 or 128"]),
     "empty text": ({"transfer.net_devices": ""}, 'transfer.net_devices: "" is empty', ["null"]),

@@ -15,6 +15,8 @@ import httpx
 import pytest
 
 from cluster.api_error import ApiError
+from cluster.http import api_schemas as answers
+from cluster.routing.slow_transfers import SlowestRead
 from tests.cluster.fake_ingress import HANG, LENGTH, MODEL, STOP, FakeIngress, ScriptedSource, Step, text
 
 C, H = "/v1/completions", "/v1/chat/completions"
@@ -167,6 +169,16 @@ async def test_what_is_not_generation(path: str) -> None:
         ready = await c.http.get("/health/ready")
         assert (ready.status_code, ready.json()["missing_pools"]) == (503, ["decode"])
         assert c.ingress.outcomes() == {}
+
+
+async def test_readiness_tells_how_fast_kv_is_read_at_least() -> None:
+    async with client() as c:
+        assert (await c.http.get("/health/ready")).json() == {"status": "ready"}
+        c.ingress.slowest_read = SlowestRead("decode-1", "prefill-1", 0.54e9, 5e9)
+        found = (await c.http.get("/health/ready")).json()
+        slowest = {"reader": "decode-1", "source": "prefill-1", "gb_per_s": 0.54}
+        assert found == {"status": "ready", "slowest_transfer": slowest}
+        answers.Readiness.model_validate(found)
 
 
 async def test_while_it_drains_streams_go_on_and_nothing_new_is_taken() -> None:

@@ -29,7 +29,10 @@ def snapshots(num_each: int = 1) -> dict[str, list[FamilySnapshot]]:
     found = {f"ingress-{i}": IngressMetrics("model", "1.0", "2.60.0").snapshot() for i in range(num_each)}
     for pool in ("prefill", "decode"):
         for i in range(num_each):
-            found[f"{pool}-{i}"] = PoolMetrics("model", pool, "1.0", "2.60.0", "cpu", "ucx").snapshot()
+            metrics = PoolMetrics("model", pool, "1.0", "2.60.0", "cpu", "ucx")
+            for gauge in (metrics.kv_rate, metrics.kv_latency):
+                gauge.replace({f"peer of {pool}": 1.0})
+            found[f"{pool}-{i}"] = metrics.snapshot()
     return found
 
 

@@ -50,14 +50,14 @@ def test_ready_if_every_configured_path_is_usable(case: str) -> None:
 
 
 def test_what_is_wrong_while_it_serves_all_the_same_is_told() -> None:
-    found = readiness({"prefill": A, "decode": B}, SPLIT, unlike=["decode-1 is unlike"])
+    found = readiness({"prefill": A, "decode": B}, SPLIT, faulty=["decode-1 is unlike"])
     assert found.is_ready
     assert found.notes == (
         "no prefill replica can hand its KV cache to a decode replica: decode computes all prompts",
         "decode-1 is unlike",
     )
     assert readiness({"prefill": A, "decode": MIXED}, SPLIT).notes == ()
-    assert len(readiness({"decode": A}, COLOCATED, unlike=["one"] * 99).notes) == 4
+    assert len(readiness({"decode": A}, COLOCATED, faulty=["one"] * 99).notes) == 4
 
 
 def test_not_while_the_server_is_being_stopped() -> None:

@@ -134,7 +134,7 @@ def test_engines_are_told_every_key_that_is_changed(config: Config, pool_name: s
     settings = engine_settings(pool_name, pool, config)
     assert isinstance(settings, EngineSettings)
     assert check_arrived(settings, pool) == num_keys
-    for name, num_fields in (("kv", 1), ("transfer", 4), ("lifecycle", 2), ("logging", 2), ("testing", 2)):
+    for name, num_fields in (("kv", 1), ("transfer", 5), ("lifecycle", 2), ("logging", 2), ("testing", 2)):
         assert check_arrived(getattr(settings, name), getattr(config, name)) == num_fields
     assert settings.served_model_name == config.model.name
     assert settings.model.max_model_len == config.model.max_model_len

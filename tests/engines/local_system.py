@@ -38,7 +38,9 @@ def settings(pool: str, **changes: Any) -> EngineSettings:
         pool=pool,
         served_model_name="test",
         model=ModelSettings(model_folder(), str(CACHE_DIR), "float32", 1024, "auto", trust_remote_code=False),
-        transfer=TransferSettings("UCX", lease_s=60.0, verify_digest=True, net_devices=None),
+        transfer=TransferSettings(
+            "UCX", lease_s=60.0, verify_digest=True, net_devices=None, max_bytes_in_flight=1 << 29
+        ),
         device="cpu",
         num_threads=1,
         kv=KvSettings(block_size=16),

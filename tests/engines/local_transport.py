@@ -8,7 +8,7 @@ from itertools import count
 
 import torch
 
-from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, ReadState, check_read
+from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadHandle, ReadState, check_probe, check_read
 from replicas.messages import TransferPeer
 from replicas.settings import TransferSettings
 
@@ -34,11 +34,11 @@ class LocalHub:
 
 
 class LocalTransport(KvTransport):
-    """num_reads: until now."""
+    """num_reads, num_probes: until now."""
 
     def __init__(self, hub: LocalHub, pool: torch.Tensor, replica_id: str, epoch: str, fingerprint: str) -> None:
         self.pool, self.mail = pool, list[tuple[str, bytes]]()
-        self.num_reads = 0
+        self.num_reads = self.num_probes = 0
         self._hub, self._loaded, self._ids = hub, set[str](), count()
         name, size = f"{replica_id}-{epoch}", pool[0].numel() * pool.element_size()
         self._local = TransferPeer(replica_id, epoch, name, b"local", fingerprint, pool.shape[0], size)
@@ -72,6 +72,12 @@ class LocalTransport(KvTransport):
         self.pool[list(local_block_ids)] = source.pool[list(remote_block_ids)]
         source.mail.append((self._local.agent_name, notification))
         self.num_reads += 1
+        return ReadHandle(peer.agent_name, next(self._ids))
+
+    def start_probe(self, peer: TransferPeer, num_bytes: int) -> ReadHandle:
+        check_probe(self._local, peer, num_bytes)
+        self._hub.find(peer.agent_name, self._loaded)
+        self.num_probes += 1
         return ReadHandle(peer.agent_name, next(self._ids))
 
     def poll_read(self, handle: ReadHandle) -> ReadState:

@@ -24,7 +24,9 @@ def test_a_pair_hands_over_by_the_transport_of_that_name(
         return hub.open
 
     monkeypatch.setattr(engine_builder, "transport_opener", opener)
-    transfer = TransferSettings("local", lease_s=60.0, verify_digest=True, net_devices=None)
+    transfer = TransferSettings(
+        "local", lease_s=60.0, verify_digest=True, net_devices=None, max_bytes_in_flight=1 << 29
+    )
     decode, prefill = (tiny_settings(pool, tiny_goldens.folder, transfer=transfer) for pool in ("decode", "prefill"))
     system = LocalSystem(decode, prefill)
     goldens = [tiny_goldens.of(40, number) for number in range(2)]

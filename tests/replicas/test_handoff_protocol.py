@@ -63,6 +63,9 @@ class RandomFaults(NetworkFaults):
         is_known = self.rng.random() >= self.read_unknown
         return ReadFate(delay_s, succeeds=self.rng.random() >= self.read_failure, is_known=is_known)
 
+    def probe_fate(self, reader: str, source: str) -> ReadFate:
+        return self.read_fate(reader, source)
+
 
 class World:
     """One source and one reader engine, and what they saw."""
@@ -73,6 +76,7 @@ class World:
         self.faults = RandomFaults(rng)
         network = FakeNetwork(lambda: self.time_s, self.faults)
         self.network = network
+        self.max_bytes_in_flight = rng.choice((1, BLOCKS_EACH * BLOCK_BYTES, 1 << 20))
         self.verify = rng.random() < 0.5
         self.holding = rng.choice((0.0, 0.02, 0.3))
         self.corruption = rng.choice((0.0, 0.3)) if self.verify else 0.0
@@ -97,6 +101,7 @@ class World:
             FakeTransport(self.network, pool, BLOCK_BYTES, replica, "1"),
             on_event,  # type: ignore[arg-type]
             TIMING,
+            self.max_bytes_in_flight,
             digest if self.verify else None,
             self,
             lambda: self.time_s,
@@ -188,7 +193,7 @@ class World:
                     self.num_given[due[1]] += 1
                     self.reader.read_into(due[1], self.ids(self.reader_ids, due[1]))
                 driver.advance(mail)
-            pending = script or self.reads_given or self.reader.reads
+            pending = script or self.reads_given or self.reader.reads.in_flight
             if not pending and not self.source.is_busy and not self.reader.is_busy:
                 break
 
@@ -204,13 +209,13 @@ def check_end(world: World) -> Counter[str]:
     assert _of(world.source_events, SourceReleased) == once
     assert world.source.source.num_open == world.reader.reader.num_open == 0
     released = _of(world.reader_events, ReadReleased)
-    stuck = Counter(list(world.reader.reads))
+    stuck = Counter(list(world.reader.reads.in_flight))
     assert released + stuck == world.num_given
     assert world.reader.reader.num_quarantined(world.time_s) == len(stuck)
     if not world.faults.read_stuck and not world.faults.read_unknown:
         assert not stuck
     for driver in (world.source, world.reader):
-        assert not set(driver.errors) - {"unreachable", "read"}
+        assert not set(driver.errors) - {"unreachable", "read", "probe"}
     outcomes: Counter[str] = Counter()
     for event in [*world.reader_events, *world.source_events]:
         match event:

@@ -9,7 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
+from replicas.kv.pair_rate import Pace, PairRate, PairRates
+from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
+from replicas.metrics.peer_gauge import MAX_PEERS
 from replicas.metrics.pool_metrics import BLOCK_STATES, PoolMetrics, metric_buckets
 
 
@@ -173,3 +176,38 @@ def test_buckets_rise() -> None:
         assert list(bounds) == sorted(set(bounds)), name
     assert metric_buckets.TOKENS[:4] == (1, 2, 5, 10)
     assert metric_buckets.TOKENS[-1] == 500_000
+
+
+def pairs(metrics: PoolMetrics) -> dict[str, float]:
+    (family,) = (f for f in metrics.snapshot() if f["name"] == "splitserve_kv_transfer_rate_bytes_per_second")
+    return {labels["peer"]: value for _, labels, value in family["samples"]}
+
+
+def test_pairs_are_series_while_their_peers_live_and_only_so_many() -> None:
+    metrics = pool_metrics()
+    assert pairs(metrics) == {}
+    metrics.kv_rate.replace({"p1": 1e9, "p2": 2e9})
+    assert pairs(metrics) == {"p1": 1e9, "p2": 2e9}
+    metrics.kv_rate.replace({"p2": 3e9})
+    assert pairs(metrics) == {"p2": 3e9}
+    metrics.kv_rate.replace({f"p{number}": float(number) for number in range(5_000)})
+    assert pairs(metrics) == {f"p{number}": float(number) for number in range(MAX_PEERS)}
+
+
+def test_of_thousands_of_pairs_the_slowest_are_shown_and_all_are_counted() -> None:
+    metrics = pool_metrics()
+    rates = PairRates()
+    for number in range(3_000):
+        rates.measured(f"a{number}", PairRate(f"p{number}", 1e6 * (3_000 - number), 0.001))
+    EngineMetrics(metrics)._set_pairs(rates.all().values())
+    assert pairs(metrics) == {f"p{number}": 1e6 * (3_000 - number) for number in range(2_999, 2_999 - MAX_PEERS, -1)}
+    by_pace = {pace: value(metrics.snapshot(), "splitserve_kv_transfer_pairs", pace=pace) for pace in Pace}
+    assert by_pace == {Pace.TCP: 1499, Pace.NETWORK: 1501, Pace.DEVICE: 0}
+    slowest = rates.slowest()
+    assert slowest is not None
+    assert slowest.replica_id == "p2999"
+    for number in range(3_000):
+        rates.forget(f"a{number}")
+    EngineMetrics(metrics)._set_pairs(rates.all().values())
+    assert pairs(metrics) == {}
+    assert value(metrics.snapshot(), "splitserve_kv_transfer_pairs", pace="tcp") == 0

@@ -204,6 +204,38 @@ def test_a_scattered_pool_is_refused() -> None:
         NixlTransport(torch.zeros(8, 8).T, "prefill-2", "a1", "f")
 
 
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_reads_into_memory_of_its_own_and_tells_nobody(pair: Pair) -> None:
+    before = pair.reader_pool.clone()
+    peer, num_bytes = pair.source.local_peer(), pair.source_pool.nbytes
+    for _ in range(2):  # over what the first has read
+        handle = pair.reader.start_probe(peer, num_bytes)
+        until(lambda h=handle: pair.source.poll_notifications() or pair.reader.poll_read(h) is not ReadState.READING)
+        assert pair.reader.poll_read(handle) is ReadState.DONE
+        pair.reader.release_read(handle)
+    assert torch.equal(pair.reader._scratch, pair.source_pool.view(-1).view(torch.uint8))
+    assert torch.equal(pair.reader_pool, before)
+    assert pair.source.poll_notifications() == []
+    with pytest.raises(InvalidRead, match=f"a probe of {num_bytes + 1} bytes; at most {num_bytes}"):
+        pair.reader.start_probe(peer, num_bytes + 1)
+    with pytest.raises(PeerUnreachable, match="is not loaded"):
+        pair.reader.start_probe(replace(peer, agent_name="prefill-9-a1"), 1)
+
+
+def test_nobody_can_read_what_a_probe_reads_into(pair: Pair) -> None:
+    """It is registered after the peers' metadata were made."""
+    scratch = NixlAddress.decode(pair.reader.local_peer().address)
+    there = replace(scratch, base_address=pair.reader._scratch.data_ptr())
+    peer = replace(pair.reader.local_peer(), address=there.encode())
+    reader = NixlTransport(torch.zeros(SHAPE), "decode-2", "b1", "f")
+    reader.load_peer(peer)
+    with pytest.raises(PeerUnreachable):
+        reader.start_read(peer, [0], [0], b"done")
+    reader.close()
+
+
 # -- two processes -------------------------------------------------------------------------------------------------
 
 # The source: answers "ping", lives until its standard input ends.
@@ -433,6 +465,17 @@ def test_a_read_that_failed_in_part_is_never_said_to_have_ended(stoppable: Remot
     assert states == {reader.poll_read(handle)} == {ReadState.UNKNOWN}
     with pytest.raises(ValueError):
         reader.close()
+
+
+def test_a_source_that_dies_in_a_probe_fails_it(stoppable: Remote) -> None:
+    stoppable.process.send_signal(signal.SIGSTOP)
+    handle = stoppable.reader.start_probe(stoppable.peer, 1 << 24)
+    with pytest.raises(ValueError):
+        stoppable.reader.close()
+    stoppable.kill()
+    stoppable.finish(handle, ReadState.FAILED)
+    assert not stoppable.pool.any()
+    stoppable.check_dead()
 
 
 def started_and_not_ended(remote: Remote) -> ReadHandle:

@@ -68,6 +68,21 @@ def test_happy_path_delivers_the_kv_before_the_source_reuses_its_blocks(pair: Pa
     assert after.read_s > before.read_s
 
 
+def test_the_pair_has_been_measured(pair: Pair) -> None:
+    """By reads of growing size, into no block of the pool."""
+    pair.reader.pool.zero_()
+    pair.expect("measured")
+    until(lambda: "prefill-0-s1" in pair.reader.thread.snapshot().rates)
+    rate = pair.reader.thread.snapshot().rates["prefill-0-s1"]
+    assert rate.replica_id == "prefill-0"
+    assert 1e6 < rate.bytes_per_s < 1e12
+    assert 0.0 < rate.latency_s < 1.0
+    assert pair.reader.thread.slowest_pair() == rate
+    assert pair.source.thread.snapshot().rates == {}, "it reads nothing"
+    assert not pair.reader.pool.any()
+    pair.reader.thread.cancel("measured")
+
+
 def test_corrupted_block_is_lost(pair: Pair) -> None:
     pair.reader.faults.corrupts = True
     pair.read("corrupt")
@@ -264,6 +279,21 @@ def test_a_raising_callback_does_not_stop_the_thread(pair: Pair) -> None:
 
 
 def test_many_transfers_at_once(pair: Pair) -> None:
+    move_many(pair)
+
+
+def test_many_transfers_one_read_at_a_time() -> None:
+    source = Engine(lambda pool: NixlTransport(pool, "prefill-0", "s2", "f"))
+    reader = Engine(lambda pool: NixlTransport(pool, "decode-0", "r2", "f"), max_bytes_in_flight=1)
+    most: list[int] = []
+    reader.faults.hold = lambda point: most.append(reader.thread.snapshot().reads_in_flight) or False  # type: ignore[method-assign,func-returns-value]
+    move_many(Pair(source, reader))
+    assert max(most) == 1
+    for engine in (reader, source):
+        assert engine.thread.stop()
+
+
+def move_many(pair: Pair) -> None:
     ids = [f"many-{number}" for number in range(20)]
     kv = torch.randn(20, *SHAPE[1:])
     pair.source.pool[:20] = kv

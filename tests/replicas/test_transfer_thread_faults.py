@@ -304,7 +304,7 @@ def test_a_transport_that_cannot_start_is_the_callers_exception() -> None:
     def make() -> KvTransport:
         raise OSError("no device")
 
-    thread = TransferThread(make, print, TIMING)
+    thread = TransferThread(make, print, TIMING, 1 << 30)
     with pytest.raises(RuntimeError):
         thread.cancel("too early")
     assert thread.stop()

@@ -15,7 +15,7 @@ from replicas.settings import TransferSettings
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_every_name_opens_a_transport_of_this_pool(name: str) -> None:
-    settings = TransferSettings(name, lease_s=1.0, verify_digest=True, net_devices=None)
+    settings = TransferSettings(name, lease_s=1.0, verify_digest=True, net_devices=None, max_bytes_in_flight=1)
     transport = transport_opener(name)(torch.zeros(4, 16), "replica", "epoch", "fingerprint", settings)
     try:
         assert isinstance(transport, KvTransport)

@@ -75,7 +75,7 @@ FRAME = Frame(
     "decode-0",
     "e1",
     7,
-    EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9),
+    EngineLoad(1, 2, 3, 4, 5, 0.01, 8.0, (6, 7), 9, "prefill-1", 5e8),
     ("r2",),
     (Token("r1", 0, 3, 42, FinishReason.STOP),),
     (),

@@ -52,7 +52,11 @@ class Engine:
     """A pool, a transfer thread, and the events it reported."""
 
     def __init__(
-        self, make: Callable[[torch.Tensor], KvTransport], verify: bool = True, timing: HandoffTiming = TIMING
+        self,
+        make: Callable[[torch.Tensor], KvTransport],
+        verify: bool = True,
+        timing: HandoffTiming = TIMING,
+        max_bytes_in_flight: int = 1 << 30,
     ) -> None:
         self.pool = torch.zeros(SHAPE)
         self.faults = Faults(self.pool)
@@ -64,6 +68,7 @@ class Engine:
             lambda: make(self.pool),
             self.on_event,
             timing,
+            max_bytes_in_flight,
             (lambda block_ids: digester.digest_blocks(self.pool, block_ids)) if verify else None,
             self.faults,
         )

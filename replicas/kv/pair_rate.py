@@ -1,0 +1,110 @@
+"""How fast one engine reads from each of its peers: as measured when they met, then as its reads have gone. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from replicas.kv.kv_transport import MAX_PROBE_BYTES
+from replicas.messages import TransferPeer
+
+_SMOOTHING = 0.2
+# Time is told by polls, some 0.2 ms apart: of a shorter read it says little, unless that it was fast all the same.
+_TELLING_S = 0.005
+_FAST_BYTES_PER_S = 10e9
+_LONGEST_WINDOW_S = 1.0
+
+
+class Pace(StrEnum):
+    """What a rate is like. UCX tells nobody what it chose."""
+
+    TCP = "tcp"
+    NETWORK = "network"  # a fast one, or shared memory
+    DEVICE = "device"  # CUDA IPC, NVLink, RDMA
+
+    @staticmethod
+    def of(bytes_per_s: float) -> Pace:
+        if bytes_per_s < 1.5e9:
+            return Pace.TCP
+        return Pace.NETWORK if bytes_per_s < _FAST_BYTES_PER_S else Pace.DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class PairRate:
+    """replica_id: of the peer. latency_s: of the smallest read that was measured; 0.0: none was."""
+
+    replica_id: str
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def pace(self) -> Pace:
+        return Pace.of(self.bytes_per_s)
+
+    def after(self, num_bytes: int, duration_s: float) -> PairRate:
+        """So much was read in this time: a moving average, in which few bytes count little."""
+        bytes_per_s = num_bytes / duration_s
+        if duration_s < _TELLING_S and bytes_per_s < self.bytes_per_s:
+            return self
+        weight = _SMOOTHING * min(1.0, num_bytes / MAX_PROBE_BYTES)
+        return replace(self, bytes_per_s=self.bytes_per_s + weight * (bytes_per_s - self.bytes_per_s))
+
+
+@dataclass(slots=True)
+class _Window:
+    """What has come from a peer since it was quiet, or since the window before."""
+
+    begun_s: float
+    num_bytes: int = 0
+
+
+class PairRates:
+    """One for each transfer thread, which alone changes it; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, PairRate] = {}  # by agent name
+        self._windows: dict[str, _Window] = {}
+
+    def of(self, agent_name: str) -> PairRate | None:
+        return self._rates.get(agent_name)
+
+    def all(self) -> Mapping[str, PairRate]:
+        """By the peers' agent names: a copy."""
+        return dict(self._rates)
+
+    def slowest(self) -> PairRate | None:
+        return min(list(self._rates.values()), key=lambda rate: rate.bytes_per_s, default=None)
+
+    def measured(self, agent_name: str, rate: PairRate) -> None:
+        """By a probe. Mutates."""
+        self._rates[agent_name] = rate
+
+    def began(self, agent_name: str, is_first: bool, now_s: float) -> None:
+        """A read from this peer was posted. is_first: no other is under way. Mutates."""
+        if is_first or agent_name not in self._windows:
+            self._windows[agent_name] = _Window(now_s)
+
+    def ended(self, peer: TransferPeer, num_bytes: int, is_last: bool, now_s: float) -> None:
+        """It is done; is_last: no other is under way. Mutates.
+
+        Reads from one peer share its rate, so what counts is all that has come while it was read from.
+        """
+        window = self._windows.get(peer.agent_name)
+        if window is None:
+            return  # it was forgotten meanwhile
+        window.num_bytes += num_bytes
+        duration_s = now_s - window.begun_s
+        if duration_s <= 0.0 or not (is_last or duration_s >= _LONGEST_WINDOW_S):
+            return
+        self._windows[peer.agent_name] = _Window(now_s)
+        known, bytes_per_s = self._rates.get(peer.agent_name), window.num_bytes / duration_s
+        if known is not None:
+            self._rates[peer.agent_name] = known.after(window.num_bytes, duration_s)
+        elif duration_s >= _TELLING_S or bytes_per_s >= _FAST_BYTES_PER_S:
+            self._rates[peer.agent_name] = PairRate(peer.replica_id, bytes_per_s)
+
+    def forget(self, agent_name: str) -> None:
+        """The peer has gone. Mutates; unknown names are fine."""
+        self._rates.pop(agent_name, None)
+        self._windows.pop(agent_name, None)

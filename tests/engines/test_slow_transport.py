@@ -1,0 +1,65 @@
+"""Over a transport made slow texts are the same, nothing fails, and everybody is told how slow it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from replicas.fault_points import FaultPoints
+from replicas.settings import EngineSettings, FaultSettings
+from tests.engines.local_system import LocalSystem
+from tests.engines.tiny_goldens import TinyGoldens
+from tests.engines.tiny_model import tiny_settings
+
+BYTES_PER_S = 2e6
+
+
+@pytest.fixture
+def system(tiny_goldens: TinyGoldens, tmp_path: Path) -> Iterator[LocalSystem]:
+    (tmp_path / "slow.reads").write_text(f"{BYTES_PER_S:g}\n")
+
+    def one(pool: str) -> EngineSettings:
+        base = tiny_settings(pool, tiny_goldens.folder, testing=FaultSettings(str(tmp_path)))
+        return replace(base, transfer=replace(base.transfer, max_bytes_in_flight=1))
+
+    system = LocalSystem(one("decode"), one("prefill"))
+    yield system
+    system.close()
+
+
+def test_slow_reads_take_their_turns_and_the_texts_are_the_same(
+    system: LocalSystem, tiny_goldens: TinyGoldens, tmp_path: Path
+) -> None:
+    goldens = [tiny_goldens.of(300, number) for number in range(3)]
+    started_s = time.monotonic()
+    results = system.run([system.spec(golden.prompt_ids, 16) for golden in goldens])
+    took_s = time.monotonic() - started_s
+    for golden, result in zip(goldens, results, strict=True):
+        assert result.token_ids[0] == golden.output_ids[:16]
+    transfers = system.decode.transfers.snapshot()
+    assert (tmp_path / "did.slow.reads").exists()
+    assert transfers.results == {"ready": 3}
+    assert took_s > transfers.bytes_read / BYTES_PER_S, "it was not slowed"
+    (rate,) = transfers.rates.values()
+    assert rate.replica_id == system.prefill.peer.replica_id  # type: ignore[union-attr]
+    assert rate.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.25)
+    load = system.decode.engine._load()
+    assert (load.slowest_source, load.slowest_read_bytes_per_s) == (rate.replica_id, rate.bytes_per_s)
+    families = {family["name"]: family for family in system.decode.metrics_snapshot()}
+    ((_, labels, value),) = families["splitserve_kv_transfer_rate_bytes_per_second"]["samples"]
+    assert (labels["peer"], value) == (rate.replica_id, rate.bytes_per_s)
+    by_pace = {labels["pace"]: value for _, labels, value in families["splitserve_kv_transfer_pairs"]["samples"]}
+    assert by_pace == {"tcp": 1.0, "network": 0.0, "device": 0.0}
+
+
+@pytest.mark.parametrize("text", ["", "fast", "nan", "-1", "0", "inf"])
+def test_what_is_no_rate_slows_nothing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "slow.reads").write_text(text)
+    assert FaultPoints(str(tmp_path), torch.zeros(1)).slow_reads_bytes_per_s() is None
+    assert not (tmp_path / "did.slow.reads").exists()
+    assert FaultPoints(None, torch.zeros(1)).slow_reads_bytes_per_s() is None

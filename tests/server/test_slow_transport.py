@@ -1,0 +1,61 @@
+"""A whole server over a transport made slow: no request fails, texts are the same, and the server says what is slow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden.golden_set import load_goldens
+from tests.server.generate import golden_request, post, post_all
+from tests.server.running_server import RunningServer, run_server
+
+BYTES_PER_S = 2e6  # some 45 prompt tokens a second; computing makes several times as many
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Path) -> None:
+    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:8]
+    with run_server("local.yaml", tmp_path, {"transfer.max_bytes_in_flight": 1024**2}) as server:
+        (server.fault_dir / "slow.reads").write_text(f"{BYTES_PER_S:g}")
+        started_s = time.monotonic()
+        answers = post_all(server, [golden_request(golden) for golden in goldens], num_at_once=8)
+        took_s = time.monotonic() - started_s
+        for golden, (answer,) in zip(goldens, answers, strict=True):
+            golden.check(answer.token_ids)
+        assert (server.fault_dir / "did.slow.reads").exists()
+        num_bytes = server.total("splitserve_kv_transfer_bytes_total")
+        print(f"{num_bytes / 1e6:.1f} MB in {took_s:.1f} s")
+        assert took_s > num_bytes / BYTES_PER_S
+        assert server.total("splitserve_kv_transfers_total", result="ready") == len(goldens)
+        assert server.total("splitserve_retries_total") == 0
+        assert server.total("splitserve_kv_transfer_rate_bytes_per_second") == pytest.approx(BYTES_PER_S, rel=0.4)
+        assert server.total("splitserve_kv_transfer_pairs", pace="tcp") == 1
+        assert server.total("splitserve_slow_transfers") == 1
+        ready = _readiness(server)
+        assert ready["slowest_transfer"]["gb_per_s"] == pytest.approx(BYTES_PER_S / 1e9, abs=0.002)
+        assert "to compute a prompt again would be faster" in ready["notes"][0]
+        (server.fault_dir / "slow.reads").unlink()
+        with server.client() as client:
+            for golden in goldens[:2]:
+                (answer,) = post(client, *golden_request(golden))
+                golden.check(answer.token_ids)
+        server.wait_for_baseline()
+        log = server.log_file.read_text()
+    assert "KV is read from" in log
+    assert "to compute a prompt again would be faster" in log
+
+
+def _readiness(server: RunningServer) -> dict[str, Any]:
+    """Once the ingress has heard of it."""
+    give_up_s = time.monotonic() + 10.0
+    while True:
+        with server.client() as client:
+            found: dict[str, Any] = client.get("/health/ready").json()
+        if "notes" in found:
+            return found
+        assert time.monotonic() < give_up_s, found
+        time.sleep(0.2)
