@@ -88,7 +88,7 @@ class Engine:
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
         self._prepared: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
         self.last_beat_s = time.monotonic()
         self.status = EngineStatus(self.scheduler.ledger(), self._load())
 
@@ -96,7 +96,7 @@ class Engine:
 
     def start(self) -> None:
         """Blocks until its thread is ready for the first step. Raises what the runner raises."""
-        self._thread.start()
+        self.thread.start()
         self._prepared.result()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -106,7 +106,7 @@ class Engine:
             self._stopping = True
 
         self._inbox.put(begin)
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     def generate(self, call: GenerateCall) -> Future[GenerateReply]:
         """Queue a request. Any thread; does not block. The future is always answered."""
@@ -134,17 +134,12 @@ class Engine:
         """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
         return (
-            self._thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
+            self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
         )
-
-    @property
-    def thread(self) -> threading.Thread:
-        """The engine's own; for those that watch it."""
-        return self._thread
 
     def watched(self) -> dict[str, Watched]:
         """Its threads, for a watch."""
-        return {"engine": Watched(self._thread, lambda: self.last_beat_s)}
+        return {"engine": Watched(self.thread, lambda: self.last_beat_s)}
 
     @property
     def is_idle(self) -> bool:
