@@ -86,7 +86,9 @@ class Scheduler(GivingWay):
         """What the next step does, or None when there is nothing to compute. Mutates. Where there is one lane."""
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
-        chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
+        chunks: list[Slice] = []
+        if self.prompts:
+            chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
         plan = self.builder.build(rows, chunks)
         self._stalled(stalled)
         return plan
@@ -104,6 +106,8 @@ class Scheduler(GivingWay):
 
     def plan_prefill(self, now_s: float) -> StepPlan | None:
         """What the next step of the prefill lane does: parts of prompts only. As `plan`."""
+        if not self.prompts:
+            return None
         return self.prefill_lane.builder.build([], self._plan_chunks(self.limits.max_step_tokens, now_s))
 
     def _plan_rows(self, now_s: float) -> tuple[list[Slice], list[Request]]:
@@ -121,8 +125,6 @@ class Scheduler(GivingWay):
             self.budget.running(request, self.builder.next_step_id)
 
     def _plan_chunks(self, token_budget: int, now_s: float) -> list[Slice]:
-        if not self.prompts:
-            return []
         step_id = self.prefill_lane.builder.next_step_id
         chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for chunk in chunks:
