@@ -13,7 +13,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.slow_transfers import SlowestRead, SlowTransferWatch, slowest_reads
 from replicas.messages import EngineLoad
-from tests.cluster.fake_model import spec_of
+from tests.cluster.fake_model import generation_of
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
@@ -121,11 +121,11 @@ async def test_a_router_hears_of_it_in_frames(monkeypatch: pytest.MonkeyPatch) -
     of_prefill.more_load = {"prefill_tokens_per_s": 1000.0}
     of_decode.more_load = {"slowest_source": prefill_id, "slowest_read_bytes_per_s": 400.0}
     async with running_router(cluster) as rig:
-        await rig.tokens(spec_of())
+        await rig.tokens(generation_of())
         watch = rig.router.slow_transfers
         assert watch.found == (SlowestRead(decode_id, prefill_id, 400.0, 1000.0),)
         of_decode.more_load["slowest_read_bytes_per_s"] = 4000.0
-        await rig.tokens(spec_of())
+        await rig.tokens(generation_of())
         assert watch.found == ()
         assert watch.slowest == SlowestRead(decode_id, prefill_id, 4000.0, 1000.0)
 

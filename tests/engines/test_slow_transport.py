@@ -37,7 +37,7 @@ def test_slow_reads_take_their_turns_and_the_texts_are_the_same(
 ) -> None:
     goldens = [tiny_goldens.of(300, number) for number in range(3)]
     started_s = time.monotonic()
-    results = system.run([system.spec(golden.prompt_ids, 16) for golden in goldens])
+    results = system.run([system.generation(golden.prompt_ids, 16) for golden in goldens])
     took_s = time.monotonic() - started_s
     for golden, result in zip(goldens, results, strict=True):
         assert result.token_ids[0] == golden.output_ids[:16]

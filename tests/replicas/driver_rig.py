@@ -8,7 +8,8 @@ from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_driver import TransferDriver
-from replicas.messages import FirstToken, Handoff
+from replicas.messages import Handoff
+from scheduler.generated_token import Token
 
 BLOCK_BYTES = 1 << 16  # as of when a rig is made
 NUM_BLOCKS = 48
@@ -46,7 +47,7 @@ class Rig:
         self.expect(transfer_id, source, len(block_ids), after_s)
         driver = self.sources[source]
         epochs = (driver.local_peer.epoch, self.reader.local_peer.epoch)
-        first = (FirstToken(0, 1, None),)
+        first = (Token("t", 0, 0, 1, None),)
         handoff = Handoff(transfer_id, *epochs, "fake", block_ids, 4, None, first, 1.0, ())
         driver.offer(handoff, self.reader.local_peer, self.time_s + after_s)
         self.run(0.002)

@@ -11,8 +11,9 @@ import pytest
 
 from scheduler.decode_batcher import DecodeBatcher
 from scheduler.engine_core import EngineCore
+from scheduler.generated_token import Token
+from scheduler.generation_spec import GenerationSpec
 from scheduler.memory_budget import num_blocks_for
-from scheduler.outcome import TokenEvent
 from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, TableWrite
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request, RequestState, Sequence
@@ -35,8 +36,10 @@ class GuessingBatcher(DecodeBatcher):
     def _plan_row(self, request: Request, sequence: Sequence) -> Slice:
         assert request.needs_known_tokens
         row = super()._plan_row(request, sequence)
-        count = min(self._rng.randint(self._least, self._most), request.max_tokens - sequence.num_planned)
-        text = reference_tokens(request.prompt_ids, sequence.choice, request.sampling.seed, request.max_tokens)
+        count = min(self._rng.randint(self._least, self._most), request.spec.max_tokens - sequence.num_planned)
+        text = reference_tokens(
+            request.spec.prompt_ids, sequence.choice, request.spec.sampling.seed, request.spec.max_tokens
+        )
         guesses = [token if self._rng.random() < 0.7 else token + 1 for token in text[sequence.num_planned - 1 :]]
         sequence.num_planned += count
         for position in range(row.start + 1, row.start + 1 + count):
@@ -49,7 +52,7 @@ def guessing(scheduler: Scheduler, seed: int = 0, most: int = _MOST_GUESSES, lea
     return scheduler
 
 
-def commit(scheduler: Scheduler, step_id: int, token_ids: tuple[int, ...], num_sampled: int) -> tuple[TokenEvent, ...]:
+def commit(scheduler: Scheduler, step_id: int, token_ids: tuple[int, ...], num_sampled: int) -> tuple[Token, ...]:
     """Of request "r": of one row, the tokens that count."""
     tokens = tuple(SampledToken("r", 0, token_id) for token_id in token_ids)
     accepted = (Accepted("r", 0, len(token_ids), num_sampled),)
@@ -150,9 +153,11 @@ def test_texts_are_those_without_guesses(seed: int, lag: int) -> None:
                 texts.setdefault((event.request_id, event.choice), []).append(event.token_id)
             _check_blocks(scheduler)
     for request in requests:
-        for choice in request.choices:
-            whole = reference_tokens(request.prompt_ids, choice, request.sampling.seed, request.max_tokens)
-            assert tuple(texts[request.request_id, choice]) == until_stop(whole, request.stop_token_ids).token_ids
+        for choice in request.spec.choices:
+            whole = reference_tokens(
+                request.spec.prompt_ids, choice, request.spec.sampling.seed, request.spec.max_tokens
+            )
+            assert tuple(texts[request.request_id, choice]) == until_stop(whole, request.spec.stop_token_ids).token_ids
     assert num_guesses > num_right > 50, "guesses of both kinds"
     assert scheduler.ledger() == decode_scheduler(size).ledger()
 
@@ -161,10 +166,9 @@ def _request(request_id: str, rng: random.Random) -> Request:
     prompt_ids = tuple(rng.randrange(1000) for _ in range(rng.choice([1, 5, 30, 60])))
     seed, max_tokens = rng.randrange(1 << 30), rng.randint(1, 25)
     stops = {reference_tokens(prompt_ids, 0, seed, max_tokens)[-1]} if rng.random() < 0.3 else set()
-    return Request(
-        request_id, prompt_ids, rng.choice([(0,), (0, 1), (1, 2, 4)]), max_tokens, frozenset(stops),
-        SamplingParams(seed=seed), 1e9, needs_known_tokens=True,
-    )  # fmt: skip
+    choices = rng.choice([(0,), (0, 1), (1, 2, 4)])
+    spec = GenerationSpec(prompt_ids, choices, max_tokens, frozenset(stops), SamplingParams(seed=seed))
+    return Request(request_id, spec, 1e9, needs_known_tokens=True)
 
 
 def _check_blocks(scheduler: Scheduler) -> None:

@@ -12,8 +12,9 @@ from itertools import pairwise
 import pytest
 
 from scheduler.admission import AdmissionPolicy
-from scheduler.beam_search import BeamParams, BeamSearch
+from scheduler.beam_search import BeamParams
 from scheduler.engine_core import EngineCore
+from scheduler.generation_spec import GenerationSpec
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request
@@ -62,8 +63,9 @@ def test_its_prompts_token_is_one_of_them() -> None:
 
 
 def test_every_beam_search_is_such() -> None:
-    search = BeamSearch(BeamParams(1), frozenset(), 4)
-    request = Request("r", (1,), (0,), 4, frozenset(), SamplingParams(), 1.0, search=search, num_returned=1)
+    beam = BeamParams(1)
+    spec = GenerationSpec((1,), (0,), 4, frozenset(), beam.sampling(0), beam=beam, num_returned=1)
+    request = Request("r", spec, 1.0)
     assert request.needs_known_tokens
     assert not make_request().needs_known_tokens
 
@@ -78,7 +80,7 @@ def test_no_step_is_steady_in_which_it_sits_out(lag: int) -> None:
         running(scheduler, request)
         plans = [scheduler.plan(0.0) for _ in range(lag)]
         assert all(plan is not None for plan in plans)
-        counts.append(num_steady_steps(scheduler, lag, 50))
+        counts.append(num_steady_steps(scheduler, 50))
     assert counts[0] > 10
     assert (counts[1] == 0) == (lag > 0)
 
@@ -97,7 +99,8 @@ def texts_of(lag: int, needs: set[int], seed: int) -> tuple[dict[tuple[str, int]
         seed, max_tokens = rng.randrange(1 << 30), rng.randint(2, 20)
         stops = frozenset(reference_tokens(prompt_ids, 0, seed, max_tokens)[-1:] if rng.random() < 0.5 else ())
         choices = rng.choice([(0,), (0, 2)])
-        request = Request(f"r{number}", prompt_ids, choices, max_tokens, stops, SamplingParams(seed=seed), 1e9)
+        spec = GenerationSpec(prompt_ids, choices, max_tokens, stops, SamplingParams(seed=seed))
+        request = Request(f"r{number}", spec, 1e9)
         request.needs_known_tokens = number in needs
         requests.append(request)
         scheduler.submit(request, 0.0)
@@ -113,9 +116,10 @@ def texts_of(lag: int, needs: set[int], seed: int) -> tuple[dict[tuple[str, int]
             for event in core.commit(output, 0.0).tokens:
                 texts[event.request_id, event.choice].append(event.token_id)
     for request in requests:
-        for choice in request.choices:
-            whole = reference_tokens(request.prompt_ids, choice, request.sampling.seed, request.max_tokens)
-            answer = until_stop(whole, request.stop_token_ids)
+        spec = request.spec
+        for choice in spec.choices:
+            whole = reference_tokens(spec.prompt_ids, choice, spec.sampling.seed, spec.max_tokens)
+            answer = until_stop(whole, spec.stop_token_ids)
             assert tuple(texts[request.request_id, choice]) == answer.token_ids
     return dict(texts), dict(steps)
 
