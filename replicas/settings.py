@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any
 
 from scheduler.admission import AdmissionPolicy
+from scheduler.lane_split import LaneObjectives
 
 _UNCONFIGURED = {"unconfigured": True}
 
@@ -91,9 +92,11 @@ class EngineSettings:
     max_running_sequences: int
     max_batch_tokens: int
     lag: int
+    layout: str = "split"  # "two_lanes": prompts are computed beside the rows, where the device can do that
     # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     host_memory_bytes: int | None = None
+    lanes: LaneObjectives = field(default_factory=LaneObjectives)  # decode only, with two lanes
     lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     testing: FaultSettings = field(default_factory=FaultSettings)

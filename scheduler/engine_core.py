@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
+from scheduler.lane import Lane
 from scheduler.outcome import StepEvents
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import Request, RequestState
@@ -24,13 +25,15 @@ class Turn(NamedTuple):
     """What one turn decided. plan: to be launched now; None: there is nothing to compute.
 
     expired: whose time is up. They are over, but for those whose blocks a reader has under a lease: the transfer ends
-    these. evicted: who gave way and found no host memory; they are over.
+    these. evicted: who gave way and found no host memory; they are over. prompts: to be launched now in the prefill
+    lane, where there are two; `plan` is then the decode lane's.
     """
 
     expired: tuple[str, ...]
     admitted: tuple[Request, ...]
     evicted: tuple[Request, ...]
     plan: StepPlan | None
+    prompts: StepPlan | None = None
 
 
 class EngineCore(Generic[StepT]):
@@ -61,9 +64,9 @@ class EngineCore(Generic[StepT]):
         while self.in_flight and (turn.plan is None or len(self.in_flight) > self.scheduler.lag):
             yield self.in_flight.popleft()
 
-    def commit(self, output: StepOutput, now_s: float) -> StepEvents:
-        """A due step has run: what it brought. Mutates."""
-        return self.scheduler.commit(output, now_s)
+    def commit(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> StepEvents:
+        """A due step has run: what it brought. lane: whose step it was; None: there is one. Mutates."""
+        return self.scheduler.commit(output, now_s, lane)
 
     def abandon(self) -> None:
         """The device has let go of all steps in flight, and their tokens are lost. Mutates.

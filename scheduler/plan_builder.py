@@ -40,6 +40,14 @@ class PlanBuilder:
         self._copies, self._swap_outs, self._swap_ins = [], [], []
         self.next_step_id += 1
 
+    def forget(self, slots: frozenset[int]) -> None:
+        """Whoever noted something of these slots is over. Mutates.
+
+        Where another lane gives a slot away next, what was noted here would not come before that, but some time.
+        """
+        self._slot_inits = [init for init in self._slot_inits if init.slot not in slots]
+        self._table_writes = [write for write in self._table_writes if write.slot not in slots]
+
     def build(self, rows: list[Slice], chunks: list[Slice]) -> StepPlan | None:
         """The plan of the next step, or None when there is nothing to do. Mutates: starts a new scratch.
 

@@ -7,66 +7,19 @@ from __future__ import annotations
 
 import heapq
 
-from scheduler.admission import AdmissionPolicy, ProjectedBudget, num_distinct_blocks
-from scheduler.block_allocator import BlockAllocator
-from scheduler.capabilities import Capabilities
-from scheduler.deadlines import Deadlines
-from scheduler.decode_batcher import DecodeBatcher
-from scheduler.memory_budget import Budget, MemoryBudget, blocks_needed, num_blocks_for
-from scheduler.outcome import DuplicateRequest, Ledger, NeverFits, NotCapable
-from scheduler.plan_builder import PlanBuilder
-from scheduler.pool_limits import PoolLimits
-from scheduler.preemption import Preemption
-from scheduler.prefill_batcher import PrefillBatcher
-from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
-from scheduler.waiting_queue import WaitingQueue
+from scheduler.admission import num_distinct_blocks
+from scheduler.holdings import Holdings
+from scheduler.lane import Lane
+from scheduler.memory_budget import blocks_needed, num_blocks_for
+from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
+from scheduler.request import Request, RequestState, Sequence
+
+# Of a request whose prompt is computed here, until it is decoded or its KV handed over.
+_STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
 
 
-class Residents:
+class Residents(Holdings):
     """Who waits, who was promised memory, who still holds some. The Scheduler, built on it, says what they compute."""
-
-    budget: Budget
-
-    def __init__(
-        self,
-        limits: PoolLimits,
-        capabilities: Capabilities,
-        admission: AdmissionPolicy | None = None,
-        lag: int = 0,
-        num_host_blocks: int = 0,
-    ) -> None:
-        """lag: steps that may be in flight when one is planned. num_host_blocks: room for those that give way.
-
-        Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
-        when running sequences alone could fill a step, so that prompts would starve.
-        """
-        if capabilities.decodes and limits.max_step_tokens < limits.max_sequences:
-            raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
-        self.limits, self.capabilities, self.lag = limits, capabilities, lag
-        num_blocks, block_size = limits.num_blocks, limits.block_size
-        admission = admission or AdmissionPolicy()
-        if capabilities.decodes:
-            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag)
-            self._max_overtakes = admission.max_overtakes
-        else:
-            self.budget = MemoryBudget(num_blocks, block_size)
-            self._max_overtakes = 0
-        self.allocator = BlockAllocator(num_blocks)
-        self.builder = PlanBuilder()
-        self.prompts = PrefillBatcher()
-        self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
-        self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
-        self._num_admitted = 0
-        self._queue = WaitingQueue()
-        self._requests: dict[str, Request] = {}  # everything that holds anything
-        self._free_slots = list(range(limits.max_sequences))
-        self._ending: list[Request] = []  # over, but a step in flight still computes on their blocks
-        self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
-        self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
-        self._handing_over: dict[str, Request] = {}  # the step that completes their prompts is in flight
-        self._evicted: list[Request] = []  # not named yet
-        self._deadlines = Deadlines()
-        self._committed_step_id = -1
 
     def blocks_needed(self, request: Request) -> int:
         """Most blocks the request can ever need."""
@@ -129,11 +82,16 @@ class Residents:
         if not request.local_prefill:
             self._unloaded[request.request_id] = num_blocks_for(request.prompt_len, self.limits.block_size)
             return
-        block_ids = self._allocate_prompt(request)
-        for sequence in request.sequences:
-            self.builder.init_slot(request.slot_init(sequence))
-        self.builder.write_table(request.sequences[0].slot, 0, block_ids)
+        self._allocate_prompt(request)
         self.prompts.add(request)
+
+    def _take_slots(self, request: Request) -> None:
+        """The step being planned begins its prompt, so what is noted of its slots is over when the step is. Mutates."""
+        builder = self.prefill_lane.builder
+        for sequence in request.sequences:
+            builder.init_slot(request.slot_init(sequence))
+        first = request.sequences[0]
+        builder.write_table(first.slot, 0, tuple(first.block_ids))
 
     def _allocate_prompt(self, request: Request) -> tuple[int, ...]:
         block_ids = self.allocator.allocate(num_blocks_for(request.prompt_len, self.limits.block_size))
@@ -172,43 +130,59 @@ class Residents:
         return self._deadlines.next_s
 
     def _finish(self, request: Request, state: RequestState, now_s: float) -> None:
+        lane = self._lane_of(request)
         self.batch.discard(request.request_id)
         self._unloaded.pop(request.request_id, None)
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
         self._queue.discard(request.request_id)
         self.prompts.discard(request)
-        if request.last_step_id <= self._committed_step_id:
+        if lane.is_done_with(request):
             self._release(request)
             return
-        self._ending.append(request)
-        if request.request_id not in self.preemption:
+        lane.ending.append(request)
+        if request.request_id in self.preemption:
+            return
+        if lane is self.decode_lane:
             self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
+        else:  # after which of the rows' steps that will be is not known
+            self.budget.shrink(request.request_id, num_distinct_blocks(request))
 
-    def _step_committed(self, step_id: int) -> None:
-        """Everything up to `step_id` has run: blocks that waited for it go back."""
-        for request_id in self.preemption.step_committed(step_id):
-            self.budget.end(request_id)  # nothing of it is left in the pool
-        self._committed_step_id = step_id
-        due = [request for request in self._ending if request.last_step_id <= step_id]
-        if due:
-            self._ending = [request for request in self._ending if request.last_step_id > step_id]
-        for request in due:
+    def _lane_of(self, request: Request) -> Lane:
+        """The only one that can have steps in flight which compute on its blocks."""
+        return self.prefill_lane if request.state in _STATES_OF_PROMPTS else self.decode_lane
+
+    def _step_committed(self, lane: Lane, step_id: int) -> None:
+        """Everything up to `step_id` of this lane has run: blocks that waited for it go back."""
+        if lane is self.decode_lane:
+            for request_id in self.preemption.step_committed(step_id):
+                self.budget.end(request_id)  # nothing of it is left in the pool
+        for request in lane.committed(step_id):
             self._release(request)
+
+    @property
+    def _ending(self) -> list[Request]:
+        """Over, but a step in flight still computes on their blocks."""
+        if not self.has_two_lanes:
+            return self.decode_lane.ending
+        return self.prefill_lane.ending + self.decode_lane.ending
 
     def steps_abandoned(self) -> None:
         """No step launched or being planned will be committed (the engine failed): nothing waits for one. Mutates.
 
         Their tokens are lost, so the caller ends every request that is prefilling or running.
         """
-        self.builder.abandon()
-        self._step_committed(self.builder.next_step_id - 1)
+        for lane in (self.prefill_lane, self.decode_lane) if self.has_two_lanes else (self.decode_lane,):
+            lane.builder.abandon()
+            self._step_committed(lane, lane.builder.next_step_id - 1)
         self._project_from_now()
 
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""
         self.preemption.discard(request.request_id)
         self._handing_over.pop(request.request_id, None)
+        if self.has_two_lanes:
+            self.builder.forget(frozenset([sequence.slot for sequence in request.sequences]))
         for sequence in request.sequences:
             self.allocator.release(sequence.block_ids)
             sequence.block_ids = []
@@ -245,56 +219,3 @@ class Residents:
         request = self._requests[request_id]
         if request.is_over and not request.sequences:
             self._forget(request_id)
-
-    @property
-    def _num_available(self) -> int:
-        """Free blocks but those that are kept for reads to come."""
-        num_free = self.allocator.num_free
-        return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
-
-    # -- load, as policies see it ------------------------------------------------------------------
-
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    @property
-    def num_running(self) -> int:
-        """Slots in use, one per choice: also those of ended requests that a step in flight computes on."""
-        return self.limits.max_sequences - len(self._free_slots)
-
-    @property
-    def queued_prompt_tokens(self) -> int:
-        """Prompt tokens yet to be computed here, queued ones included."""
-        return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
-
-    def free_blocks(self) -> int:
-        """Blocks that a newcomer may use at every step to come."""
-        return 0 if self.preemption else self.budget.free_from(0)
-
-    def later_free_blocks(self) -> tuple[int, ...]:
-        """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""
-        later = self.budget.later_free()
-        return (0,) * len(later) if self.preemption else later
-
-    @property
-    def expected_tokens(self) -> int | None:
-        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
-        return self.budget.expected_tokens
-
-    def ledger(self) -> Ledger:
-        """Everything held. O(requests): for now and then, not for every step."""
-        states = [request.state for request in self._requests.values()]
-        num_leased = states.count(RequestState.LEASED)
-        num_over = sum(states.count(state) for state in TERMINAL_STATES)
-        return Ledger(
-            blocks=self.allocator.counts(),
-            promised_blocks=self.budget.promised,
-            budget_blocks=self.budget.num_blocks,
-            num_queued=len(self._queue),
-            queued_prompt_tokens=self.queued_prompt_tokens,
-            num_active=len(states) - len(self._queue) - num_leased - num_over,
-            num_leased=num_leased,
-            num_ending=num_over,
-            used_slots=self.limits.max_sequences - len(self._free_slots),
-        )

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.admission import num_distinct_blocks
 from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
 from scheduler.generated_token import Token
+from scheduler.giving_way import GivingWay
+from scheduler.lane import Lane
 from scheduler.outcome import PromptDone, StepEvents
 from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
-from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
-from scheduler.residents import Residents
 
 
-class Scheduler(Residents):
+class Scheduler(GivingWay):
     """What the requests of one engine compute, step by step, and what passes between it and other engines."""
 
     num_stalls = 0  # times that a request had to wait a step for a free block
@@ -84,42 +83,76 @@ class Scheduler(Residents):
     # -- steps -------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """What the next step does, or None when there is nothing to compute. Mutates."""
+        """What the next step does, or None when there is nothing to compute. Mutates. Where there is one lane."""
         self._project_from_now()
-        step_id = self.builder.next_step_id
-        rows: list[Slice] = []
-        stalled: list[Request] = []
-        if len(self.batch) or self.preemption:
-            self._bring_back(step_id, now_s)
-            self._make_room(step_id, now_s)
-            rows, stalled = self.batch.plan_rows(step_id, self._num_available)
+        rows, stalled = self._plan_rows(now_s)
         chunks: list[Slice] = []
-        completed: list[Request] = []
         if self.prompts:
-            token_budget = self.limits.max_step_tokens - sum([row.num_tokens for row in rows])
-            chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
-        for request in completed:
-            if request.hands_over:
-                self._handing_over[request.request_id] = request
-                continue
-            request.enter(RequestState.RUNNING, now_s)
-            for sequence in request.sequences:
-                sequence.num_planned = 1
-            self._start(request, step_id + 1)
+            chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
         plan = self.builder.build(rows, chunks)
-        self.num_stalls += len(stalled)
-        for request in stalled:
-            self.budget.running(request, self.builder.next_step_id)
+        self._stalled(stalled)
         return plan
 
-    def commit(self, output: StepOutput, now_s: float) -> StepEvents:
+    def plan_decode(self, now_s: float) -> StepPlan | None:
+        """What the next step of the decode lane does: rows only. As `plan`."""
+        self._project_from_now()
+        rows, stalled = self._plan_rows(now_s)
+        plan = self.builder.build(rows, [])
+        if plan is not None:
+            for request in stalled:  # what was noted of their slots is in this step, too
+                request.last_step_id = plan.step_id
+        self._stalled(stalled)
+        return plan
+
+    def plan_prefill(self, now_s: float) -> StepPlan | None:
+        """What the next step of the prefill lane does: parts of prompts only. As `plan`."""
+        if not self.prompts:
+            return None
+        return self.prefill_lane.builder.build([], self._plan_chunks(self.limits.max_step_tokens, now_s))
+
+    def _plan_rows(self, now_s: float) -> tuple[list[Slice], list[Request]]:
+        """Rows, and who must wait a step for a block."""
+        if not len(self.batch) and not self.preemption:
+            return [], []
+        step_id = self.builder.next_step_id
+        self._bring_back(step_id, now_s)
+        self._make_room(step_id, now_s)
+        return self.batch.plan_rows(step_id, self._num_available)
+
+    def _stalled(self, requests: list[Request]) -> None:
+        self.num_stalls += len(requests)
+        for request in requests:
+            self.budget.running(request, self.builder.next_step_id)
+
+    def _plan_chunks(self, token_budget: int, now_s: float) -> list[Slice]:
+        step_id = self.prefill_lane.builder.next_step_id
+        chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
+        for chunk in chunks:
+            if chunk.start == 0:
+                self._take_slots(self._requests[chunk.request_id])
+        for request in completed:
+            if request.hands_over or self.has_two_lanes:
+                self._handing_over[request.request_id] = request
+            else:
+                self._run(request, step_id + 1, now_s)
+        return chunks
+
+    def _run(self, request: Request, first_step: int, now_s: float) -> None:
+        """Its prompt is computed, or will be when it has its first row. Mutates."""
+        request.enter(RequestState.RUNNING, now_s)
+        for sequence in request.sequences:
+            sequence.num_planned = 1
+        self._start(request, first_step)
+
+    def commit(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> StepEvents:
         """A step has run: the tokens that count, and the prompts that it completed, each with its blocks held for the
-        transfer to come. Requests with all choices ended are released. Mutates.
+        transfer to come. Requests with all choices ended are released. Mutates. lane: whose step; None: there is one.
 
         A beam search has no tokens until it is over, and then all of them.
         """
         tokens, firsts, theirs = output.tokens, [], self._handing_over
         if theirs:
+            self._change_lanes(tokens, now_s)
             firsts = [token for token in tokens if token.request_id in theirs]
             tokens = tuple([token for token in tokens if token.request_id not in theirs])
         events: list[Token] = []
@@ -129,7 +162,7 @@ class Scheduler(Residents):
                 events.append(event)
         for accepted in output.accepted:
             self._settle(accepted)
-        self._step_committed(output.step_id)
+        self._step_committed(lane or self.decode_lane, output.step_id)
         for request in self.batch.beams.select():
             events += hypothesis_tokens(request)
             self._finish(request, RequestState.FINISHED, now_s)
@@ -140,6 +173,17 @@ class Scheduler(Residents):
         prompts = self._prompts_done(firsts, now_s) if firsts else ()
         self._project_from_now()
         return StepEvents(tuple(events), prompts)
+
+    def _change_lanes(self, tokens: Iterable[SampledToken], now_s: float) -> None:
+        """Requests that have their first tokens by a step of the prefill lane are decoded from now on. Mutates."""
+        for request_id in dict.fromkeys([token.request_id for token in tokens]):
+            request = self._handing_over.get(request_id)
+            if request is None or request.hands_over:
+                continue
+            del self._handing_over[request_id]
+            if not request.is_over:
+                request.last_step_id = -1  # of the other lane none yet
+                self._run(request, self.builder.next_step_id, now_s)
 
     def counts(self, token: SampledToken) -> bool:
         """Whether a sampled token is one of its request's, and not surplus."""
@@ -159,7 +203,7 @@ class Scheduler(Residents):
     def steps_passed(self, count: int) -> None:
         """As many steps as have been planned have been committed, and the running batch is as they left it. Mutates."""
         self.builder.next_step_id += count
-        self._committed_step_id += count
+        self.decode_lane.committed_step_id += count
         self._project_from_now()
 
     def _settle(self, accepted: Accepted) -> None:
@@ -176,11 +220,6 @@ class Scheduler(Residents):
             self._finish(request, RequestState.FINISHED, now_s)
         elif request.state is RequestState.RUNNING:
             self.budget.running(request, self.builder.next_step_id)
-
-    def take_evicted(self) -> tuple[Request, ...]:
-        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
-        evicted, self._evicted = tuple(self._evicted), []
-        return evicted
 
     # -- prompts that are handed over --------------------------------------------------------------
 
@@ -223,58 +262,6 @@ class Scheduler(Residents):
         request.enter(RequestState.LEASED, now_s)
         self._release(request)
         return block_ids
-
-    # -- memory that runs short --------------------------------------------------------------------
-
-    def _bring_back(self, step_id: int, now_s: float) -> None:
-        """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""
-        while (request := self.preemption.next_to_resume()) is not None:
-            num_blocks = self.preemption.num_blocks_of(request.request_id)
-            block_size, tables = self.limits.block_size, self.preemption.tables_of(request.request_id)
-            num_ahead = growth_blocks(request, block_size, block_size, tables)
-            room = self._num_available - self.preemption.num_protected_blocks()
-            if num_blocks + num_ahead > room or not self.budget.resume(request, num_blocks):
-                return
-            self.preemption.swap_in(request, step_id)
-            self.batch.resume(request)
-            request.enter(RequestState.RUNNING, now_s)
-
-    def _make_room(self, step_id: int, now_s: float) -> None:
-        """Preempt until the rows of this step have their blocks, now or when steps in flight have let go of them."""
-        requests = [request for request in self.batch.requests if not request.awaits_tokens]
-        if self._num_available >= sum([len(request.sequences) for request in requests]):
-            return
-        requests.sort(key=importance)
-        needed = {request.request_id: growth_blocks(request, 1, self.limits.block_size) for request in requests}
-        while sum(needed.values()) > self._num_available + self._num_coming():
-            victim = self._victim()
-            if victim is None:
-                return
-            del needed[victim.request_id]
-            self._preempt(victim, step_id, now_s)
-
-    def _num_coming(self) -> int:
-        """Blocks that come free with the commits of steps in flight."""
-        over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.spec.max_tokens)]
-        return self.preemption.num_cooling + sum(num_distinct_blocks(request) for request in over)
-
-    def _victim(self) -> Request | None:
-        """The least important that may be preempted. Never the only one: nobody would be helped."""
-        requests = self.batch.requests
-        able = [r for r in requests if num_planned(r) < r.spec.max_tokens and not self.preemption.is_protected(r)]
-        able = [r for r in able if not r.awaits_tokens]  # which of its blocks it keeps is not known
-        return max(able, key=importance) if able and len(requests) > 1 else None
-
-    def _preempt(self, request: Request, step_id: int, now_s: float) -> None:
-        num_blocks = num_distinct_blocks(request)
-        if self.preemption.swap_out(request, step_id):
-            request.enter(RequestState.PREEMPTED, now_s)
-            self.batch.pause(request)
-            self.budget.hold(request.request_id, num_blocks, step_id)
-        else:
-            self.preemption.num_evicted += 1
-            self._evicted.append(request)
-            self._finish(request, RequestState.EVICTED, now_s)
 
     def _start(self, request: Request, first_step: int) -> None:
         """Fork the prompt's blocks to the other choices (a search forks by itself) and join the running batch."""

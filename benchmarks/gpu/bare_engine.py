@@ -16,6 +16,7 @@ import torch
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.token_frames import TokenFrames
+from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationSpec, Token
@@ -28,6 +29,7 @@ from replicas.serving.device_runner import make_runner
 from replicas.settings import ModelSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE
+from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
@@ -94,8 +96,9 @@ class BareEngine:
         size: EngineSize,
         lag: int = 1,
         sender: RecordingSender | None = None,
+        lanes: LaneObjectives | None = None,
     ) -> None:
-        """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took."""
+        """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
         model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
@@ -109,24 +112,29 @@ class BareEngine:
             capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
-            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks
+            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None
         )
         self.self_check_difference = self_check(self.runner, loaded)
         self.runner.warm_up()
+        for share in self.runner.shares:
+            self_check(self.runner.beside(share), loaded)
         _wait_for(device)
         self.start_s = time.perf_counter() - started_s
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
-        self.scheduler = Scheduler(limits, DECODE, AdmissionPolicy(quantile=size.quantile), lag, size.num_host_blocks)
+        policy = AdmissionPolicy(quantile=size.quantile)
+        self.scheduler = Scheduler(limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None)
         parts = EngineParts(
             self.scheduler,
             self.runner,
             FaultPoints(None, pool.tensor),
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
             4,
+            objectives=lanes or LaneObjectives(),
         )
         self.sender = sender or RecordingSender()
         frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
-        self.engine = Engine("decode", parts, frames)
+        kind = Engine if lanes is None else TwoLaneEngine
+        self.engine = kind("decode", parts, frames)
 
     def __enter__(self) -> BareEngine:
         gc.collect()

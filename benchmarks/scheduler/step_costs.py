@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 
 from scheduler.capabilities import DECODE
+from scheduler.generated_token import Token
+from scheduler.generation_spec import GenerationSpec
 from scheduler.plan import SampledToken, StepOutput
 from scheduler.pool_limits import PoolLimits
 from scheduler.request import Request
@@ -54,12 +56,9 @@ def _running(num_rows: int, num_steps: int) -> Scheduler:
     num_blocks = num_rows * ((_PROMPT_LEN + num_steps) // _BLOCK_SIZE + 1)
     scheduler = Scheduler(PoolLimits(num_blocks, _BLOCK_SIZE, num_rows, 4 * num_rows), DECODE, lag=_LAG)
     for number in range(num_rows):
-        prompt_ids = tuple(range(_PROMPT_LEN))
-        request = Request(
-            f"r{number}", prompt_ids, (0,), num_steps, frozenset({-1}), SamplingParams(), 1e9, local_prefill=False
-        )
-        scheduler.submit(request, 0.0)
+        spec = GenerationSpec(tuple(range(_PROMPT_LEN)), (0,), num_steps, frozenset({-1}), SamplingParams())
+        scheduler.submit(Request(f"r{number}", spec, 1e9, local_prefill=False), 0.0)
     for request in scheduler.admit(0.0):
         scheduler.begin_load(request.request_id, 0.0)
-        scheduler.kv_ready(request.request_id, {0: (7, None)}, 0.0)
+        scheduler.kv_ready(request.request_id, (Token(request.request_id, 0, 0, 7, None),), 0.0)
     return scheduler

@@ -37,8 +37,8 @@ def layout_conflicts(layout: str, pools: PoolsConfig) -> Iterator[Conflict]:
     if layout == "split" and pools.prefill is None:
         reason = "missing; layout split needs both pools: add pools.prefill, or set layout: colocated"
         yield Conflict("pools.prefill", reason, reads)
-    if layout == "colocated" and pools.prefill is not None:
-        reason = "layout colocated deploys only the decode pool, which prefills too: remove pools.prefill, or set "
+    if layout != "split" and pools.prefill is not None:
+        reason = f"layout {layout} deploys only the decode pool, which prefills too: remove pools.prefill, or set "
         yield Conflict("pools.prefill", reason + "layout: split", reads)
 
 

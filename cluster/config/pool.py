@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from cluster.config.autoscaling import PoolAutoscalingConfig
-from cluster.config.section import Cpus, Gpus, NodeLabels, Section
+from cluster.config.section import Cpus, Gpus, NodeLabels, Seconds, Section
 
 
 class PoolConfig(Section):
@@ -112,6 +112,17 @@ class AdmissionConfig(Section):
     )
 
 
+class LanesConfig(Section):
+    """With layout two_lanes: how a card is divided between prompts and generation while both are there."""
+
+    ttft_s: Seconds = Field(
+        default=1.0, description="Longest time to the first token, its wait included, that the division aims at"
+    )
+    token_gap_s: Seconds = Field(
+        default=0.05, description="Longest time between two tokens of a stream that the division aims at"
+    )
+
+
 class DecodePoolConfig(PoolConfig):
     """A pool whose replicas hold requests until they end."""
 
@@ -124,6 +135,10 @@ class DecodePoolConfig(PoolConfig):
         description="Host memory of each replica for requests that are preempted; without, they are computed again. "
         "null: as much as its KV cache with output_length quantile, else none",
     )
+    lanes: LanesConfig = Field(
+        default=LanesConfig(),
+        description="With layout two_lanes: what the division of a card between its lanes aims at",
+    )
 
 
 class PoolsConfig(Section):
@@ -131,11 +146,11 @@ class PoolsConfig(Section):
 
     prefill: PoolConfig | None = Field(
         default=None,
-        description="Replicas that compute prompts and hand their KV cache over. Layout split needs it, colocated "
-        "has none",
+        description="Replicas that compute prompts and hand their KV cache over. Layout split needs it, the "
+        "others have none",
     )
     decode: DecodePoolConfig = Field(
-        description="Replicas that generate; with layout colocated they compute prompts too"
+        description="Replicas that generate; with layouts colocated and two_lanes they compute prompts too"
     )
 
     min_prefill_decode_ratio: float = Field(

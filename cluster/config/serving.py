@@ -29,9 +29,10 @@ class SharedConfig(Section):
     """What ingresses and engines go by alike."""
 
     model: ModelConfig = Field(default=ModelConfig(), description="The model that is served")
-    layout: Literal["split", "colocated"] = Field(
+    layout: Literal["split", "colocated", "two_lanes"] = Field(
         default="split",
-        description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too",
+        description="split: prefill and decode on separate pools. colocated: only the decode pool, which prefills too, "
+        "in the same steps. two_lanes: likewise, but in steps of their own beside those of generation",
     )
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")

@@ -27,6 +27,7 @@ from cluster.monitoring.ingress_metrics import (
 from replicas.metrics import metric_buckets as buckets
 from replicas.metrics.pool_metrics import (
     BLOCK_STATES,
+    LANES,
     OPEN_TRANSFERS,
     PACES,
     PREEMPTIONS,
@@ -124,11 +125,15 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "kv_transfer_errors": {"backend": None, "kind": TRANSFER_ERRORS},
     "kv_transfer_bytes": {"backend": None},
     "kv_transfer_busy_seconds": {"backend": None},
+    "lane_steps": {"pool": None, "lane": LANES},
+    "lane_busy_seconds": {"pool": None, "lane": LANES},
 }
 _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_blocks": {"pool": None, "state": BLOCK_STATES},
     "kv_cache_usage_ratio": {"pool": None},
     "host_kv_blocks": {"pool": None},
+    "lanes": {"pool": None},
+    "lane_processors": {"pool": None},
     "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},
     "kv_transfer_pairs": {"backend": None, "pace": PACES},
     "kv_transfer_rate_bytes_per_second": {"backend": None, "peer": None},

@@ -37,7 +37,7 @@ def build_shared_app(shared: SharedConfig, values: Mapping[str, Any]) -> Any:
 
     values: those of `shared`.
     """
-    names = ["decode"] if shared.layout == "colocated" else ["decode", "prefill"]
+    names = ["decode", "prefill"] if shared.layout == "split" else ["decode"]
     pools = {name: _bind_pool(name, shared, PoolSettings(name, dict(values)), {}) for name in names}
     return _bind_ingress(shared, IngressSettings(dict(values)), pools, {})
 

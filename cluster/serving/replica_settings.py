@@ -15,6 +15,7 @@ from cluster.serving.ingress import model_source
 from cluster.version import VERSION
 from replicas.settings import EngineSettings, ModelSettings
 from scheduler.admission import AdmissionPolicy
+from scheduler.lane_split import LaneObjectives
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> Engine
     if isinstance(pool, DecodePoolConfig):
         decode: dict[str, Any] = {"admission": admission_policy(pool.admission)}
     else:
-        decode = {"admission": AdmissionPolicy(), "host_memory_bytes": None}
+        decode = {"admission": AdmissionPolicy(), "host_memory_bytes": None, "lanes": LaneObjectives()}
     return by_names(
         EngineSettings,
         config,

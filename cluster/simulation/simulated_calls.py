@@ -13,6 +13,7 @@ from cluster.simulation.simulated_frame import SimulatedFrame
 from replicas.messages import EngineLoad
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.generated_token import Token
+from scheduler.lane import Lane
 from scheduler.plan import SampledToken, StepOutput
 from scheduler.request import Request, RequestState
 
@@ -58,9 +59,9 @@ class SimulatedCalls:
             tokens.append(SampledToken(request_id, 0, self.by_id[request_id].token(num_known)))
         return StepOutput(step.step_id, tuple(tokens))
 
-    def stepped(self, output: StepOutput, now_s: float) -> None:
-        """A step's tokens are known: commit them, and pass on what follows."""
-        events = self._core.commit(output, now_s)
+    def stepped(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> None:
+        """A step's tokens are known: commit them, and pass on what follows. lane: as `EngineCore.commit`."""
+        events = self._core.commit(output, now_s, lane)
         for event in events.tokens:
             self._count(event, now_s)
         for done in events.prompts:

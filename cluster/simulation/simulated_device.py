@@ -51,9 +51,13 @@ class SimulatedDevice:
         if self.is_shared:
             end_s = self._machine.launch(self._key, self._pool, start_s, step_s, self.steps.contention, goes_on)
         self.free_s = end_s
-        request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
+        return self._until(end_s, plan, shape)
+
+    def _until(self, end_s: float, plan: StepPlan, shape: StepShape) -> StepInFlight:
+        """A step that ends then. Mutates: counts it."""
+        request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         self.counts.num_steps += 1
         self.counts.num_rows += shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens

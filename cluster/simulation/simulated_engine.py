@@ -39,10 +39,11 @@ class SimulatedEngine:
         outlet: EngineOutlet,
         *,
         may_skip: bool = True,
+        core: EngineCore[StepInFlight] | None = None,
     ) -> None:
-        """may_skip: take steady steps many at once; the results are the same, only sooner."""
+        """may_skip: take steady steps many at once; the results are the same, only sooner. core: None: one lane."""
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
-        self.core: EngineCore[StepInFlight] = EngineCore(scheduler)
+        self.core: EngineCore[StepInFlight] = core or EngineCore(scheduler)
         self.counts = device.counts
         self._device, self._queue = device, queue
         self._may_skip = may_skip and scheduler.capabilities.decodes

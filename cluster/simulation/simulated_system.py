@@ -19,6 +19,7 @@ from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.simulated_device import SimulatedDevice
 from cluster.simulation.simulated_engine import SimulatedEngine
+from cluster.simulation.simulated_lanes import DividedDevice, SimulatedTwoLanes
 from cluster.simulation.simulated_network import SimulatedNetwork
 from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
@@ -52,7 +53,10 @@ class SystemRun:
 
 def shipped_decode(shape: SystemShape) -> Scheduler:
     """The decode scheduler as replicas.serving.engine_builder makes it."""
-    return Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
+    has_two_lanes = shape.decode.lanes is not None
+    return Scheduler(
+        shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks, has_two_lanes
+    )
 
 
 def _shipped_prefill(pool: PoolShape) -> Scheduler:
@@ -103,15 +107,19 @@ class SimulatedSystem:
         """A replica that takes work from now on; its name. Mutates. Raises KeyError for a pool that there is not."""
         theirs = self.pools[pool]
         name, key = theirs.next_name, sum(len(other.engines) for other in self.pools.values())
-        block_size = theirs.limits.block_size
-        device = SimulatedDevice(pool, key, theirs.steps, self.costs, self._machine, block_size)
-        scheduler = theirs.make_scheduler()
-        theirs.add(
-            SimulatedEngine(name, key, scheduler, device, self.costs, self.queue, self.network, may_skip=self._may_skip)
-        )
+        theirs.add(self._make_engine(theirs, name, key))
         for router in self.routers:
             router.wake(self.queue.now_s)
         return name
+
+    def _make_engine(self, pool: SimulatedPool, name: str, key: int) -> SimulatedEngine:
+        scheduler, shape = pool.make_scheduler(), self.shape.decode
+        of_device = pool.name, key, pool.steps, self.costs, self._machine, pool.limits.block_size
+        of_engine = self.costs, self.queue, self.network
+        if scheduler.has_two_lanes and shape.lanes is not None:
+            divided = DividedDevice(*of_device)
+            return SimulatedTwoLanes(name, key, scheduler, divided, *of_engine, shape.lanes, shape.shares)
+        return SimulatedEngine(name, key, scheduler, SimulatedDevice(*of_device), *of_engine, may_skip=self._may_skip)
 
     @property
     def routers(self) -> Sequence[SimulatedRouter]:

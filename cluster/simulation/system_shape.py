@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config.admission_settings import admission_policy
 from cluster.config.pool import PoolConfig
@@ -13,21 +13,28 @@ from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
+from scheduler.lane_split import LaneObjectives, LaneShare, measured_shares
 from scheduler.pool_limits import PoolLimits
+
+# Of the card whose rates are known: a simulation knows none of its own.
+_MEASURED_PROCESSORS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """Equal replicas. lag: as in the config."""
+    """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
+    ways to divide a replica's card."""
 
     num_replicas: int
     limits: PoolLimits
     lag: int
+    lanes: LaneObjectives | None = None
+    shares: tuple[LaneShare, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SystemShape:
-    """All that the simulation takes from a config. prefill None: colocated."""
+    """All that the simulation takes from a config. prefill None: decode computes prompts."""
 
     num_routers: int
     prefill: PoolShape | None
@@ -58,6 +65,9 @@ def shape_of(
     decode = _pool_shape("decode", pools.decode, num_decode, config, block_bytes, decode_tokens)
     policy = admission_policy(pools.decode.admission)
     host_bytes = pools.decode.host_memory_bytes
+    if config.layout == "two_lanes":
+        shares = measured_shares(_MEASURED_PROCESSORS) if pools.decode.device == "cuda" else ()
+        decode = replace(decode, lanes=by_names(LaneObjectives, pools.decode.lanes), shares=shares)
     return SystemShape(
         num_routers=config.ingress.first_replicas,
         prefill=_pool_shape("prefill", pools.prefill, num_prefill, config, block_bytes, prefill_tokens)

@@ -17,8 +17,8 @@
 {{- if and (eq $layout "split") (not (dig "pools" "prefill" nil $config)) -}}
 {{- fail "config.pools.prefill: missing; layout split needs both pools: add it, or set config.layout: colocated" -}}
 {{- end -}}
-{{- if and (eq $layout "colocated") (dig "pools" "prefill" nil $config) -}}
-{{- fail "config.pools.prefill: layout colocated deploys only the decode pool: set config.pools.prefill: null" -}}
+{{- if and (ne $layout "split") (dig "pools" "prefill" nil $config) -}}
+{{- fail (printf "config.pools.prefill: layout %s deploys only the decode pool: set config.pools.prefill: null" $layout) -}}
 {{- end -}}
 {{- if ne (dig "server" "host" "" $config) "0.0.0.0" -}}
 {{- fail "config.server.host: must be 0.0.0.0, or nothing outside the pod reaches the server" -}}

@@ -11,7 +11,7 @@
 
 {{/* Names of the pools that are deployed, as JSON. */}}
 {{- define "splitserve.pools" -}}
-{{- if eq (include "splitserve.layout" .) "colocated" -}}["decode"]{{- else -}}["prefill","decode"]{{- end -}}
+{{- if eq (include "splitserve.layout" .) "split" -}}["prefill","decode"]{{- else -}}["decode"]{{- end -}}
 {{- end -}}
 
 {{/* Names of the worker groups in use, as JSON. */}}
@@ -68,9 +68,9 @@
 {{- $host = and $host $group.hostPID $group.hostIPC -}}
 {{- end -}}
 {{- end -}}
-{{- if eq (include "splitserve.layout" .) "colocated" -}}
+{{- if ne (include "splitserve.layout" .) "split" -}}
 none
-Layout colocated hands no KV cache over.
+Layout {{ include "splitserve.layout" . }} hands no KV cache over.
 {{- else if and (not $spans) $cuda -}}
 CUDA IPC
 Prefill and decode share a pod, so KV moves from GPU to GPU, over NVLink where there is one.

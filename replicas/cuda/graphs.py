@@ -29,6 +29,8 @@ _BESIDE_ROWS = (
     (32, (64, 256, 512, 1024, 2304), (768, 1024, 1536, 2048)),
     (128, (64, 512, 2304), (1024, 2048)),
 )
+# Of prompts in steps without rows: lengths of chunks that may be anywhere, and fresh ones as above.
+_ANYWHERE_ALONE = (64, 256, 512, 1024, 2304)
 # Each pass reads all weights: more prompts than these are computed together, by hand.
 _MOST_PROMPTS = 4
 # A pass more takes as long as so many tokens more in one.
@@ -56,20 +58,31 @@ def prompt_shapes(most_rows: int, longest: int, *, has_fresh: bool) -> list[Prom
     return sorted(kept, key=lambda shape: (shape.num_tokens, shape.num_rows, not shape.is_fresh))
 
 
+def lone_prompt_shapes(longest: int, *, has_fresh: bool) -> list[PromptShape]:
+    """As `prompt_shapes`, of passes that never have rows beside them."""
+    fresh = [PromptShape(0, length, is_fresh=True) for length in _ALONE if has_fresh]
+    anywhere = [PromptShape(0, length, is_fresh=False) for length in _ANYWHERE_ALONE]
+    kept = [shape for shape in fresh + anywhere if shape.length <= max(longest, min(_ANYWHERE_ALONE))]
+    return sorted(kept, key=lambda shape: (shape.num_tokens, not shape.is_fresh))
+
+
 class StepGraph:
     """One captured pass. Its static input is filled by a pinned copy that torch keeps until it has run."""
 
-    def __init__(self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any) -> None:
-        """Capture `run`, which reads static_input. Launches it once before. Blocks."""
+    def __init__(
+        self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Capture `run`, which reads static_input. Launches it once before. Blocks. stream: whose multiprocessors it
+        keeps to; None: all of them."""
         self._input = static_input
         self._run = run  # what it holds (tensors made outside of the capture) must live as long as the graph
-        stream = torch.cuda.Stream()
+        captured_on, stream = stream, stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()  # whatever is compiled or allocated lazily must be so before
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        with torch.cuda.graph(self._graph, pool=pool, stream=captured_on):
             self._pass = run()
 
     def replay(self, values: torch.Tensor) -> Pass:
@@ -96,13 +109,26 @@ class PlannedPass:
 class StepGraphs:
     """All graphs of one runner. Capturing them writes KV at no position, so it harms nothing."""
 
-    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, longest: int, *, has_fresh: bool) -> None:
-        """longest: prompt; has_fresh: whether a library kernel may compute fresh ones."""
+    def __init__(
+        self,
+        model: Any,
+        slots: CudaSlots,
+        sharing: WorkSharing,
+        sizes: Sequence[int],
+        shapes: Sequence[PromptShape],
+        *,
+        memory: Any = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """sizes: of batches, ascending; shapes: of prompts' passes, those of the fewest tokens first. memory: a pool of
+        graphs that never run while these do; None: their own. stream: as for `StepGraph`.
+        """
         self._model = PassModel(model, slots, sharing)
         self._slots = slots
-        self._pool = torch.cuda.graph_pool_handle()
-        self._batch_sizes = batch_sizes(len(slots.sampling))
-        self._shapes = prompt_shapes(len(slots.sampling), longest, has_fresh=has_fresh)
+        self._pool = torch.cuda.graph_pool_handle() if memory is None else memory
+        self._stream = stream
+        self._batch_sizes = list(sizes)
+        self._shapes = list(shapes)
         self._decode: dict[int, tuple[DecodePass, StepGraph]] = {}
         self._prompts: dict[PromptShape, tuple[PromptPass, StepGraph]] = {}
 
@@ -110,11 +136,14 @@ class StepGraphs:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
         for shape in reversed(self._shapes):
             prompt = PromptPass(self._model, shape)
-            self._prompts[shape] = prompt, StepGraph(prompt.static_input, prompt.run, self._pool)
+            self._prompts[shape] = prompt, self._captured(prompt)
         for size in reversed(self._batch_sizes):
             decode = DecodePass(self._model, size)
-            self._decode[size] = decode, StepGraph(decode.static_input, decode.run, self._pool)
+            self._decode[size] = decode, self._captured(decode)
         return len(self._decode) + len(self._prompts)
+
+    def _captured(self, captured: PromptPass | DecodePass) -> StepGraph:
+        return StepGraph(captured.static_input, captured.run, self._pool, self._stream)
 
     def draw_all_ways(self) -> None:
         """Compile the kernels that draw tokens, whatever they are asked for. Blocks. The slots stay as they are."""
@@ -132,7 +161,7 @@ class StepGraphs:
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
         rows, chunks, planned = plan.rows, plan.chunks, []
-        if len(chunks) > _MOST_PROMPTS or len(rows) > self._batch_sizes[-1]:
+        if len(chunks) > _MOST_PROMPTS or len(rows) > max(self._batch_sizes, default=0):
             return None
         for chunk in chunks:
             shape = self._shape_of(chunk, 0)

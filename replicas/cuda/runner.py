@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
-from replicas.cuda.graphs import PlannedPass, StepGraphs
+from replicas.cuda.graph_passes import PromptShape
+from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
 from replicas.cuda.rotated_attention import RotatedAttention
 from replicas.cuda.skinny_linear import skinny_linear
-from replicas.cuda.slots import CudaSlots, SamplingKinds
+from replicas.cuda.slots import CudaSlots, SamplingKinds, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import TokensInFlight
 from replicas.kernels.dependent_launch import launches_early
@@ -29,6 +30,7 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores
+from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -70,12 +72,12 @@ class CudaRunner(ModelRunner):
         self._prepare(plan)
         passes = self._passes(plan)
         if passes and (kinds := self._slots.kinds(plan)).is_plain:
-            return self._keeping_fed(lambda: StepHandle(plan, *self._on_the_way(self._draw(passes, kinds), ())))
+            return self._keeping_fed(plan, lambda: StepHandle(plan, *self._on_the_way(self._draw(passes, kinds), ())))
         return self.choose(self._run_passes(passes, plan))
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, forbidden: torch.Tensor | None = None) -> StepHandle:
-        return self._keeping_fed(lambda: super(CudaRunner, self).choose(forwarded, forbidden))
+        return self._keeping_fed(forwarded.plan, lambda: super(CudaRunner, self).choose(forwarded, forbidden))
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
         return self._run_passes(self._passes(plan), plan)
@@ -87,13 +89,16 @@ class CudaRunner(ModelRunner):
     def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> ForwardHandle:
         return ForwardHandle(plan, _logits_of(passes)) if passes else super()._run(plan)
 
-    def _keeping_fed(self, choose: Callable[[], StepHandle]) -> StepHandle:
-        """If it fails, the step will be run again, in pieces: from the tokens it was planned with."""
+    def _keeping_fed(self, plan: StepPlan, choose: Callable[[], StepHandle]) -> StepHandle:
+        """If it fails, the step will be run again, in pieces: from the tokens it was planned with. Those of other slots
+        are another lane's."""
         fed = self._slots.last_token.clone()
         try:
             return choose()
         except Exception:
-            self._slots.last_token.copy_(fed)
+            slots = sorted({place.next_slot for place in SamplePlace.all_of(plan)})
+            own = numbers_to_device(slots, fed.device)
+            self._slots.last_token.index_copy_(0, own, fed[own])
             raise
 
     def _prepare(self, plan: StepPlan) -> None:
@@ -130,16 +135,10 @@ class CudaRunner(ModelRunner):
         Mutates pool blocks and slot 0.
         """
         started_s = time.monotonic()
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer in _decoder_layers(self._model, self._loaded.num_layers):
-            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
-        for length in _WARM_UP_LENGTHS:
-            self._run_prompt(min(length, self._max_model_len))
-        torch.cuda.synchronize()
+        self.compile_layers()
         compiled_s = time.monotonic()
-        self._graphs = StepGraphs(
-            self._model, self._slots, self._sharing, self._max_model_len, has_fresh=self._has_fresh
-        )
+        sizes = batch_sizes(self.num_slots)
+        self._graphs = StepGraphs(self._model, self._slots, self._sharing, sizes, self._prompt_shapes())
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -153,6 +152,19 @@ class CudaRunner(ModelRunner):
             },
         )
         return True
+
+    def compile_layers(self) -> None:
+        """And run them once for each way they are compiled. Blocks. Mutates pool blocks and slot 0."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        for layer in _decoder_layers(self._model, self._loaded.num_layers):
+            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
+        for length in _WARM_UP_LENGTHS:
+            self._run_prompt(min(length, self._max_model_len))
+        torch.cuda.synchronize()
+
+    def _prompt_shapes(self) -> list[PromptShape]:
+        """Of the graphs that compute prompts."""
+        return prompt_shapes(self.num_slots, self._max_model_len, has_fresh=self._has_fresh)
 
     @torch.inference_mode()
     def prepare_thread(self, max_step_tokens: int) -> None:
@@ -169,7 +181,7 @@ class CudaRunner(ModelRunner):
         blocks = tuple(range(-(-(length + 1) // self.pool.layout.block_size)))
         init = SlotInit(0, 0, SamplingParams(temperature=0.0), 1)
         chunk = Slice.of_prompt("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
-        super().launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
+        self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
         inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)

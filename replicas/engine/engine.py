@@ -27,6 +27,7 @@ import torch
 
 from replicas.engine.broken_output import broken_requests, without
 from replicas.engine.engine_parts import EngineParts
+from replicas.engine.engine_watch import Watched
 from replicas.engine.inbox import Inbox
 from replicas.engine.open_call import open_call
 from replicas.engine.open_calls import OpenCalls
@@ -45,6 +46,7 @@ from replicas.messages import (
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
+from scheduler.lane import Lane
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import RequestState
 
@@ -63,18 +65,19 @@ _MAX_LOOP_FAILURES = 3
 class Engine:
     """One engine thread around a scheduler and a runner."""
 
-    def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
-        """frames: what tokens leave by. Raises ValueError if it decodes and has none, or the other way round."""
+    def __init__(
+        self, name: str, parts: EngineParts, frames: TokenFrames | None = None, core: EngineCore[Any] | None = None
+    ) -> None:
+        """frames: what tokens leave by. core: what turns it; None: one lane. Raises ValueError if it decodes and has no
+        frames, or the other way round."""
         if parts.scheduler.capabilities.decodes != (frames is not None):
             raise ValueError(f"{name} engine: it has token frames if it decodes, and only then")
         self.name = name
         self.frames = frames
         self.scheduler = parts.scheduler
-        self.core: EngineCore[StepHandle | StepOutput] = EngineCore(parts.scheduler)
+        self.core: EngineCore[Any] = core or EngineCore(parts.scheduler)
         self.runner = parts.runner
-        self.faults = parts.faults
-        self.metrics = parts.metrics
-        self.recorder = parts.recorder
+        self.faults, self.metrics, self.recorder = parts.faults, parts.metrics, parts.recorder
         self._num_threads = parts.num_threads
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load)
         self.steps = StepClock()
@@ -86,7 +89,7 @@ class Engine:
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
         self._prepared: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"{name}-engine", daemon=True)
         self.last_beat_s = time.monotonic()
         self.status = EngineStatus(self.scheduler.ledger(), self._load())
 
@@ -94,7 +97,7 @@ class Engine:
 
     def start(self) -> None:
         """Blocks until its thread is ready for the first step. Raises what the runner raises."""
-        self._thread.start()
+        self.thread.start()
         self._prepared.result()
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -104,7 +107,7 @@ class Engine:
             self._stopping = True
 
         self._inbox.put(begin)
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
 
     def generate(self, call: GenerateCall) -> Future[GenerateReply]:
         """Queue a request. Any thread; does not block. The future is always answered."""
@@ -132,13 +135,12 @@ class Engine:
         """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
         return (
-            self._thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
+            self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
         )
 
-    @property
-    def thread(self) -> threading.Thread:
-        """The engine's own; for those that watch it."""
-        return self._thread
+    def watched(self) -> dict[str, Watched]:
+        """Its threads, for a watch."""
+        return {"engine": Watched(self.thread, lambda: self.last_beat_s)}
 
     @property
     def is_idle(self) -> bool:
@@ -167,7 +169,7 @@ class Engine:
     def _run(self) -> None:
         try:
             torch.set_num_threads(self._num_threads)
-            self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
+            self._prepare()
         except Exception as error:
             self._prepared.set_exception(error)
             return
@@ -187,6 +189,13 @@ class Engine:
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
         if self.frames is not None:
             self.frames.sender.shut_down()
+
+    def _prepare(self) -> None:
+        """Before the first turn. Blocks."""
+        self.runner.prepare_thread(self.scheduler.limits.max_step_tokens)
+
+    def _finish_steps(self) -> None:
+        self.runner.finish()
 
     def _iterate(self) -> None:
         self.faults.freeze(f"{self.name}.thread")
@@ -216,7 +225,10 @@ class Engine:
         except Exception as error:
             extra = {"event": "step_failed", "step": plan.step_id}
             logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-            handle = self._launch_in_pieces(plan)
+            isolated = run_isolated(self.runner, plan)
+            for request_id, failed_by in isolated.errors.items():
+                self.calls.fail(request_id, failed_by)
+            handle = isolated.output
         self.recorder.launched(plan, started_s)
         if isinstance(handle, StepHandle) and handle.is_running:
             self._timer.launched(plan, started_s)
@@ -228,21 +240,19 @@ class Engine:
         self.steps.count(plan, duration_s)
         self.metrics.step_done(duration_s)
 
-    def _launch_in_pieces(self, plan: StepPlan) -> StepOutput:
-        isolated = run_isolated(self.runner, plan)
-        for request_id, error in isolated.errors.items():
-            self.calls.fail(request_id, error)
-        return isolated.output
-
     def _commit(self, handle: StepHandle | StepOutput) -> None:
         output = handle.result() if isinstance(handle, StepHandle) else handle
         self.recorder.committed(output.step_id)
         if (timed := self._timer.committed(output.step_id, time.monotonic())) is not None:
             self._count(*timed)
+        self._take_output(output)
+
+    def _take_output(self, output: StepOutput, lane: Lane | None = None) -> None:
+        """What a step gave is passed on. lane: whose step it was; None: there is one."""
         broken = broken_requests(output, self.scheduler.counts)
         for request_id, (status, detail) in broken.items():
             self.calls.end(request_id, RequestState.FAILED, status, detail)
-        self.calls.stepped(without(output, broken) if broken else output, time.monotonic())
+        self.calls.stepped(without(output, broken) if broken else output, time.monotonic(), lane)
         self._num_loop_failures = 0
 
     def _flush(self, now_s: float) -> None:
@@ -263,7 +273,7 @@ class Engine:
     def _end_all(self, status: CallStatus, detail: str) -> None:
         """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
         try:
-            self.runner.finish()  # what was launched uses blocks that are about to be free
+            self._finish_steps()  # what was launched uses blocks that are about to be free
             self.core.abandon()
             if self._stopping:
                 self._inbox.run()  # nobody does after this

@@ -8,12 +8,13 @@ from replicas.engine.step_recorder import StepRecorder
 from replicas.fault_points import FaultPoints
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.model.model_runner import ModelRunner
+from scheduler.lane_split import LaneObjectives
 from scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What every engine is made of. num_threads: torch's, fixed."""
+    """What every engine is made of. num_threads: torch's, fixed. objectives: of one with two lanes."""
 
     scheduler: Scheduler
     runner: ModelRunner
@@ -21,3 +22,4 @@ class EngineParts:
     metrics: EngineMetrics
     num_threads: int
     recorder: StepRecorder = field(default_factory=StepRecorder)
+    objectives: LaneObjectives = field(default_factory=LaneObjectives)

@@ -14,6 +14,7 @@ from replicas.engine.token_frames import TokenFrames
 from replicas.messages import CallStatus, EngineLoad, GenerateCall, PromptLogprobs, Token
 from replicas.metrics.engine_metrics import EngineMetrics
 from scheduler.engine_core import EngineCore, Turn
+from scheduler.lane import Lane
 from scheduler.outcome import NeverFits, PromptDone
 from scheduler.plan import StepOutput
 from scheduler.request import RequestState
@@ -82,14 +83,14 @@ class OpenCalls:
             self._frames.add_admitted(opened)
         self._metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
 
-    def stepped(self, output: StepOutput, now_s: float) -> None:
-        """A step's tokens are known: commit them, and pass on what follows."""
+    def stepped(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> None:
+        """A step's tokens are known: commit them, and pass on what follows. lane: as `EngineCore.commit`."""
         for prompt in output.prompts:
             try:
                 self._pass_on_scores(prompt)
             except Exception as error:
                 self.fail(prompt.request_id, error)
-        events = self._core.commit(output, now_s)
+        events = self._core.commit(output, now_s, lane)
         for token in events.tokens:
             try:
                 self._send_token(token)

@@ -21,9 +21,19 @@ class StepRecorder:
     """
 
     def __init__(self, folder: str | None = None, pool: str = "") -> None:
+        self._folder = folder
         self._path = record_file(folder, pool) if folder is not None else None
         self._launched: deque[tuple[int, float, StepShape]] = deque()
         self._last_end_s = 0.0
+
+    def beside(self, pool: str) -> StepRecorder:
+        """One for steps that run beside these, as if those were another pool's."""
+        return StepRecorder(self._folder, pool)
+
+    def ran(self, plan: StepPlan, start_s: float, end_s: float) -> None:
+        """A step whose begin and end are known. Writes a line, as `committed`."""
+        if self._path is not None and not plan.is_empty:
+            self._write(StepRecord(start_s, end_s, StepShape.of(plan)).line())
 
     def launched(self, plan: StepPlan, now_s: float) -> None:
         """Its launch began at now_s."""

@@ -9,8 +9,9 @@ from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_thread import TransferSnapshot
 from replicas.messages import CallStatus, GenerateReply
 from replicas.metrics.engine_status import EngineStatus, StepClock
+from replicas.metrics.lane_clock import LaneClock
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.pool_metrics import PACES, PoolMetrics
+from replicas.metrics.pool_metrics import LANES, PACES, PoolMetrics
 
 
 class EngineMetrics:
@@ -67,6 +68,7 @@ class EngineMetrics:
         pool.prefilled_tokens.count_to(steps.num_prefilled_tokens)
         pool.forwarded_tokens.count_to(forwarded)
         pool.surplus_tokens.count_to(surplus)
+        self._count_lanes(steps)
         for result, count in transfers.results.items():
             pool.kv_transfers.count_to(count, result=result)
         for kind, count in transfers.errors.items():
@@ -83,6 +85,16 @@ class EngineMetrics:
             pool.kv_transfers_open.set(count, state=state)
         self._set_pairs(transfers.rates.values())
         return pool.snapshot()
+
+    def _count_lanes(self, steps: StepClock) -> None:
+        pool = self._pool
+        pool.lanes.set(2 if isinstance(steps, LaneClock) else 1)
+        if not isinstance(steps, LaneClock):
+            return
+        for lane in LANES:
+            pool.lane_steps.count_to(steps.num_lane_steps[lane], lane=lane)
+            pool.lane_busy.count_to(steps.lane_busy_s[lane], lane=lane)
+        pool.lane_processors.set(steps.num_processors)
 
     def _set_pairs(self, rates: Iterable[PairRate]) -> None:
         slowest_first = sorted(rates, key=lambda rate: rate.bytes_per_s)

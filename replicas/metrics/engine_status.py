@@ -11,7 +11,7 @@ from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 
 _STATUS_INTERVAL_S = 0.05
-_SMOOTHING = 0.1
+SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class StepClock:
         self.num_prefilled_tokens += num_prefill_tokens
         self.num_rows += plan.num_rows
         self.busy_s += duration_s
-        self.mean_s += (duration_s - self.mean_s) * (_SMOOTHING if self.num_steps > 1 else 1.0)
+        self.mean_s += (duration_s - self.mean_s) * (SMOOTHING if self.num_steps > 1 else 1.0)
         if num_prefill_tokens and duration_s > 0.0:
-            self._recent_tokens += num_prefill_tokens - _SMOOTHING * self._recent_tokens
-            self._recent_s += duration_s - _SMOOTHING * self._recent_s
+            self._recent_tokens += num_prefill_tokens - SMOOTHING * self._recent_tokens
+            self._recent_s += duration_s - SMOOTHING * self._recent_s
             self.prefill_tokens_per_s = self._recent_tokens / self._recent_s
 
     def due_for_status(self, now_s: float) -> bool:

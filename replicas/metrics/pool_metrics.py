@@ -11,6 +11,7 @@ from replicas.metrics.metric_set import MetricSet
 
 BLOCK_STATES = ("free", "reserved", "active", "leased")
 PREEMPTIONS = ("swap", "recompute")
+LANES = ("prefill", "decode")
 OPEN_TRANSFERS = ("leased", "expected", "waiting", "reading", "quarantined")
 # As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
 TRANSFER_RESULTS = (
@@ -35,6 +36,7 @@ class PoolMetrics(MetricSet):
         self._add_pairs({"backend": backend})
         self._add_times()
         self._add_tokens()
+        self._add_lanes()
 
     def set_kv_blocks(self, num_by_state: Mapping[str, int]) -> None:
         """Blocks in each of BLOCK_STATES (missing: 0), which add up to the pool, and the usage that follows."""
@@ -133,4 +135,25 @@ class PoolMetrics(MetricSet):
         )
         self.prefilled_tokens = self.counter(
             "splitserve_prefilled_tokens", "Prompt tokens computed", fixed=self.of_pool
+        )
+
+    def _add_lanes(self) -> None:
+        self.lanes = self.gauge(
+            "splitserve_lanes",
+            "2 where prompts are computed beside rows, 1 where in the same steps",
+            fixed=self.of_pool,
+        )
+        self.lane_steps = self.counter(
+            "splitserve_lane_steps", "Steps of each of two lanes", {"lane": LANES}, fixed=self.of_pool
+        )
+        self.lane_busy = self.counter(
+            "splitserve_lane_busy_seconds",
+            "Summed duration of the steps of each of two lanes",
+            {"lane": LANES},
+            fixed=self.of_pool,
+        )
+        self.lane_processors = self.gauge(
+            "splitserve_lane_processors",
+            "Multiprocessors of the prefill lane in its last step; 0: the whole card",
+            fixed=self.of_pool,
         )

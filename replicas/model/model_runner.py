@@ -22,6 +22,7 @@ from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score
 from replicas.sampling.sample_place import SamplePlace, accepted_of, counting
 from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from replicas.sampling.slot_state import SlotState
+from scheduler.lane_split import LaneShare
 from scheduler.plan import SampledToken, StepOutput, StepPlan
 
 
@@ -79,8 +80,14 @@ class StepHandle:
         return StepOutput(plan.step_id, tuple(compress(tokens, counts)), prompts, accepted_of(plan, counts))
 
 
+class NotDivisible(Exception):
+    """The device can't compute prompts beside rows; says why."""
+
+
 class ModelRunner:
-    """Owns the model, the pool's contents and the slots. Engine thread only."""
+    """Owns the model, the pool's contents and the slots. Engine thread only; with two lanes, a thread of each."""
+
+    shares: tuple[LaneShare, ...] = ()  # ways to divide the device between two lanes; none: they just run side by side
 
     def __init__(
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
@@ -135,6 +142,10 @@ class ModelRunner:
         logits = self.forward(plan).logits
         assert logits is not None, "an empty step has no logits"
         return logits
+
+    def beside(self, share: LaneShare) -> ModelRunner:
+        """What runs prompts beside this runner's rows, on that part of the device. After `warm_up`."""
+        return self
 
     def warm_up(self) -> bool:
         """Prepare what would delay the first steps. Blocks. Mutates pool blocks and slot 0; before serving.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,7 +26,7 @@ class KeptHiddenStates:
     """Context manager: what the decoder layers return while it is entered is kept, and gives logits of any position.
 
     They come from the model's own forward method, its decoder replaced by what it returned before: so whatever a
-    model does between its last layer and its logits is done here too.
+    model does between its last layer and its logits is done here too. Steps on other threads notice nothing of it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,6 +34,7 @@ class KeptHiddenStates:
         self._decoder = model.base_model
         self._inputs: Tensor | None = None
         self._output: Any = None
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> KeptHiddenStates:
         self._hook = self._decoder.register_forward_hook(self._keep, with_kwargs=True)
@@ -44,7 +46,8 @@ class KeptHiddenStates:
         self._hook.remove()
 
     def _keep(self, decoder: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-        self._inputs, self._output = keywords["input_ids"], output
+        if threading.get_ident() == self._thread:
+            self._inputs, self._output = keywords["input_ids"], output
 
     @property
     def device(self) -> torch.device:
@@ -57,7 +60,13 @@ class KeptHiddenStates:
 
     def logits(self, rows: Tensor) -> Tensor:
         """float32 [n, V] of flat tokens, int64 [n]. After leaving the context."""
-        self._decoder.forward = lambda *_, **__: self._output
+        decode = self._decoder.forward
+
+        def forward(*arguments: Any, **keywords: Any) -> Any:
+            is_ours = threading.get_ident() == self._thread
+            return self._output if is_ours else decode(*arguments, **keywords)
+
+        self._decoder.forward = forward
         try:
             output = self._model(input_ids=self._inputs, use_cache=False, logits_to_keep=rows)
         finally:

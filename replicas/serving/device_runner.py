@@ -8,9 +8,18 @@ from replicas.model.model_runner import ModelRunner
 
 
 def make_runner(
-    loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+    loaded: LoadedModel,
+    pool: KvPool,
+    num_slots: int,
+    max_model_len: int,
+    num_host_blocks: int = 0,
+    has_two_lanes: bool = False,
 ) -> ModelRunner:
-    """The runner for the pool's device. Raises UnsupportedModel."""
+    """The runner for the pool's device. Raises UnsupportedModel, and NotDivisible if it can't have two lanes."""
+    if pool.tensor.is_cuda and has_two_lanes:
+        from replicas.cuda.lane_runner import DividedRunner
+
+        return DividedRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)
     if pool.tensor.is_cuda:
         from replicas.cuda.runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
 

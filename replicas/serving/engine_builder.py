@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.token_frames import TokenFrames
+from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
@@ -29,7 +31,8 @@ from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.pool_metrics import PoolMetrics
-from replicas.model.model_loader import load_model
+from replicas.model.model_loader import LoadedModel, load_model
+from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
 from replicas.pool_size import num_host_blocks, pool_limits
@@ -72,7 +75,7 @@ class BuiltEngine:
     def watched(self) -> dict[str, Watched]:
         """Its threads, for a watch."""
         return {
-            "engine": Watched(self.engine.thread, lambda: self.engine.last_beat_s),
+            **self.engine.watched(),
             "kv-transfer": Watched(self.transfers.thread, lambda: self.transfers.last_poll_s),
         }
 
@@ -123,8 +126,11 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
-    scheduler = Scheduler(base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks)
-    engine = Engine(settings.pool, base.engine_parts(scheduler), frames)
+    scheduler = Scheduler(
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes
+    )
+    kind = TwoLaneEngine if base.has_two_lanes else Engine
+    engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
     return base.built(engine)
 
@@ -158,15 +164,14 @@ class _Base:
             else 0
         )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
-            self.runner = make_runner(
-                loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks
-            )
+            self.runner, self.has_two_lanes = self._make_runner(loaded)
         with naming_failures(type(loaded.model).__name__, "its self-check"):
             self_check(self.runner, loaded)
         _progress("self-check passed", started_s)
         with naming_failures(type(loaded.model).__name__, "its warm-up"):
             if self.runner.warm_up():
-                self_check(self.runner, loaded)
+                for runner in (self.runner, *[self.runner.beside(share) for share in self.runner.shares]):
+                    self_check(runner, loaded)
         self.pool.tensor.zero_()
         _progress("warm-up done", started_s)
         self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
@@ -182,10 +187,28 @@ class _Base:
             )
         )
 
+    def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
+        """And whether there are two lanes: where they are asked for and the device can have them."""
+        settings = self.settings
+        make = partial(
+            make_runner,
+            loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
+        )  # fmt: skip
+        if settings.layout != "two_lanes" or settings.pool != "decode":
+            return make(), False
+        try:
+            return make(has_two_lanes=True), True
+        except NotDivisible as error:
+            extra = {"event": "one_lane", "reason": str(error)}
+            logger.warning("no second lane here: prompts are computed in the steps of rows (%s)", error, extra=extra)
+            return make(), False
+
     def engine_parts(self, scheduler: Scheduler) -> EngineParts:
         settings = self.settings
         recorder = StepRecorder(settings.testing.step_record_dir, settings.pool)
-        return EngineParts(scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder)
+        return EngineParts(
+            scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder, settings.lanes
+        )
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor

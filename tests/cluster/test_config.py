@@ -182,6 +182,11 @@ WRONG: dict[str, tuple[dict[str, object], str, list[str]]] = {
         "pools.prefill: layout colocated deploys only the decode pool, which prefills too: remove pools.prefill",
         [],
     ),
+    "two lanes with prefill": (
+        {"layout": "two_lanes"},
+        "pools.prefill: layout two_lanes deploys only the decode pool, which prefills too: remove pools.prefill",
+        [],
+    ),
     "no size": (
         {"pools.decode": {}},
         "pools.decode: none is given; expected exactly one of kv_capacity_tokens, kv_memory_bytes, kv_memory_fraction",
@@ -447,7 +452,7 @@ def value_at(config: object, path: tuple[str, ...]) -> object:
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_shipped_config_loads_and_explains_its_keys(file: Path) -> None:
     # Unknown keys are refused, so a file that loads has none.
-    name = "Llama-3.1-8B-Instruct" if file.name.startswith("h100") else "SmolLM2-135M-Instruct"
+    name = "Llama-3.1-8B-Instruct" if file.name.startswith(("h100", "gpu")) else "SmolLM2-135M-Instruct"
     assert load_config(file).model.name == name
     lines, tree = file.read_text().splitlines(), KeyTree(Config.model_json_schema())
     for path, number in parse_yaml(file.read_text()).lines.items():

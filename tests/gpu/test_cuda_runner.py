@@ -68,7 +68,7 @@ class CalledGraph:
 
     num_replays = 0
 
-    def __init__(self, static_input: torch.Tensor, run: Callable[[], Any], pool: Any) -> None:
+    def __init__(self, static_input: torch.Tensor, run: Callable[[], Any], pool: Any, stream: Any) -> None:
         self._input, self._run = static_input, run
         run()
 

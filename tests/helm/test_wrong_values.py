@@ -31,6 +31,7 @@ WRONG = {
     "no such layout": ("config: {layout: together}", "/config/layout"),
     "split without prefill": ("config: {pools: {prefill: null}}", "config.pools.prefill"),
     "colocated with prefill": ("config: {layout: colocated}", "config.pools.prefill"),
+    "two lanes with prefill": ("config: {layout: two_lanes}", "config.pools.prefill"),
     "loopback only": ("config: {server: {host: 127.0.0.1}}", "config.server.host"),
     "tokens to loopback": ("config: {ingress: {channel_host: 127.0.0.1}}", "config.ingress.channel_host"),
     "keys nobody reads": ("apiKey: {existingSecret: keys}", "config.auth.api_keys_env"),

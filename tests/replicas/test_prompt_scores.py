@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,35 @@ def test_scores_equal_a_whole_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert [t for t, _ in position.top] == expected[index].topk(num_top or 0).indices.tolist()
     # Its decoder is its own again.
     assert "forward" not in vars(loaded.model.base_model)
+
+
+def test_steps_on_other_threads_notice_nothing(tmp_path: Path) -> None:
+    """While hidden states are kept, and while logits are made of them, another lane runs the same modules."""
+    save_tiny_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours, theirs = (torch.tensor([ids]) for ids in (PROMPTS[0], PROMPTS[3]))
+    with torch.inference_mode():
+        expected, others = (model(input_ids=ids, use_cache=False).logits[0] for ids in (ours, theirs))
+
+    def run_theirs(*_: object) -> None:
+        def run() -> None:
+            with torch.inference_mode():
+                seen.append(model(input_ids=theirs, use_cache=False).logits[0])
+
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=run)
+            other.start()
+            other.join()
+
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        with prompt_scores.KeptHiddenStates(model) as hidden:
+            model(input_ids=ours, use_cache=False)
+            run_theirs()
+        hook = model.lm_head.register_forward_pre_hook(run_theirs)
+        found = hidden.logits(torch.arange(len(PROMPTS[0])))
+        hook.remove()
+    assert len(seen) == 2
+    for logits in seen:
+        torch.testing.assert_close(logits, others)
+    torch.testing.assert_close(found, expected)

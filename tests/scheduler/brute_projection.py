@@ -72,7 +72,7 @@ class BruteProjection:
 
     def __init__(self, scheduler: Scheduler, budget: ProjectedBudget, admitted_at: dict[str, int]) -> None:
         self._scheduler, self._budget, self._admitted_at = scheduler, budget, admitted_at
-        self._lag = scheduler.lag
+        self._lag = budget._lag
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
         self.futures = [self._future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
@@ -98,7 +98,9 @@ class BruteProjection:
             return self._running(request)
         cooling = sum(c.num_blocks for c in scheduler.preemption._cooling if c.request_id == request_id)
         if request.sequences and (cooling or request_id not in scheduler.preemption):
-            until = request.last_step_id + self._lag
+            until: int | None = request.last_step_id + self._lag
+            if scheduler.has_two_lanes and any(ending is request for ending in scheduler.prefill_lane.ending):
+                until = None  # the steps of that lane are not those of the projection
             return Future(self.step, [num_distinct_blocks(request) + cooling], until)
         held = {block_id for sequence in request.sequences for block_id in sequence.block_ids} | set(in_transfer)
         return Future(self.step, [len(held)], None)

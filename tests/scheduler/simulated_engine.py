@@ -1,25 +1,28 @@
 """An engine loop around a scheduler and the paged model, which checks everything after every move.
 
 The loop is the engine's (scheduler.engine_core), looked at between the parts of a turn. A launched step may run at any
-time until its tokens are wanted, as on a GPU, while transfers go on beside it.
+time until its tokens are wanted, as on a GPU, while transfers go on beside it. With two lanes, also long before or
+behind any step of the other lane.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scheduler.admission import ProjectedBudget
 from scheduler.block_allocator import BlockCounts
-from scheduler.engine_core import EngineCore
+from scheduler.engine_core import EngineCore, Turn
 from scheduler.generated_token import Token
+from scheduler.lane import Lane
 from scheduler.memory_budget import MemoryBudget
 from scheduler.outcome import Ledger, PromptDone
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.scheduler import Scheduler
+from scheduler.two_lane_core import TwoLaneCore
 from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
@@ -55,7 +58,7 @@ class _EngineFails(Exception):
     """Stands for a bug somewhere in the loop."""
 
 
-class _CheckedCore(EngineCore[_Step]):
+class _Checks(EngineCore[_Step]):
     """Looks at everything between the parts of a turn."""
 
     def __init__(self, engine: SimulatedEngine) -> None:
@@ -80,6 +83,17 @@ class _CheckedCore(EngineCore[_Step]):
         return super()._plan(now_s)
 
 
+class _CheckedCore(_Checks, EngineCore[_Step]):
+    pass
+
+
+class _CheckedTwoLanes(_Checks, TwoLaneCore[_Step]):
+    def _plan_prompts(self, now_s: float) -> StepPlan | None:
+        if self._engine.fails_now():
+            raise _EngineFails
+        return super()._plan_prompts(now_s)
+
+
 class SimulatedEngine:
     """`on_event` hears what commits report, `on_end` of requests that the engine itself ended early."""
 
@@ -99,7 +113,8 @@ class SimulatedEngine:
         self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
         self.num_beams_swapped = 0  # plans in which a search was out of memory's way
         self._rng, self._faults, self._on_event, self._on_end = rng, faults, on_event, on_end
-        self._core = _CheckedCore(self)
+        self._core = _CheckedTwoLanes(self) if scheduler.has_two_lanes else _CheckedCore(self)
+        self.num_ahead = 0  # steps that ran though one of the other lane was launched before
         self.num_overtaken: Counter[str] = Counter()
         self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
@@ -135,18 +150,43 @@ class SimulatedEngine:
             assert request.state is RequestState.EVICTED
             self._on_end(request.request_id)
         if turn.plan is not None:
-            self._launch(turn.plan, now_s)
+            self._launch(turn.plan, now_s, self._core.launched)
             self.check()
-        for step in self._core.due(turn):
-            self._commit(step, now_s)
+        if isinstance(self._core, TwoLaneCore):
+            self._iterate_lanes(self._core, turn, now_s)
+        else:
+            for step in self._core.due(turn):
+                self._core.in_flight.appendleft(step)  # until its tokens are read
+                self._commit(step, now_s)
         assert turn.admitted == self._admitted
         return turn.admitted
 
+    def _iterate_lanes(self, core: TwoLaneCore[_Step], turn: Turn, now_s: float) -> None:
+        if turn.prompts is not None:
+            assert not turn.prompts.rows
+            assert not turn.prompts.swap_outs + turn.prompts.swap_ins
+            self._launch(turn.prompts, now_s, core.prefill_launched)
+            self.check()
+        assert turn.plan is None or not turn.plan.chunks
+        for steps in self._rng.sample(self._lanes, 2):
+            num_ready = self._rng.randint(0, len(steps))
+            for step in list(steps)[:num_ready]:
+                self._commit(step, now_s)
+
+    @property
+    def _lanes(self) -> list[deque[_Step]]:
+        core = self._core
+        return [core.in_flight, core.prompts_in_flight] if isinstance(core, TwoLaneCore) else [core.in_flight]
+
+    @property
+    def _in_flight(self) -> list[_Step]:
+        return [step for steps in self._lanes for step in steps]
+
     def run_some(self) -> None:
         """The device gets round to some of the steps in flight."""
-        steps = self._core.in_flight
-        for step in list(steps)[: self._rng.randint(0, len(steps))]:
-            self._run(step)
+        for steps in self._lanes:
+            for step in list(steps)[: self._rng.randint(0, len(steps))]:
+                self._run(step)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -212,7 +252,7 @@ class SimulatedEngine:
             peak = budget.projection.peak_with(budget.newcomer(head), budget.step)
             assert peak > budget.limit or budget.estimator, "the head would have fitted"
 
-    def _launch(self, plan: StepPlan, now_s: float) -> None:
+    def _launch(self, plan: StepPlan, now_s: float, launched: Callable[[_Step], None]) -> None:
         self._check_plan(plan)
         if plan.swap_outs:
             states = [request.state for request in self.scheduler._requests.values() if request.search is not None]
@@ -227,7 +267,7 @@ class SimulatedEngine:
         victim = self._victim(plan, self._faults.row_error)
         if victim is not None:  # as replicas.engine.step_isolation: the rest of the step runs
             plan = replace(plan, slices=tuple(part for part in plan.slices if part.request_id != victim))
-        self._core.launched(_Step(plan, frozenset(block_ids), host_ids))
+        launched(_Step(plan, frozenset(block_ids), host_ids))
         self.num_steps += 1
         self.num_rows += plan.num_rows
         if victim is not None:
@@ -236,6 +276,8 @@ class SimulatedEngine:
 
     def _run(self, step: _Step) -> None:
         if step.output is None:
+            older = self._in_flight[: self._in_flight.index(step)] if self.scheduler.has_two_lanes else []
+            self.num_ahead += any(other.output is None for other in older)
             step.output = self.runner.run(step.plan)
 
     def _commit(self, step: _Step, now_s: float) -> None:
@@ -244,17 +286,24 @@ class SimulatedEngine:
         output = step.output
         victim = self._victim(step.plan, self._faults.not_a_number)
         if victim is not None and self.scheduler.get(victim) is not None:
-            self._core.in_flight.appendleft(step)  # it has not been committed yet
             self.end(victim, RequestState.FAILED, now_s)
-            self._core.in_flight.popleft()
             self._on_end(victim)
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
         self._count_beams(output)
-        events = self._core.commit(output, now_s)
+        events = self._core.commit(output, now_s, self._take(step))
         for event in (*events.tokens, *events.prompts):
             self._on_event(event)
         self.check()
+
+    def _take(self, step: _Step) -> Lane | None:
+        """It is in flight no more; its lane, where there are two."""
+        if isinstance(self._core, TwoLaneCore):
+            lane = self._core.lane_of(step)
+            assert lane is not None
+            return lane
+        assert self._core.in_flight.popleft() is step
+        return None
 
     def _count_beams(self, output: StepOutput) -> None:
         for token in output.tokens:
@@ -271,7 +320,7 @@ class SimulatedEngine:
 
     def _fail(self, now_s: float) -> None:
         """As replicas.engine.engine after an exception anywhere."""
-        for step in self._core.in_flight:
+        for step in self._in_flight:
             self._run(step)
         self._core.abandon()
         for request in list(self.scheduler._requests.values()):
@@ -347,7 +396,7 @@ class SimulatedEngine:
         assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         free = set(scheduler.allocator._free)
-        for step in self._core.in_flight:
+        for step in self._in_flight:
             assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
         assert scheduler.ledger() == Ledger(
             blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
@@ -378,7 +427,7 @@ class SimulatedEngine:
         used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
         used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
         assert sorted([*used, *preemption._free_host_ids]) == list(range(preemption.num_host_blocks))
-        for step in self._core.in_flight:
+        for step in self._in_flight:
             assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
 
     def _check_promise(self, budget: MemoryBudget, request: Request, own: list[int], is_over: bool) -> None:
@@ -394,7 +443,7 @@ class SimulatedEngine:
 
     def check_at_rest(self) -> None:
         """Nothing is left of anything."""
-        assert not self._core.in_flight
+        assert not self._in_flight
         assert self.scheduler.ledger() == self.baseline
         assert not self.scheduler._requests
         assert not self.scheduler._ending

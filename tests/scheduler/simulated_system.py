@@ -48,6 +48,7 @@ class Workload:
     beam_rate: float = 0.0  # part of the requests that are beam searches
     all_able: bool = False  # both engines can do everything
     known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
+    two_lanes: bool = False  # each computes prompts beside its rows
 
 
 class Status(Enum):
@@ -104,11 +105,13 @@ class SimulatedSystem:
             workload.admission,
             workload.lag,
             num_host_blocks=int(decode_blocks * workload.host_share),
+            has_two_lanes=workload.two_lanes,
         )
         source = prefill_scheduler(prefill, workload.lag)
         if workload.all_able:
             prefill = replace(prefill, max_step_tokens=prefill.max_step_tokens + prefill.max_sequences)
-            source = Scheduler(prefill, ALL_ABLE, workload.admission, workload.lag)
+            two_lanes = workload.two_lanes
+            source = Scheduler(prefill, ALL_ABLE, workload.admission, workload.lag, has_two_lanes=two_lanes)
         self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
@@ -128,7 +131,7 @@ class SimulatedSystem:
                     action()
             self.now_s += rng.random()
             assert self.now_s < 10.0 * self.workload.num_requests, "requests hang"
-        for _ in range(3):  # steps in flight behind the last stop
+        for _ in range(30 if self.workload.two_lanes else 3):  # steps in flight behind the last stop
             self._iterate_decode()
             self._iterate_prefill()
         self._check_end()

@@ -1,0 +1,153 @@
+"""One lane's steps, one behind the other, on a thread of its own: launched, waited for, and told.
+
+Plans are applied here, not where they are made: what a plan changes of slots and blocks is then in order with the
+steps of this lane, and no step of the other lane looks at it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from replicas.engine.step_isolation import run_isolated
+from replicas.model.model_runner import ModelRunner, StepHandle
+from scheduler.plan import StepOutput, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class LaneStep:
+    """A plan in a lane, and what came of it: its output and the error of each request that failed in it; or failure,
+    after which its blocks cannot be trusted. started_s: when it was launched or the one before it had ended.
+    """
+
+    plan: StepPlan
+    runner: ModelRunner
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    output: StepOutput | None = None
+    errors: dict[str, Exception] = field(default_factory=dict)
+    failure: Exception | None = None
+
+
+class LaneThread:
+    """`submit` and `finish` are for the engine's thread."""
+
+    def __init__(self, name: str, num_threads: int, done: Callable[[LaneStep], None]) -> None:
+        """num_threads: torch's. done: called on this thread when a step has run, in their order; does not block."""
+        self._num_threads = num_threads
+        self._done = done
+        self._steps: queue.SimpleQueue[LaneStep | None] = queue.SimpleQueue()
+        self._launched: deque[tuple[LaneStep, StepHandle | StepOutput]] = deque()
+        self._prepared: Future[None] = Future()
+        self._idle = threading.Condition()
+        self._num_open = 0  # submitted, not done
+        self._has_failed = False  # nothing runs until `finish` says that all of it is forgotten
+        self._progress_s = 0.0
+        self._prepare: Callable[[], None] | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def start(self, prepare: Callable[[], None]) -> None:
+        """prepare: run on the thread before its first step. Blocks for it. Raises what it raises."""
+        self._prepare = prepare
+        self.thread.start()
+        self._prepared.result()
+
+    def submit(self, plan: StepPlan, runner: ModelRunner) -> LaneStep:
+        """Have the runner do the plan, behind what was submitted before. Does not block."""
+        step = LaneStep(plan, runner)
+        with self._idle:
+            if not self._num_open:
+                self._progress_s = time.monotonic()
+            self._num_open += 1
+        self._steps.put(step)
+        return step
+
+    def finish(self) -> None:
+        """Block until nothing that was submitted runs any more; what of it was to come is not run."""
+        with self._idle:
+            self._has_failed = True
+            self._idle.wait_for(lambda: not self._num_open or not self.thread.is_alive())
+            self._has_failed = False
+
+    def stop(self, timeout_s: float) -> None:
+        """After `finish`. Blocks until the thread has ended or the time is up."""
+        self._steps.put(None)
+        if self.thread.is_alive():
+            self.thread.join(timeout_s)
+
+    # -- any thread --------------------------------------------------------------------------------
+
+    @property
+    def beat_s(self) -> float:
+        """When it came round last: now, if it has nothing to do."""
+        return self._progress_s if self._num_open else time.monotonic()
+
+    # -- its own -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            torch.set_num_threads(self._num_threads)
+            if self._prepare is not None:
+                self._prepare()
+        except Exception as error:
+            self._prepared.set_exception(error)
+            return
+        self._prepared.set_result(None)
+        while True:
+            try:
+                step = self._steps.get(block=not self._launched)
+            except queue.Empty:
+                self._await_oldest()
+                continue
+            if step is None:
+                return
+            self._launch(step)
+
+    def _launch(self, step: LaneStep) -> None:
+        """Launched before the one in front of it is waited for: the device goes on without a pause."""
+        step.started_s = time.monotonic()
+        handle: StepHandle | StepOutput = StepOutput(step.plan.step_id, ())
+        if not self._has_failed:
+            try:
+                handle = self._launched_step(step)
+            except Exception as error:
+                step.failure = error
+                self._has_failed = True
+        self._launched.append((step, handle))
+
+    @staticmethod
+    def _launched_step(step: LaneStep) -> StepHandle | StepOutput:
+        try:
+            return step.runner.launch(step.plan)
+        except Exception as error:
+            extra = {"event": "step_failed", "step": step.plan.step_id}
+            logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
+            isolated = run_isolated(step.runner, step.plan)
+            step.errors = isolated.errors
+            return isolated.output
+
+    def _await_oldest(self) -> None:
+        step, handle = self._launched.popleft()
+        try:
+            step.output = handle.result() if isinstance(handle, StepHandle) else handle
+        except Exception as error:
+            step.failure = error
+            self._has_failed = True
+        step.started_s = max(step.started_s, self._progress_s)
+        step.ended_s = self._progress_s = time.monotonic()
+        self._done(step)
+        with self._idle:
+            self._num_open -= 1
+            self._idle.notify_all()

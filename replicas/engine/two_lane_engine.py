@@ -1,0 +1,116 @@
+"""An engine whose prompts and rows are computed at the same time: two lanes, each with a thread, over one scheduler.
+
+    inbox (steps that have run are committed) -> turn (expire, admit, plan both lanes) -> submit -> flush -> wait
+
+A stream never waits for a prompt's step. The handoff is a change of owner: when the step that ends a prompt is
+committed, its blocks and slots are the decode lane's.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from replicas.engine.engine import Engine
+from replicas.engine.engine_parts import EngineParts
+from replicas.engine.engine_watch import Watched
+from replicas.engine.lane_thread import LaneStep, LaneThread
+from replicas.engine.token_frames import TokenFrames
+from replicas.metrics.engine_status import EngineStatus
+from replicas.metrics.lane_clock import LaneClock
+from scheduler.lane_split import ALONE, choose_share
+from scheduler.two_lane_core import TwoLaneCore
+
+_HELD_POLL_S = 0.01
+_MAX_IDLE_S = 0.5
+_STOP_S = 5.0
+
+
+class TwoLaneEngine(Engine):
+    """As Engine. parts.scheduler must have two lanes."""
+
+    core: TwoLaneCore[LaneStep]
+
+    def __init__(self, name: str, parts: EngineParts, frames: TokenFrames | None = None) -> None:
+        super().__init__(name, parts, frames, TwoLaneCore(parts.scheduler))
+        self._objectives = parts.objectives
+        self._prompt_recorder = parts.recorder.beside("prefill")
+        self.steps: LaneClock = LaneClock()
+        self._share = ALONE  # of the prompts that are computed now
+        self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
+        self._prefill = LaneThread("prefill-lane", parts.num_threads, self._on_step)
+
+    @property
+    def _lanes(self) -> tuple[LaneThread, LaneThread]:
+        return self._decode, self._prefill
+
+    def is_healthy(self, max_silence_s: float) -> bool:
+        oldest_s = time.monotonic() - max_silence_s
+        return super().is_healthy(max_silence_s) and all(
+            lane.thread.is_alive() and lane.beat_s > oldest_s for lane in self._lanes
+        )
+
+    def watched(self) -> dict[str, Watched]:
+        lanes = {lane.thread.name: Watched(lane.thread, partial(getattr, lane, "beat_s")) for lane in self._lanes}
+        return super().watched() | lanes
+
+    # -- the lanes' threads ------------------------------------------------------------------------
+
+    def _on_step(self, step: LaneStep) -> None:
+        self._inbox.put(partial(self._commit_step, step))
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        super()._run()
+        for lane in self._lanes:
+            lane.stop(_STOP_S)
+
+    def _prepare(self) -> None:
+        self._decode.start(lambda: None)  # libraries prepare prompts only
+        self._prefill.start(super()._prepare)
+
+    def _finish_steps(self) -> None:
+        for lane in self._lanes:
+            lane.finish()
+        super()._finish_steps()
+
+    def _iterate(self) -> None:
+        self.faults.freeze(f"{self.name}.thread")
+        now_s = time.monotonic()
+        self.last_beat_s = now_s
+        self._inbox.run()
+        may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
+        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
+        self.calls.turned(turn)
+        if turn.plan is not None:
+            self.core.launched(self._decode.submit(turn.plan, self.runner))
+        if turn.prompts is not None:
+            load = self.core.prompt_load(turn.prompts, now_s, self.steps.rates)
+            self._share = choose_share(load, self._objectives, self.runner.shares)
+            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share)))
+        self._flush(now_s)
+        is_planned = turn.plan is not None or turn.prompts is not None
+        if not is_planned or self.steps.due_for_status(now_s):
+            self.status = EngineStatus(self.scheduler.ledger(), self._load())
+        # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
+        if not turn.expired and not turn.evicted:
+            self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
+
+    def _commit_step(self, step: LaneStep) -> None:
+        """A step has run. Raises what made it fail as a whole, and what the books raise."""
+        lane = self.core.lane_of(step)
+        if lane is None:
+            return  # it was abandoned
+        if step.failure is not None:
+            raise step.failure
+        assert step.output is not None
+        for request_id, error in step.errors.items():
+            self.calls.fail(request_id, error)
+        duration_s = step.ended_s - step.started_s
+        is_alone = not step.plan.chunks and not self.core.prompts_in_flight
+        self.steps.count_lane(step.plan, duration_s, ALONE if is_alone else self._share)
+        self.metrics.step_done(duration_s)
+        recorder = self._prompt_recorder if step.plan.chunks else self.recorder
+        recorder.ran(step.plan, step.started_s, step.ended_s)
+        self._take_output(step.output, lane)

@@ -1,0 +1,67 @@
+"""Who gives way when memory runs short, and who comes back: the least important, and the most important first."""
+
+from __future__ import annotations
+
+from scheduler.admission import num_distinct_blocks
+from scheduler.preemption import growth_blocks, importance, num_planned
+from scheduler.request import Request, RequestState
+from scheduler.residents import Residents
+
+
+class GivingWay(Residents):
+    """Within the plan of a step of rows: what is swapped is part of it."""
+
+    def take_evicted(self) -> tuple[Request, ...]:
+        """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
+        evicted, self._evicted = tuple(self._evicted), []
+        return evicted
+
+    def _bring_back(self, step_id: int, now_s: float) -> None:
+        """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""
+        while (request := self.preemption.next_to_resume()) is not None:
+            num_blocks = self.preemption.num_blocks_of(request.request_id)
+            block_size, tables = self.limits.block_size, self.preemption.tables_of(request.request_id)
+            num_ahead = growth_blocks(request, block_size, block_size, tables)
+            room = self._num_available - self.preemption.num_protected_blocks()
+            if num_blocks + num_ahead > room or not self.budget.resume(request, num_blocks):
+                return
+            self.preemption.swap_in(request, step_id)
+            self.batch.resume(request)
+            request.enter(RequestState.RUNNING, now_s)
+
+    def _make_room(self, step_id: int, now_s: float) -> None:
+        """Preempt until the rows of this step have their blocks, now or when steps in flight have let go of them."""
+        requests = [request for request in self.batch.requests if not request.awaits_tokens]
+        if self._num_available >= sum([len(request.sequences) for request in requests]):
+            return
+        requests.sort(key=importance)
+        needed = {request.request_id: growth_blocks(request, 1, self.limits.block_size) for request in requests}
+        while sum(needed.values()) > self._num_available + self._num_coming():
+            victim = self._victim()
+            if victim is None:
+                return
+            del needed[victim.request_id]
+            self._preempt(victim, step_id, now_s)
+
+    def _num_coming(self) -> int:
+        """Blocks that come free with the commits of steps in flight."""
+        over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.spec.max_tokens)]
+        return self.preemption.num_cooling + sum(num_distinct_blocks(request) for request in over)
+
+    def _victim(self) -> Request | None:
+        """The least important that may be preempted. Never the only one: nobody would be helped."""
+        requests = self.batch.requests
+        able = [r for r in requests if num_planned(r) < r.spec.max_tokens and not self.preemption.is_protected(r)]
+        able = [r for r in able if not r.awaits_tokens]  # which of its blocks it keeps is not known
+        return max(able, key=importance) if able and len(requests) > 1 else None
+
+    def _preempt(self, request: Request, step_id: int, now_s: float) -> None:
+        num_blocks = num_distinct_blocks(request)
+        if self.preemption.swap_out(request, step_id):
+            request.enter(RequestState.PREEMPTED, now_s)
+            self.batch.pause(request)
+            self.budget.hold(request.request_id, num_blocks, step_id)
+        else:
+            self.preemption.num_evicted += 1
+            self._evicted.append(request)
+            self._finish(request, RequestState.EVICTED, now_s)

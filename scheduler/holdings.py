@@ -1,0 +1,138 @@
+"""What an engine holds, and what others are told of it: its lanes, queue, memory, slots and requests.
+
+All methods run on the engine thread; none blocks; `now_s` is monotonic.
+"""
+
+from __future__ import annotations
+
+from scheduler.admission import AdmissionPolicy, ProjectedBudget
+from scheduler.block_allocator import BlockAllocator
+from scheduler.capabilities import Capabilities
+from scheduler.deadlines import Deadlines
+from scheduler.decode_batcher import DecodeBatcher
+from scheduler.lane import Lane
+from scheduler.memory_budget import Budget, MemoryBudget
+from scheduler.outcome import Ledger
+from scheduler.pool_limits import PoolLimits
+from scheduler.preemption import Preemption
+from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.request import TERMINAL_STATES, Request, RequestState
+from scheduler.waiting_queue import WaitingQueue
+
+_STATES_WITHOUT_TOKENS = (RequestState.QUEUED, RequestState.ADMITTED, RequestState.PREFILLING)
+
+
+class Holdings:
+    """Residents, built on it, say who comes and goes."""
+
+    budget: Budget
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        capabilities: Capabilities,
+        admission: AdmissionPolicy | None = None,
+        lag: int = 0,
+        num_host_blocks: int = 0,
+        has_two_lanes: bool = False,
+    ) -> None:
+        """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
+        way. has_two_lanes: prompts are computed in steps of their own, beside those of rows.
+
+        Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
+        when running sequences alone could fill a step, so that prompts would starve.
+        """
+        if capabilities.decodes and not has_two_lanes and limits.max_step_tokens < limits.max_sequences:
+            raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
+        self.limits, self.capabilities, self.lag = limits, capabilities, lag
+        num_blocks, block_size = limits.num_blocks, limits.block_size
+        admission = admission or AdmissionPolicy()
+        if capabilities.decodes:
+            # Of two lanes one may be full while the other is looked at: as if a step more were in flight.
+            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes)
+            self._max_overtakes = admission.max_overtakes
+        else:
+            self.budget = MemoryBudget(num_blocks, block_size)
+            self._max_overtakes = 0
+        self.allocator = BlockAllocator(num_blocks)
+        self.has_two_lanes = has_two_lanes
+        self.decode_lane = Lane()
+        self.prefill_lane = Lane() if has_two_lanes else self.decode_lane
+        self.builder = self.decode_lane.builder
+        self.prompts = PrefillBatcher()
+        self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
+        self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
+        self._num_admitted = 0
+        self._queue = WaitingQueue()
+        self._requests: dict[str, Request] = {}  # everything that holds anything
+        self._free_slots = list(range(limits.max_sequences))
+        self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
+        self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
+        # The step that completes their prompts is in flight, and before its end nothing can follow: they hand over, to
+        # another engine or to the other lane.
+        self._handing_over: dict[str, Request] = {}
+        self._evicted: list[Request] = []  # not named yet
+        self._deadlines = Deadlines()
+
+    @property
+    def _num_available(self) -> int:
+        """Free blocks but those that are kept for reads to come."""
+        num_free = self.allocator.num_free
+        return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
+
+    # -- load, as policies see it ------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Slots in use, one per choice: also those of ended requests that a step in flight computes on."""
+        return self.limits.max_sequences - len(self._free_slots)
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Prompt tokens yet to be computed here, queued ones included."""
+        return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
+
+    @property
+    def num_changing_lanes(self) -> int:
+        """Requests that the step which ends their prompt, in flight now, makes rows."""
+        return sum([not request.hands_over for request in self._handing_over.values()])
+
+    def oldest_prompt_s(self, now_s: float) -> float:
+        """How long the prompt has waited that waits longest for its first token; 0.0: there is none. O(requests)."""
+        waiting = [request for request in self._requests.values() if request.state in _STATES_WITHOUT_TOKENS]
+        return max((now_s - request.entered_s[RequestState.QUEUED] for request in waiting), default=0.0)
+
+    def free_blocks(self) -> int:
+        """Blocks that a newcomer may use at every step to come."""
+        return 0 if self.preemption else self.budget.free_from(0)
+
+    def later_free_blocks(self) -> tuple[int, ...]:
+        """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""
+        later = self.budget.later_free()
+        return (0,) * len(later) if self.preemption else later
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
+        return self.budget.expected_tokens
+
+    def ledger(self) -> Ledger:
+        """Everything held. O(requests): for now and then, not for every step."""
+        states = [request.state for request in self._requests.values()]
+        num_leased = states.count(RequestState.LEASED)
+        num_over = sum(states.count(state) for state in TERMINAL_STATES)
+        return Ledger(
+            blocks=self.allocator.counts(),
+            promised_blocks=self.budget.promised,
+            budget_blocks=self.budget.num_blocks,
+            num_queued=len(self._queue),
+            queued_prompt_tokens=self.queued_prompt_tokens,
+            num_active=len(states) - len(self._queue) - num_leased - num_over,
+            num_leased=num_leased,
+            num_ending=num_over,
+            used_slots=self.limits.max_sequences - len(self._free_slots),
+        )
