@@ -134,9 +134,7 @@ class Engine:
     def is_healthy(self, max_silence_s: float) -> bool:
         """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
-        return (
-            self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
-        )
+        return self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
 
     def watched(self) -> dict[str, Watched]:
         """Its threads, for a watch."""
