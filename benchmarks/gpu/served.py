@@ -1,7 +1,7 @@
 """python -m benchmarks.gpu.served --shape FILE.json --tokenizer FOLDER: this server and `vllm serve` on one card.
 
 One after the other, with the same load from the same client (benchmarks.load): Poisson arrivals, prompts of random
-token ids, ignore_eos, streamed. Ours is started from a config file (default: configs/h100-colocated.yaml) with another
+token ids, ignore_eos, streamed. Ours is started from a config file (default: configs/gpu-colocated.yaml) with another
 model and load format; vLLM with its defaults, but no prefix cache. --starts 2 starts ours twice: the second time
 the compile cache is warm. Prints a table, last; --out gets everything as JSON.
 """
@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "h100-colocated.yaml")
+    parser.add_argument("--config", type=Path, default=_ROOT / "configs" / "gpu-colocated.yaml")
     parser.add_argument("--vllm-site", type=Path, help="without it only ours is measured")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0])
     parser.add_argument("--num-requests", type=int, default=160)
