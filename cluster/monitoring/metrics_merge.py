@@ -21,7 +21,7 @@ def merge(snapshots: Mapping[str, Sequence[FamilySnapshot]]) -> bytes:
 
     A family that two replicas know by different types (during an upgrade) keeps the type seen first; samples of the
     other are left out, with a log line. So is what is not a snapshot: one replica must not fail the scrape of all.
-    Takes 1 to 3 ms a replica: call it off the event loop.
+    Takes milliseconds a replica: call it off the event loop.
     """
     return generate_latest(_Families(_merged(snapshots)))
 

@@ -11,8 +11,8 @@ from cluster.config.section import Section
 Cost = Annotated[float, Field(ge=0, le=3_600)]
 
 
-# Up to so many rows a product runs at the speed of memory-bound code, beyond at that of matrix code: on a 2-core CPU
-# steps of 1, 4 and 16 rows take 70, 137 and 227 ms, which no straight line through any two of them foretells.
+# Up to so many rows a product runs at the speed of memory-bound code, beyond at that of matrix code: no
+# straight line through two sizes of batch foretells a third.
 FEW_ROWS = 4
 
 

@@ -27,7 +27,7 @@ _PIECE_CHARS = 16_384
 class Tokenizer:
     """One model's tokenizer. Immutable after construction, so thread-safe.
 
-    Encoding takes about 5 ms per 1,000 tokens, and lets other threads run: long texts belong in a thread, never on
+    Encoding takes milliseconds per 1,000 tokens, and lets other threads run: long texts belong in a thread, never on
     the event loop. `too_long` costs nothing and refuses most of what could take seconds.
 
     vocab_size: ids below it are known to the tokenizer and (as far as config.json says) to the model.

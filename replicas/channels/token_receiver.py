@@ -24,7 +24,7 @@ ZAP_DOMAIN = b"splitserve-tokens"
 MAX_HELD_FRAMES = 4096
 # Streams that were forgotten and must stay so, as late frames of theirs may still arrive.
 MAX_FORGOTTEN = 4096
-# Taken without yielding: after so many frames, or bytes of them (some 3 ms to decode), the event loop gets its turn.
+# Taken without yielding: after so many frames, or bytes of them (milliseconds to decode), the event loop gets its turn.
 FRAMES_PER_TURN = 64
 BYTES_PER_TURN = 64 << 10
 

@@ -113,7 +113,6 @@ class DividedRunner(CudaRunner):
     """The decode lane's runner, on the whole card, and those of the prefill lane beside it.
 
     Rows need no share of their own: what prompts leave alone is free for them, and of the rest they get what is idle.
-    (On an H200, beside prompts on 92 of 132 multiprocessors: 3.2 ms on the whole card, 3.5 on the other 40.)
     """
 
     def __init__(

@@ -1,8 +1,4 @@
-"""The output head on a CPU: the widest product of a step, and at few rows bound by how its weights lie in memory.
-
-Measured at 49,152 x 576, float32, one thread (MKL), busy machine, ms: one row 10.2 as transformers has it, 7.0 in
-column order (5.7 at best); 4 rows 27, one at a time 23 to 28; 16 rows 32, in column order 40, and 35 in pieces.
-"""
+"""The output head on a CPU: the widest product of a step, and at few rows bound by how its weights lie in memory."""
 
 from __future__ import annotations
 
@@ -41,8 +37,8 @@ class WideLinear(PlainLinear):
 def wide_heads(model: nn.Module) -> Iterator[Change]:
     """A WideLinear for a plain output head with more outputs than inputs, whose weights are put in column order.
 
-    Embeddings tied to the head stay tied: the same memory, in the other order (a lookup of 512 tokens takes 6 ms then,
-    a hundredth of their prefill). Needs memory for a second head while it runs. Mutates the weights' order.
+    Embeddings tied to the head stay tied: the same memory, in the other order (a prompt's lookup takes a hundredth of
+    its prefill then). Needs memory for a second head while it runs. Mutates the weights' order.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     plain = plain_linear(head)

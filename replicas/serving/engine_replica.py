@@ -57,8 +57,8 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         self._node_id, self._actor_name = context.get_node_id(), context.get_actor_name()
         self._built = build_engine(settings, serve.get_replica_context().replica_id.unique_id)
         self._engine = self._built.engine
-        # What was loaded and compiled stays for good. To look for garbage in it, now and then, held up a step of 13 ms
-        # by 600 ms.
+        # What was loaded and compiled stays for good. To look for garbage in it, now and then, would hold up a step by
+        # many times its length.
         gc.collect()
         gc.freeze()
         self._built.start()
