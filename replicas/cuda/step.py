@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from replicas.kernels.work_sharing import WorkSharing
 
 # A library kernel computes the head of a long fresh prompt: this many tokens, or half as many more, doubled and doubled
-# again. There must be few lengths, as cuDNN prepares each, and each number of prompts, for longer than a step. The rest of
-# the prompt, and shorter ones, are chunks over the pool: all in one launch, where the host would be late with more.
+# again. There must be few lengths, as cuDNN prepares each, and each number of prompts, for longer than a step. The rest
+# of the prompt, and shorter ones, are chunks over the pool: all in one launch, where the host would be late with more.
 _MIN_FRESH = 2048
 _FRESH_COUNTS = (8, 4, 2, 1)  # so many prompts in one launch
 
