@@ -1,4 +1,4 @@
-"""The only types that cross processes. No torch.
+"""The only types that cross processes, and those of `scheduler` that are part of them. No torch.
 
 Three carriers, one codec (`channels.wire`: msgpack, checked against these types and ranges; nothing is unpickled):
 - ZeroMQ calls (router <-> replicas): every `Call` and its reply, fields by name.

@@ -1,7 +1,7 @@
 """Who owns which KV block.
 
 A block belongs to requests (counted: forked sequences share) and possibly to transfers in flight
-(counted too: design law 1, two owners). It is free only when both let go:
+(counted too: it has two owners then). It is free only when both let go:
 
     free --allocate--> request=1 --share--> request=2 ...
                           |  hold
@@ -9,7 +9,7 @@ A block belongs to requests (counted: forked sequences share) and possibly to tr
              request=1, transfer=1 --release--> request=0, transfer=1 --unhold--> free
 
 A block that a one-sided read may still write, because its handle never ended, keeps that owner until the
-engine restarts (design law 2).
+engine restarts.
 """
 
 from __future__ import annotations

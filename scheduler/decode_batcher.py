@@ -1,6 +1,6 @@
 """Running sequences: one row each per step, growth by blocks, copy-on-write, and what a sampled token means.
 
-Tokens are planned ahead of being known (design law 4): `num_planned` runs in front of `num_known` by the
+Tokens are planned ahead of being known: `num_planned` runs in front of `num_known` by the
 engine's lag. A sequence that ends by a stop token leaves rows in flight behind it; their tokens are
 surplus, counted and dropped. One that ends by length leaves none, since that end is planned.
 """

@@ -1,6 +1,6 @@
 """The free blocks of a pool, kept as maximal runs of adjacent ids.
 
-Adjacent blocks move between workers in one piece (one descriptor instead of many, design section 4), so
+Adjacent blocks move between workers in one piece (one descriptor instead of many), so
 an allocation takes the shortest run that holds it whole, and only in need several runs.
 """
 

@@ -210,7 +210,7 @@ class Residents(Holdings):
         """The transfer lets go of its blocks (read finished or failed, lease over). Idempotent.
 
         For a read whose end is never known this is never called: its blocks stay held, and promised, until
-        the engine restarts (design law 2).
+        the engine restarts.
         """
         block_ids = self._transfers.pop(request_id, None)
         if block_ids is None:

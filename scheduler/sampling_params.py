@@ -16,7 +16,7 @@ class SamplingParams:
     temperature: 0 means greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 and -1 keep all.
     top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1.0 keeps all, 0.0 the best.
-    seed: 64-bit key of the noise (design law 5). Always set: the ingress draws one when the client gave none.
+    seed: 64-bit key of the noise. Always set: the ingress draws one when the client gave none.
     min_p: keep tokens at least min_p times as likely as the most likely one; 0.0 keeps all.
     presence_penalty: taken once from the logit of every token of the output so far; negative: added.
     frequency_penalty: taken from a token's logit as often as the output so far holds it.

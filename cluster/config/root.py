@@ -1,6 +1,6 @@
 """The whole configuration. Pure values: imports neither Ray nor torch, and reads no file.
 
-`config_file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code, with the same
+`file.load_config` makes one from a YAML file; `Config.model_validate(mapping)` makes one in code, with the same
 checks except those that look at files.
 """
 

@@ -165,12 +165,12 @@ async def _serve_generation(
     try:
         backend.drain.check_accepting()
         body = await receive_body(request, body_class, backend.config.limits, backend.threads)
+        client = client_label(request.headers, backend.config.fairness)
         if isinstance(body, ChatCompletionBody):
-            generation, answer = await backend.service.chat(body, timer)
+            generation, answer = await backend.service.chat(body, timer, client)
         else:
             assert isinstance(body, CompletionBody)
-            generation, answer = await backend.service.completion(body, timer)
-        generation.stand_in_line(-body.priority, client_label(request.headers, backend.config.fairness))
+            generation, answer = await backend.service.completion(body, timer, client)
         _log(request, generation)
         if body.stream:
             return await _stream(generation, answer, timer)

@@ -1,4 +1,4 @@
-"""From a validated body to a running generation: prompts to ids, defaults, limits. Every 4xx is decided here."""
+"""From a validated body to a running generation: prompts to ids, defaults, limits. All checks of a body's values are made here."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class GenerationService:
         self._source = source
         self._metrics = metrics
 
-    async def chat(self, body: ChatCompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
-        """Raises ApiError 4xx."""
+    async def chat(
+        self, body: ChatCompletionBody, timer: RequestTimer, client: str = ""
+    ) -> tuple[TextGeneration, Answer]:
+        """client: an opaque label, by which clients share fairly. Raises ApiError 4xx."""
         self._check_model(body)
         options = TemplateOptions(
             body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
@@ -75,11 +77,13 @@ class GenerationService:
         )
         configured = self._config.limits.max_tokens_default_chat
         default = self._defaults.max_tokens if configured is None else configured
-        generation = await self._generation(body, [ids], [None], default, timer)
+        generation = await self._generation(body, [ids], [None], default, timer, client)
         return generation, self._answer(ChatAnswer, new_chat_id(), body)
 
-    async def completion(self, body: CompletionBody, timer: RequestTimer) -> tuple[TextGeneration, Answer]:
-        """Raises ApiError 4xx."""
+    async def completion(
+        self, body: CompletionBody, timer: RequestTimer, client: str = ""
+    ) -> tuple[TextGeneration, Answer]:
+        """As `chat`."""
         self._check_model(body)
         keep = self._num_kept(body)
         most, most_chars = self._most_prompt_tokens, self._config.limits.max_text_chars
@@ -92,7 +96,7 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        generation = await self._generation(body, prompts, echoes, default, timer)
+        generation = await self._generation(body, prompts, echoes, default, timer, client)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
     @property
@@ -136,6 +140,7 @@ class GenerationService:
         echoes: Sequence[PromptEcho | None],
         default_max_tokens: int | None,
         timer: RequestTimer,
+        client: str,
     ) -> TextGeneration:
         body = self._defaults.complete(body)
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
@@ -143,7 +148,7 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens) for ids in prompts]
+        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, client) for ids in prompts]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
@@ -172,6 +177,7 @@ class GenerationService:
         stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
+        client: str,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         beam = beam_params(body)
@@ -181,6 +187,8 @@ class GenerationService:
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
             sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
+            priority=-body.priority,  # a client's smaller number goes first, as in vLLM
+            client=client,
             beam=beam,
             num_returned=0 if beam is None else body.n,
         )

@@ -30,7 +30,7 @@ GenerationItem = Token | PromptLogprobs
 
 @dataclass(slots=True)
 class ChoiceState:
-    """Tokens of one choice that have been passed on: each exactly once (design law 9)."""
+    """Tokens of one choice that have been passed on: each exactly once."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -40,7 +40,7 @@ class Leg:
     """Choices with the same history, generated together: one `generate` call per attempt.
 
     A generation starts as one leg. When an attempt fails after its choices have parted, each unfinished choice
-    goes on as a leg of its own, replaying prompt + emitted tokens as a new prompt (design section 6).
+    goes on as a leg of its own, replaying prompt + emitted tokens as a new prompt.
 
     Of a beam search nothing is emitted before all of it is here, so that it can be searched again from the prompt.
     """

@@ -17,6 +17,7 @@ from replicas.settings import EngineSettings
 
 # Our own bounds decide who waits and who is turned away; Serve's must never be met first.
 _MAX_ONGOING = 100_000
+# Routes nothing: it is how Serve tells an ingress which replicas there are.
 _REQUEST_ROUTER = "cluster.routing.registry_feed:RegistryFeed"
 _POOLS: dict[str, type] = {"decode": DecodeReplica, "prefill": PrefillReplica}
 

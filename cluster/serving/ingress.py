@@ -133,7 +133,7 @@ class Ingress:
             await self._broadcast(name, "metrics_snapshot")
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
-        """Serve's hook, at the start and whenever that part of the config changes (`config_parts.live_part`).
+        """Serve's hook, at the start and whenever that part of the config changes (`cluster.config.parts.live_part`).
 
         Raises ConfigError at the start. Later a wrong one is logged and changes nothing: raising would end a replica
         that serves.

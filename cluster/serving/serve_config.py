@@ -1,5 +1,5 @@
 """The config file of Ray Serve that runs a SplitServe config: what `serve deploy` takes, and a RayService's
-serveConfigV2. One application; what concerns one deployment only lies with it (`config_parts`), so that a new
+serveConfigV2. One application; what concerns one deployment only lies with it (`cluster.config.parts`), so that a new
 file restarts no more than it must.
 """
 

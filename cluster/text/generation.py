@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.routing.batch_queue import BatchQueue
@@ -39,13 +38,6 @@ class TextGeneration:
         self._generations = generations
         self._choices = choices
         self._timer = timer
-
-    def stand_in_line(self, priority: int, client: str) -> None:
-        """Where its prompts wait: higher priority goes first, and clients share fairly. Before `deltas`. Mutates."""
-        self._generations = [
-            replace(of_prompt, spec=replace(of_prompt.spec, priority=priority, client=client))
-            for of_prompt in self._generations
-        ]
 
     @property
     def _specs(self) -> list[GenerationSpec]:

@@ -136,7 +136,7 @@ class OpenCalls:
     # -- ends --------------------------------------------------------------------------------------
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """What went wrong for one request costs that request only (design law 6)."""
+        """What went wrong for one request costs that request only."""
         self._log_failure(request_id, error)
         self.end(request_id, RequestState.FAILED, CallStatus.ERROR, f"{type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""One request's failure must not be its batch-mates' (design law 6).
+"""One request's failure must not be its batch-mates'.
 
 A step that raises is run again in pieces, one sequence at a time. That is sound because a pass may be
 repeated: it writes the same KV to the same positions, and the slots remember its tokens only when nothing can

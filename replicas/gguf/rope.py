@@ -13,7 +13,7 @@ from typing import Any
 from replicas.gguf.architecture import LONG_ROPE_FACTORS, ROPE_FACTORS
 from replicas.gguf.file import GgufFile
 
-# Settings that rope_parameters come from. What is left of rope.* is `gguf_settings`' business.
+# Settings that rope_parameters come from. What is left of rope.* is `settings`' business.
 ROPE_SETTINGS = frozenset(
     {
         "rope.dimension_count",

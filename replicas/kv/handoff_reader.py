@@ -1,10 +1,10 @@
-"""The reader's half of the handoff protocol (design 3a), as a pure state machine: no I/O, no clock, no torch.
+"""The reader's half of the handoff protocol, as a pure state machine: no I/O, no clock, no torch.
 
     expect --> WAITING --handoff--> OFFERED --read_into--> READING --read ended--> CONFIRMING --> KvReady
                   `---------------------`----------------------`----------------------`---------> KvLost
 
 KvReady needs the source's CONFIRM and, when there is a digest, its agreement. Every expect ends in exactly one
-KvReady or KvLost. The blocks given to read_into have a second owner until the read's handle ends (law 2): a
+KvReady or KvLost. The blocks given to read_into have a second owner until the read's handle ends: a
 transfer that ends before its read leaves an orphan, and an orphan that stays is quarantined, for ever if need be.
 """
 

@@ -1,4 +1,4 @@
-"""The source's half of the handoff protocol (design 3a), as a pure state machine: no I/O, no clock, no torch.
+"""The source's half of the handoff protocol, as a pure state machine: no I/O, no clock, no torch.
 
     offer --> OPEN --DONE while the lease lives--> confirmed
                |----DROP--------------------------> dropped

@@ -1,4 +1,4 @@
-"""Batched, stateless sampling: one token per row of logits (design law 5).
+"""Batched, stateless sampling: one token per row of logits.
 
 The token is a function of the row's logits and (parameters, seed, choice, position) alone: the Gumbel-max trick (the
 argmax of log-probabilities plus Gumbel noise is a draw from the distribution) with noise from Philox.

@@ -1,4 +1,4 @@
-"""Philox4x32-10: noise as a pure function of (key, counter). No generator state (design law 5).
+"""Philox4x32-10: noise as a pure function of (key, counter). No generator state.
 
 Algorithm: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11; checked against the
 known-answer vectors of its authors' library, Random123. 32-bit words are held in int64 tensors, so CPU and CUDA draw

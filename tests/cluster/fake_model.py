@@ -1,6 +1,6 @@
 """What the fake replicas generate, and scripts of how they fail.
 
-The "model" is a function of all that a token may depend on (design law 5), so a retry that replays the right history
+The "model" is a function of all that a token may depend on, so a retry that replays the right history
 gives the same tokens as an undisturbed run, and any other does not.
 """
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.messages import Handoff
 from scheduler.generated_token import Token
+from tests.replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults
 
 BLOCK_BYTES = 1 << 16  # as of when a rig is made
 NUM_BLOCKS = 48

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 from replicas.kv.handoff_actions import (
     Event,
     HandoffArrived,
@@ -28,6 +27,7 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.messages import Handoff
+from tests.replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 
 TIMING = HandoffTiming(lease_s=0.06, resend_s=0.005, max_resend_s=0.02, remember_s=0.3, quarantine_s=0.05)
 STEP_S = 0.004

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.kv.fake_transport import NetworkFaults, ReadFate
 from replicas.kv.kv_transport import InvalidRead, KvTransport, PeerUnreachable, ReadHandle
 from replicas.kv.pair_rate import Pace, PairRate
 from replicas.kv.slowed_transport import SlowedTransport
 from replicas.messages import TransferPeer
 from tests.replicas import driver_rig
 from tests.replicas.driver_rig import NUM_BLOCKS, Rig
+from tests.replicas.fake_transport import NetworkFaults, ReadFate
 
 BLOCK_BYTES = 1 << 20
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from replicas.kv.fake_transport import NetworkFaults, ReadFate
 from tests.replicas.driver_rig import BLOCK_BYTES, Rig
+from tests.replicas.fake_transport import NetworkFaults, ReadFate
 
 
 class Slow(NetworkFaults):

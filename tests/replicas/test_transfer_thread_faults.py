@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replicas.kv.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 from replicas.kv.handoff_actions import (
     CommandRefused,
     HandoffArrived,
@@ -23,6 +22,7 @@ from replicas.kv.handoff_actions import (
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable
 from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import TransferPeer
+from tests.replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 from tests.replicas.transfer_engines import SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
 
 

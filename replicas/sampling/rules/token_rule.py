@@ -29,7 +29,7 @@ class RuledRow(Generic[RuleT]):
 class TokenRule(ABC):
     """One rule as one slot has it: its parameters, ready on the logits' device.
 
-    A rule is a function of logits, history and parameters (design law 5): it keeps nothing from step to step.
+    A rule is a function of logits, history and parameters: it keeps nothing from step to step.
     """
 
     reads_history: ClassVar[bool]  # whether `apply` looks at the slot's history: only then is it kept
