@@ -19,7 +19,8 @@ def list_files() -> str:
     parts = [
         "# Files",
         "From the top floor to the bottom one: a folder imports only from folders behind it. Made by "
-        "`python docs/list_files.py` from what each file says of itself. Also: `cluster/http/haproxy.sh`, what Serve starts as HAProxy.",
+        "`python docs/list_files.py` from what each file says of itself. "
+        "Also: `cluster/http/haproxy.sh`, what Serve starts as HAProxy.",
     ]
     for top in ("cluster", "replicas", "scheduler"):
         for folder in [ROOT / top / name for name in _floors(top)]:

@@ -76,7 +76,7 @@ class Slice(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, computed in one piece: a chunk of a prompt, or a row of a
     running sequence: its last token, and behind it those that were guessed to follow, if any were.
 
-    Guesses are for drafts to come: runners on a CPU compute them and a commit takes how many hold, no batcher makes any.
+    Guesses are for drafts to come: the CPU's runner computes them, a commit takes how many hold, no batcher makes any.
 
     A tuple, like SampledToken: one is made for each token there is, in a third of the time.
     """

@@ -1,4 +1,4 @@
-"""From a validated body to a running generation: prompts to ids, defaults, limits. All checks of a body's values are made here."""
+"""From a validated body to a running generation: prompts to ids, defaults, limits. A body's values are checked here."""
 
 from __future__ import annotations
 
