@@ -126,6 +126,8 @@ class EngineLoad:
     expected_tokens: Count = 0  # a choice that starts now is taken to generate so many; 0: as many as its max_tokens
     slowest_source: Name = ""  # the replica from which KV is read slowest, of those that were measured
     slowest_read_bytes_per_s: Amount = 0.0
+    read_source: Name = ""  # likewise one of all of them, another in each load
+    read_bytes_per_s: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Everything around the engines: HTTP, ingress, KV handoff, routing, limits on requests, logging, Ray."""
+"""Everything around the engines: HTTP, ingress, KV handoff, limits on requests, logging, Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from cluster.config.section import (
     Section,
     base_dir_of,
 )
-from cluster.policies.policy_table import POLICIES
 from replicas.kv.transport_table import TRANSPORTS
 
 ServeProxy = Literal["serve", "haproxy"]
@@ -139,33 +138,6 @@ class TransferConfig(Section):
         default=30.0,
         description="Longest wait of a decode replica for the KV cache of a request it admitted, the prefill "
         "replica's queue and work included. Beyond: the request is tried on another pair",
-    )
-
-
-class RoutingConfig(Section):
-    """Which replicas a request goes to."""
-
-    policy: Annotated[str, OneOf(POLICIES)] = Field(
-        default="memory_then_queue",
-        description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
-        "that is free there, prefill by the wait for the prompt's end",
-    )
-    local_prefill_max_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="Prompts of up to this many tokens are computed by the decode replica itself; 0: none",
-    )
-    fallback_to_decode: bool = Field(
-        default=False,
-        description="Let decode replicas compute prompts while no prefill replica lives. false: status 503",
-    )
-    other_node_penalty: float = Field(
-        default=0.0,
-        ge=0,
-        le=100,
-        description="How many times more a prompt counts at a prefill replica that is not on the decode replica's Ray "
-        "node (a pod is one). For pools over several nodes whose KV moves by TCP: how often computing a prompt goes "
-        "into the time of its transfer. 0: nodes do not matter",
     )
 
 

@@ -10,6 +10,7 @@ from cluster.config.access import AuthConfig, CorsConfig
 from cluster.config.fairness import FairnessConfig
 from cluster.config.lifecycle import LifecycleConfig
 from cluster.config.model import ModelConfig
+from cluster.config.routing import RoutingConfig
 from cluster.config.section import Section
 from cluster.config.service import (
     FaultsConfig,
@@ -17,7 +18,6 @@ from cluster.config.service import (
     KVConfig,
     LimitsConfig,
     LoggingConfig,
-    RoutingConfig,
     ServerConfig,
     TransferConfig,
 )

@@ -14,7 +14,14 @@ ENDPOINTS = (
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length")
 REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
-DECISIONS = ("local", "remote", "fallback_aggregated")
+DECISIONS = (
+    "local",
+    "remote",
+    "fallback_aggregated",
+    "local_busy_prefill",
+    "local_slow_pair",
+    "local_failed_pair",
+)
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")

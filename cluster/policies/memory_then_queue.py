@@ -1,13 +1,15 @@
-"""Decode by the memory that is free there, prefill by the wait for the prompt's end."""
+"""Decode by the memory that is free there, prefill by the time until the prompt's KV is at decode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.policies.prefill_cost import GUESSED_TOKENS_PER_S, remote_s, why_local
 from cluster.policies.routing_policy import (
     Costs,
     DecodeCandidate,
     Need,
+    Pairs,
     PrefillCandidate,
     RoutingPolicy,
     RoutingRules,
@@ -26,24 +28,23 @@ def roomiest(need: Need, candidates: Sequence[DecodeCandidate], rules: RoutingRu
     return [(found.must_wait(need), *cost) for found, cost in zip(candidates, costs, strict=True)]
 
 
-def soonest(need: Need, candidates: Sequence[PrefillCandidate], decode: DecodeCandidate, rules: RoutingRules) -> Costs:
-    """The replica at which the prompt is computed soonest: what waits there and itself, at the rate measured there; on
-    another node than decode's with the penalty, which stands for the longer way of its KV.
+def soonest(
+    need: Need, candidates: Sequence[PrefillCandidate], decode: DecodeCandidate, rules: RoutingRules, pairs: Pairs
+) -> Costs:
+    """The replica from which decode has the prompt's KV soonest (`prefill_cost.remote_s`), then the shortest queue.
 
-    Where no rate is known yet it is taken to be the mean of the others'; then whoever has the fewest tokens waiting.
+    Where no rate is known yet it is taken to be the mean of the others'.
     """
     known = [found.tokens_per_s for found in candidates if found.tokens_per_s > 0.0]
-    typical = sum(known) / len(known) if known else 1.0
-    near = need.prompt_tokens
-    far = near * (1.0 + rules.other_node_penalty)
+    typical = sum(known) / len(known) if known else GUESSED_TOKENS_PER_S
+    decode_id = decode.replica_id
     return [
         (
-            (found.queued_tokens + (near if found.node_id == decode.node_id else far))
-            / (found.tokens_per_s or typical),
+            remote_s(need, found, decode, rules, pairs(decode_id, found.replica_id), found.tokens_per_s or typical),
             found.queued_tokens,
         )
         for found in candidates
     ]
 
 
-MEMORY_THEN_QUEUE = RoutingPolicy(decode_costs=roomiest, prefill_costs=soonest)
+MEMORY_THEN_QUEUE = RoutingPolicy(decode_costs=roomiest, prefill_costs=soonest, why_local=why_local)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from replicas.model_identity import model_of
 from scheduler.admission import LATER_STEPS
@@ -19,7 +19,10 @@ from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request asks of the pools. model: the only one (`model_of`) that may answer it; empty: any."""
+    """What a request asks of the pools. model: the only one (`model_of`) that may answer it; empty: any.
+
+    num_lost: how often it has failed on its way over a prefill replica.
+    """
 
     prompt_tokens: int
     max_tokens: int
@@ -27,6 +30,7 @@ class Need:
     block_size: int
     is_search: bool = False  # a beam search
     model: str = ""
+    num_lost: int = 0
 
     @property
     def prefill_blocks(self) -> int:
@@ -43,15 +47,18 @@ class Need:
         return blocks_for_generation(self.prompt_tokens, num_tokens, self.num_choices, self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    """One decode replica as this router knows it.
+class DecodeCandidate(NamedTuple):
+    """One decode replica as this router knows it. A tuple, as are the others: made for each decision, and a frozen
+    dataclass takes three times as long.
 
     free_blocks: what a newcomer may use there at every step to come, by the replica's own projection in its last
     frame, less what this router has sent since and not yet heard admitted; later_free_blocks: the same from the steps
     on that are LATER_STEPS away. expected_tokens: what a choice is taken to generate (0: its max_tokens).
     num_in_flight: this router's own requests there. num_queued: anybody's that waited there for memory or a slot, by
     its last frame; whoever comes now waits too. step_s: its moving average. fingerprint: who shares it can exchange KV.
+    num_rows: streams there, anybody's, those included whose prompt is yet to come. queued_tokens: of prompts that it is
+    to compute itself, this router's own included; tokens_per_s: how fast, 0.0: not known yet. step_tokens: the most
+    in a step, rows included; 0: no limit. block_bytes: of KV.
     """
 
     replica_id: str
@@ -64,6 +71,11 @@ class DecodeCandidate:
     step_s: float = 0.0
     node_id: str = ""
     fingerprint: str = ""
+    num_rows: int = 0
+    queued_tokens: int = 0
+    tokens_per_s: float = 0.0
+    step_tokens: int = 0
+    block_bytes: int = 0
 
     @property
     def model(self) -> str:
@@ -81,6 +93,8 @@ class DecodeCandidate:
         """By the projection: what it uses at the end of each stretch of steps is free from its beginning on."""
         num_rows = self._num_rows(need)
         rooms = (self.free_blocks, *self.later_free_blocks)
+        if need.blocks_after(num_rows) <= min(rooms):  # mostly, and then it fits all along
+            return True
         ends = (*LATER_STEPS[: len(self.later_free_blocks)], num_rows)
         return all(need.blocks_after(min(num_rows, end)) <= room for room, end in zip(rooms, ends, strict=True))
 
@@ -90,8 +104,7 @@ class DecodeCandidate:
         return min(need.max_tokens, self.expected_tokens or need.max_tokens) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillCandidate:
+class PrefillCandidate(NamedTuple):
     """One prefill replica. queued_tokens: prompt tokens not yet computed, this router's own included.
 
     tokens_per_s: how fast it computes them, measured; 0.0: not known yet.
@@ -105,17 +118,46 @@ class PrefillCandidate:
     fingerprint: str = ""
 
 
+class Pair(NamedTuple):
+    """What this router knows of a decode replica's reads from a prefill replica.
+
+    bytes_per_s: measured; 0.0: not known yet. coming_tokens: of this router's prompts whose KV is to go that way and
+    has not arrived. penalty_s: what it counts that handoffs have failed there lately.
+    """
+
+    bytes_per_s: float = 0.0
+    coming_tokens: int = 0
+    penalty_s: float = 0.0
+
+
+Pairs = Callable[[str, str], Pair]  # of a decode and a prefill replica, by their ids
+
+_UNKNOWN_PAIR = Pair()
+
+
+def unknown_pairs(decode_id: str, prefill_id: str) -> Pair:
+    """Where nothing is known of any pair."""
+    return _UNKNOWN_PAIR
+
+
 class RouteKind(StrEnum):
+    """Who computes the prompt, and why: the values of the label `result` of splitserve_router_decisions_total."""
+
     REMOTE = "remote"  # prefill pool, then handoff
-    LOCAL = "local"  # the decode replica prefills: colocated, or a short prompt
-    FALLBACK = "fallback_aggregated"  # the decode replica prefills because no prefill replica that is like it lives
+    LOCAL = "local"  # the decode replica: colocated, or a short prompt
+    FALLBACK = "fallback_aggregated"  # the decode replica, because no prefill replica that is like it lives
+    # The decode replica, because that costs less time:
+    BUSY_PREFILL = "local_busy_prefill"  # than what waits at the prefill pool
+    SLOW_PAIR = "local_slow_pair"  # than the KV's way from the prefill replica
+    FAILED_PAIR = "local_failed_pair"  # than to fail there once more
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """A decision. must_wait: no decode replica has room now, so the request will queue there.
 
-    decode_blocks: the most that it will use there by projection. model: who answers.
+    decode_blocks: the most that it will use there by projection. model: who answers. avoided_id: the prefill replica
+    that would have been the cheapest, where it was dearer than decode itself.
     """
 
     kind: RouteKind
@@ -124,6 +166,7 @@ class Route:
     must_wait: bool
     decode_blocks: int
     model: str = ""
+    avoided_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +189,9 @@ class Unavailable:
 class RoutingRules:
     """The config's section `routing`, and has_prefill_pool: false when colocated.
 
-    other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's. policy: a
-    name in `policies.policy_table`.
+    other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's, until
+    the pair has been measured. policy: a name in `policies.policy_table`. local_by_cost: decode computes what that
+    costs less. itl_budget_s: for so long a stream's next token may take beside a prompt without its counting.
     """
 
     has_prefill_pool: bool
@@ -155,9 +199,18 @@ class RoutingRules:
     fallback_to_decode: bool
     other_node_penalty: float = 0.0
     policy: str = "memory_then_queue"
+    local_by_cost: bool = True
+    itl_budget_s: float = 0.0
 
 
 Costs = Sequence[tuple[float, ...]]
+
+
+def never_local(
+    need: Need, prefill: PrefillCandidate, decode: DecodeCandidate, rules: RoutingRules, pair: Pair
+) -> RouteKind | None:
+    """Of a policy that always uses the prefill pool."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +218,16 @@ class RoutingPolicy:
     """What each candidate costs, in the order of the candidates. The cheapest is taken; of equal ones the first by
     name.
 
-    Both functions are pure, and are asked only where there is a choice: of replicas that may be taken at all, each
+    The functions are pure, and are asked only where there is a choice: of replicas that may be taken at all, each
     large enough for the request. Who these are is no policy's affair (`cluster.routing.pairing`). They run once a
     request, on the router's event loop.
     """
 
     decode_costs: Callable[[Need, Sequence[DecodeCandidate], RoutingRules], Costs]
     # The decode replica has been chosen: it reads what this one has computed.
-    prefill_costs: Callable[[Need, Sequence[PrefillCandidate], DecodeCandidate, RoutingRules], Costs]
+    prefill_costs: Callable[[Need, Sequence[PrefillCandidate], DecodeCandidate, RoutingRules, Pairs], Costs]
+    # Both have been chosen: why decode computes the prompt nevertheless, or None. Asked with local_by_cost only.
+    why_local: Callable[[Need, PrefillCandidate, DecodeCandidate, RoutingRules, Pair], RouteKind | None] = never_local
 
 
 class _Candidate(Protocol):

@@ -70,6 +70,7 @@ class Attempt:
         self._reader: TransferPeer | None = None
         self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
         self._is_unheard = True
+        self._is_coming = False  # its KV, by the pair's way
         self._is_closed = False
 
     def open(self) -> None:
@@ -82,9 +83,13 @@ class Attempt:
             self._source = self._view.prefill_peer(self.route.prefill_id)
             self._reader = self._view.decode_peer(self.route.decode_id)
         self._box = self._mailboxes.open(self._request_id, self.route.decode_id)
-        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
+        num_tokens = self._spec.prompt_len
+        self._local_tokens = num_tokens if self.route.prefill_id is None else 0
+        self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait, self._local_tokens)
+        self._view.pairs.sent(self.route, num_tokens)
+        self._is_coming = True
         if self.route.prefill_id is not None:
-            self._view.prompt_coming(self.route.prefill_id, self._spec.prompt_len)
+            self._view.prompt_coming(self.route.prefill_id, num_tokens)
         self._trace = self._leg.generation.trace.attempt(self.route)
 
     async def run(self) -> None:
@@ -111,6 +116,7 @@ class Attempt:
         self._end_generate()
         self._mailboxes.close(self._request_id)
         self._heard()
+        self._arrived()
         self._view.ended(self.route.decode_id)
 
     # -- the phases --------------------------------------------------------------------------------
@@ -170,6 +176,8 @@ class Attempt:
             is_handing_over = self.stage is Stage.TRANSFER
             is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
         if self.stage is Stage.DECODE:
+            self._arrived()
+            self._view.pairs.worked(self.route)
             self._trace.handed_over()
         if not is_over:
             over = self._box.pass_on(self._take)
@@ -248,9 +256,16 @@ class Attempt:
     def _heard(self) -> None:
         if self._is_unheard:
             self._is_unheard = False
-            self._view.admitted(self.route.decode_id, self.route.decode_blocks, self.route.must_wait)
-            if self.route.prefill_id is not None:
-                self._view.prompt_came(self.route.prefill_id, self._spec.prompt_len)
+            route = self.route
+            self._view.admitted(route.decode_id, route.decode_blocks, route.must_wait, self._local_tokens)
+            if route.prefill_id is not None:
+                self._view.prompt_came(route.prefill_id, self._spec.prompt_len)
+
+    def _arrived(self) -> None:
+        """Its KV is no longer on its way."""
+        if self._is_coming:
+            self._is_coming = False
+            self._view.pairs.arrived(self.route, self._spec.prompt_len)
 
     # -- failures ----------------------------------------------------------------------------------
 

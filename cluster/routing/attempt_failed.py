@@ -33,6 +33,18 @@ class AttemptFailed(Exception):
         self.stage, self.status, self.detail, self.may_retry = stage, status, detail, may_retry
 
     @property
+    def is_of_handover(self) -> bool:
+        """Whether it came to nothing after admission and before decode had the prompt's KV, and not for a replica that
+        was lost."""
+        is_between = self.stage in (Stage.PREFILL, Stage.TRANSFER) and self.status is not CallStatus.EVICTED
+        return is_between and not isinstance(self.__cause__, ReplicaLost | OtherModel)
+
+    @property
+    def has_lost_kv(self) -> bool:
+        """Whether the KV has not come, has not come in time, or came changed."""
+        return self.is_of_handover and self.may_retry and self.status in (CallStatus.KV_LOST, CallStatus.TIMEOUT)
+
+    @property
     def found_dead(self) -> str | None:
         """The replica whose death ended it."""
         cause = self.__cause__
@@ -65,12 +77,14 @@ class AttemptFailed(Exception):
 class AttemptHistory:
     """What became of a leg's attempts so far, those before it was split included.
 
-    excluded: replicas to avoid. num_barren: evictions since the last one that brought a token.
+    excluded: replicas to avoid. num_barren: evictions since the last one that brought a token. num_lost: failures on
+    the way over a prefill replica.
     """
 
     num_failed: int = 0
     excluded: frozenset[str] = frozenset()
     num_barren: int = 0
+    num_lost: int = 0
 
     def after(
         self, failure: AttemptFailed, route: Route, *, is_search: bool = False, has_advanced: bool = True
@@ -92,7 +106,8 @@ class AttemptHistory:
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
         excluded = self.excluded.union(id_ for id_ in at_fault if id_ is not None)
-        return AttemptHistory(self.num_failed + 1, excluded, self.num_barren)
+        num_lost = self.num_lost + (route.prefill_id is not None and failure.is_of_handover)
+        return AttemptHistory(self.num_failed + 1, excluded, self.num_barren, num_lost)
 
     def is_over(self, max_retries: int) -> bool:
         """Whether it has failed as often as it may, or gives way again and again without getting on."""

@@ -16,12 +16,14 @@ from cluster.policies.routing_policy import (
     DecodeCandidate,
     Need,
     NeverFits,
+    Pairs,
     PrefillCandidate,
     Route,
     RouteKind,
     RoutingRules,
     Unavailable,
     cheapest,
+    unknown_pairs,
 )
 
 
@@ -31,11 +33,13 @@ def choose_route(
     prefills: Sequence[PrefillCandidate],
     rules: RoutingRules,
     excluded: Collection[str] = (),
+    pairs: Pairs = unknown_pairs,
 ) -> Route | NeverFits | Unavailable:
     """The pair for one request. `excluded` replicas (they failed it before) are only taken when there is no other.
 
     Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
-    none: then decode computes the prompt itself, whatever the rules say of a pool without replicas.
+    none: then decode computes the prompt itself, whatever the rules say of a pool without replicas. It does so too
+    where the policy finds that cheaper than the pair.
     """
     able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
     is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
@@ -44,14 +48,21 @@ def choose_route(
     if not isinstance(decode, DecodeCandidate):
         return decode
 
-    def route(kind: RouteKind, prefill_id: str | None = None) -> Route:
+    def route(kind: RouteKind, prefill_id: str | None = None, avoided_id: str | None = None) -> Route:
         blocks = decode.projected_blocks(need)
-        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model)
+        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model, avoided_id)
 
     if is_local:
         return route(RouteKind.LOCAL)
-    prefill = choose_prefill(need, prefills, decode, rules, excluded)
+    if not rules.local_by_cost:
+        pairs = unknown_pairs
+    prefill = choose_prefill(need, prefills, decode, rules, excluded, pairs)
     if isinstance(prefill, PrefillCandidate):
+        if rules.local_by_cost:
+            pair = pairs(decode.replica_id, prefill.replica_id)
+            why = POLICIES[rules.policy].why_local(need, prefill, decode, rules, pair)
+            if why is not None:
+                return route(why, avoided_id=prefill.replica_id)
         return route(RouteKind.REMOTE, prefill.replica_id)
     if isinstance(prefill, Unavailable) and (rules.fallback_to_decode or prefills):
         return route(RouteKind.FALLBACK)
@@ -101,13 +112,16 @@ def choose_prefill(
     decode: DecodeCandidate,
     rules: RoutingRules,
     excluded: Collection[str] = (),
+    pairs: Pairs = unknown_pairs,
 ) -> PrefillCandidate | NeverFits | Unavailable:
     """Who computes the prompt for this decode replica: one of those that are like it."""
     alike = [prefill for prefill in candidates if prefill.fingerprint == decode.fingerprint]
     policy = POLICIES[rules.policy]
-    return _choose(
-        "prefill", need.prefill_blocks, alike, excluded, lambda those: policy.prefill_costs(need, those, decode, rules)
-    )
+
+    def costs(those: Sequence[PrefillCandidate]) -> Costs:
+        return policy.prefill_costs(need, those, decode, rules, pairs)
+
+    return _choose("prefill", need.prefill_blocks, alike, excluded, costs)
 
 
 def _choose(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.policies.routing_policy import DecodeCandidate, PrefillCandidate
+from cluster.routing.pair_table import PairTable
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.messages import EngineLoad, Frame, TransferPeer
 
@@ -25,7 +26,7 @@ class PoolView:
     """Loads of decode are half a second old at worst (an idle engine sends a frame that often), less our own unheard
     work. Prefill tells its load with each reply and when it is asked; in between it works off what waits there.
 
-    clock: monotonic seconds.
+    clock: monotonic seconds. pairs: what is known of a decode and a prefill replica together.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PoolView:
         self._decodes = decodes
         self._prefills = prefills
         self._clock = clock
+        self.pairs = PairTable(clock)
         self._decode_table: ReplicaTable = {}
         self._prefill_table: ReplicaTable = {}
         self._heard: dict[str, _Heard] = {}
@@ -44,6 +46,7 @@ class PoolView:
         self._candidates: dict[str, DecodeCandidate] = {}
         self._agent_names: dict[str, str] = {}
         self._unheard_blocks: Counter[str] = Counter()  # sent to decode, not yet heard admitted
+        self._unheard_tokens: Counter[str] = Counter()  # likewise, of prompts that it computes itself
         self._in_flight: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
         self._coming_tokens: Counter[str] = Counter()  # to be sent there as soon as decode has admitted them
@@ -96,19 +99,25 @@ class PoolView:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
         self._candidates.pop(replica_id, None)
+        if load.read_source:
+            self.pairs.measured(replica_id, [(load.read_source, load.read_bytes_per_s)])
 
-    def sent(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+    def sent(self, replica_id: str, blocks: int, must_wait: bool, local_tokens: int = 0) -> None:
+        """local_tokens: of a prompt that this decode replica is to compute itself."""
         self._candidates.pop(replica_id, None)
         self._in_flight[replica_id] += 1
         self._unheard_blocks[replica_id] += blocks
+        self._unheard_tokens[replica_id] += local_tokens
         self.num_waiting += must_wait
 
-    def admitted(self, replica_id: str, blocks: int, must_wait: bool) -> None:
+    def admitted(self, replica_id: str, blocks: int, must_wait: bool, local_tokens: int = 0) -> None:
         """No longer unheard: the replica's own figures cover it (or it is over). Once for each `sent`."""
         self._candidates.pop(replica_id, None)
         self._unheard_blocks[replica_id] -= blocks
+        self._unheard_tokens[replica_id] -= local_tokens
         self.num_waiting -= must_wait
         assert self._unheard_blocks[replica_id] >= 0, "admitted twice"
+        assert self._unheard_tokens[replica_id] >= 0, "admitted twice"
         assert self.num_waiting >= 0, "admitted twice"
 
     def ended(self, replica_id: str) -> None:
@@ -118,7 +127,7 @@ class PoolView:
         assert self._in_flight[replica_id] >= 0, "ended twice"
         if not self._in_flight[replica_id]:
             assert not self._unheard_blocks[replica_id], "ended before admitted"
-            del self._in_flight[replica_id], self._unheard_blocks[replica_id]
+            del self._in_flight[replica_id], self._unheard_blocks[replica_id], self._unheard_tokens[replica_id]
 
     def prompt_coming(self, replica_id: str, num_tokens: int) -> None:
         """A prompt was routed there: those who come until decode has admitted it are not all to follow it."""
@@ -153,6 +162,7 @@ class PoolView:
         for known in (self._heard, self._candidates, self._agent_names):
             for name in [name for name in known if name not in present and not any(name in of for of in open_here)]:
                 del known[name]
+        self.pairs.left(present)
 
     def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
         peer = TransferPeer.from_metadata(table[replica_id]["peer"])
@@ -163,6 +173,8 @@ class PoolView:
         """Remembers it. Mutates."""
         total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
+        local_tokens = self._unheard_tokens[replica_id]
+        step_tokens, block_bytes = metadata.get("step_tokens", 0), metadata["peer"]["block_bytes"]
         heard = self._heard.get(replica_id)
         if heard is None:
             free_blocks = total_blocks - unheard
@@ -173,6 +185,10 @@ class PoolView:
                 num_in_flight,
                 node_id=node_id,
                 fingerprint=_fingerprint(metadata),
+                num_rows=num_in_flight,
+                queued_tokens=local_tokens,
+                step_tokens=step_tokens,
+                block_bytes=block_bytes,
             )
         else:
             candidate = DecodeCandidate(
@@ -186,6 +202,11 @@ class PoolView:
                 step_s=heard.load.step_s,
                 node_id=node_id,
                 fingerprint=_fingerprint(metadata),
+                num_rows=max(heard.load.num_running, num_in_flight),
+                queued_tokens=heard.load.queued_prompt_tokens + local_tokens,
+                tokens_per_s=heard.load.prefill_tokens_per_s,
+                step_tokens=step_tokens,
+                block_bytes=block_bytes,
             )
         self._candidates[replica_id] = candidate
         return candidate

@@ -12,6 +12,7 @@ from typing import NoReturn
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
+from cluster.routing.attempt_failed import AttemptHistory
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
@@ -28,22 +29,25 @@ class RouteFinder:
         model = binding.model if binding.is_final else ""
         return Need(spec.prompt_len, spec.max_tokens, len(spec.choices), self._block_size, leg.is_search, model)
 
-    def route(self, leg: Leg, excluded: Collection[str] = ()) -> Route:
+    def route(self, leg: Leg, past: AttemptHistory) -> Route:
         """Raises ApiError, and counts it, where there is none."""
-        decided = self.decide(leg, excluded)
+        decided = self.decide(leg, past)
         return decided if isinstance(decided, Route) else _refuse(decided, self.need(leg), self._metrics)
 
-    def decide(self, leg: Leg, excluded: Collection[str] = ()) -> Route | NeverFits | Unavailable:
+    def decide(self, leg: Leg, past: AttemptHistory) -> Route | NeverFits | Unavailable:
         need, leaning = self.need(leg), leg.generation.binding.model
+        if past.num_lost:
+            need = replace(need, num_lost=past.num_lost)
         if leaning != need.model:  # to where other parts of the request have gone, unless it has failed there
-            decided = self._choose(replace(need, model=leaning), excluded)
-            if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & set(excluded):
+            decided = self._choose(replace(need, model=leaning), past.excluded)
+            if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & past.excluded:
                 return decided
-        return self._choose(need, excluded)
+        return self._choose(need, past.excluded)
 
     def _choose(self, need: Need, excluded: Collection[str]) -> Route | NeverFits | Unavailable:
         view = self._view
-        return choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules, excluded)
+        decodes, prefills = view.decode_candidates(), view.prefill_candidates()
+        return choose_route(need, decodes, prefills, self._rules, excluded, view.pairs.of)
 
 
 def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics) -> NoReturn:

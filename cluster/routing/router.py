@@ -16,6 +16,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
@@ -63,6 +64,7 @@ class Router:
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._slow = SlowTransferWatch(metrics.slow_transfers.set)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
+        self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
@@ -170,6 +172,8 @@ class Router:
                 return
             except AttemptFailed as failure:
                 self._log_failure(leg, attempt.route, failure, past.num_failed)
+                if failure.has_lost_kv:
+                    self._view.pairs.failed(attempt.route)
                 if failure.found_dead is not None:
                     self._dead.found(failure.found_dead)
                 past = past.after(failure, attempt.route, is_search=leg.is_search, has_advanced=leg.has_advanced)
@@ -220,6 +224,7 @@ class Router:
         attempt.open()
         leg.generation.binding.lean(route.model)
         self._metrics.routed(route.kind)
+        self._avoided.note(route, self._view.pairs)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
@@ -239,7 +244,7 @@ class Router:
             return False
         if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
             # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route = self._routes.route(leg, past.excluded)
+            route = self._routes.route(leg, past)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
 
@@ -258,10 +263,10 @@ class Router:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
         while (leg.has_emitted or leg.generation.binding.is_final) and time.monotonic() < until_s:
-            if not isinstance(self._routes.decide(leg, past.excluded), Unavailable):
+            if not isinstance(self._routes.decide(leg, past), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
-        return self._routes.route(leg, past.excluded)
+        return self._routes.route(leg, past)
 
     def _retry_after_s(self) -> float:
         """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""

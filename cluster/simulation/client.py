@@ -78,6 +78,7 @@ class Attempt:
     max_tokens: int
     is_admitted: bool = False
     is_prefilling: bool = False  # the router has sent it to prefill and not heard from there
+    is_coming: bool = True  # its KV, by the pair's way, if that is its route
     has_moved: bool = False  # decode has answered with a token
     is_closed: bool = False
     num_tokens: int = 0  # that have left engines
@@ -86,6 +87,11 @@ class Attempt:
     @property
     def is_local(self) -> bool:
         return self.route.kind is not RouteKind.REMOTE
+
+    @property
+    def local_tokens(self) -> int:
+        """Of its prompt, that decode computes itself."""
+        return self.prompt_len if self.is_local else 0
 
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""

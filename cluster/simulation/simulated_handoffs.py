@@ -26,6 +26,7 @@ class SimulatedHandoffs:
     ) -> None:
         self._key, self._scheduler, self._costs = key, scheduler, costs
         self._queue, self._outlet, self._post = queue, outlet, post
+        self._reads_end_s: dict[str, float] = {}  # of those from each source, in order of arrival
 
     def arrived(self, attempt: Attempt, now_s: float) -> None:
         """The source has the KV: read it, unless nobody wants it any more. Within an iteration."""
@@ -33,7 +34,10 @@ class SimulatedHandoffs:
             self._outlet.release(attempt, now_s)
             return
         self._scheduler.begin_load(attempt.request_id, now_s)
-        end_s = now_s + self._costs.read_s(attempt.prompt_len)
+        source = attempt.route.prefill_id
+        assert source is not None
+        end_s = max(now_s, self._reads_end_s.get(source, 0.0)) + self._costs.read_s(attempt.prompt_len)
+        self._reads_end_s[source] = end_s
         self._queue.at(end_s, Order.MESSAGE, self._key, lambda at_s: self._read_ended(attempt, at_s))
 
     def _read_ended(self, attempt: Attempt, now_s: float) -> None:

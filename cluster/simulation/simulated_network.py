@@ -82,6 +82,7 @@ class SimulatedNetwork:
         """The source is told."""
         assert attempt.route.prefill_id is not None
         prefill = self._prefills[attempt.route.prefill_id]
+        self.router_of(attempt.client).handed_over(attempt)
         self._notify(prefill, now_s, lambda at_s: prefill.lease_ended(attempt.request_id, at_s))
 
     def _notify(self, engine: SimulatedEngine, now_s: float, action: Action) -> None:

@@ -18,6 +18,7 @@ class SimulatedPool:
 
     name: str
     limits: PoolLimits
+    kv_bytes_per_token: int
     steps: StepModel
     make_scheduler: Callable[[], Scheduler]
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)
@@ -25,8 +26,10 @@ class SimulatedPool:
 
     def add(self, engine: SimulatedEngine) -> None:
         """It takes work from now on; all have the same model. Mutates."""
-        self.engines[engine.replica_id] = engine
-        self.table[engine.replica_id] = {"num_blocks": self.limits.num_blocks, "peer": {"fingerprint": ""}}
+        limits = self.limits
+        peer = {"fingerprint": "", "block_bytes": limits.block_size * self.kv_bytes_per_token}
+        told = {"num_blocks": limits.num_blocks, "step_tokens": limits.max_step_tokens, "peer": peer}
+        self.engines[engine.replica_id], self.table[engine.replica_id] = engine, told
 
     def retire(self, replica_id: str) -> None:
         """It takes no new work; what it has goes on to its end. Mutates. Raises KeyError."""

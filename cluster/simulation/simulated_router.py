@@ -98,9 +98,12 @@ class SimulatedRouter:
         client.attempt = attempt
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
-        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait)
+        self.view.sent(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
+        self.view.pairs.sent(route, prompt_len)
         if route.prefill_id is not None:
             self.view.prompt_coming(route.prefill_id, prompt_len)
+            # A pair is measured as soon as it meets.
+            self.view.pairs.measured(route.decode_id, [(route.prefill_id, self._costs.transfer.bytes_per_s)])
         deadline_s = job.arrival_s + self._times.request_timeout_s
         decode = self._decodes[route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
@@ -132,7 +135,8 @@ class SimulatedRouter:
     def _decide(self, need: Need) -> Route | NeverFits | Unavailable:
         started = time.thread_time()
         view = self.view
-        route = choose_route(need, view.decode_candidates(), view.prefill_candidates(), self._rules)
+        decodes, prefills = view.decode_candidates(), view.prefill_candidates()
+        route = choose_route(need, decodes, prefills, self._rules, pairs=view.pairs.of)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
         return route
@@ -164,6 +168,13 @@ class SimulatedRouter:
             decode = self._decodes[attempt.route.decode_id]
             self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
+
+    def handed_over(self, attempt: Attempt) -> None:
+        """Decode has read its KV, or does not want it."""
+        if attempt.is_coming:
+            attempt.is_coming = False
+            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
+            self.view.pairs.worked(attempt.route)
 
     def _admitted(self, attempt: Attempt, now_s: float) -> None:
         if attempt.is_closed:
@@ -244,13 +255,16 @@ class SimulatedRouter:
             assert attempt.route.prefill_id is not None
             self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
         self._hear_admission(attempt)
+        if attempt.is_coming:
+            attempt.is_coming = False
+            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
         self.view.ended(attempt.route.decode_id)
 
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
             route = attempt.route
-            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait)
+            self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
             if route.prefill_id is not None:
                 self.view.prompt_came(route.prefill_id, attempt.prompt_len)
 

@@ -77,12 +77,13 @@ class SimulatedSystem:
         self.shape, self.costs = shape, costs
         self.queue = EventQueue()
         self._machine, self._may_skip = SharedMachine(), may_skip
-        decode = SimulatedPool("decode", shape.decode.limits, costs.decode, partial(make_decode, shape))
+        token_bytes = costs.kv_bytes_per_token
+        decode = SimulatedPool("decode", shape.decode.limits, token_bytes, costs.decode, partial(make_decode, shape))
         self.pools = {decode.name: decode}
         prefill = None
         if shape.prefill is not None:
             make_prefill = partial(_shipped_prefill, shape.prefill)
-            prefill = SimulatedPool("prefill", shape.prefill.limits, costs.prefill, make_prefill)
+            prefill = SimulatedPool("prefill", shape.prefill.limits, token_bytes, costs.prefill, make_prefill)
             self.pools[prefill.name] = prefill
         # All that there ever were.
         self.decodes: Mapping[str, SimulatedEngine] = decode.engines

@@ -121,7 +121,8 @@ def _handoff() -> list[Panel]:
                 "{{result}}": ALL.rate("router_decisions_total", "result"),
                 "retry: {{stage}}": ALL.rate("retries_total", "stage"),
             },
-            "local: short prompts that decode computes; fallback_aggregated: no prefill replica lived.",
+            "local: short prompts that decode computes; local_...: for the cost; fallback_aggregated: no prefill "
+            "replica lived.",
         ),
     ]
 

@@ -83,6 +83,7 @@ class Engine:
         self.steps = StepClock()
         self._timer = StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
+        self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
         self._inbox = Inbox(self.calls.fail)
         self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
@@ -133,9 +134,7 @@ class Engine:
     def is_healthy(self, max_silence_s: float) -> bool:
         """Alive, not failing over and over, and its loop has come round within `max_silence_s`."""
         fresh = time.monotonic() - self.last_beat_s < max_silence_s
-        return (
-            self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
-        )
+        return self.thread.is_alive() and fresh and not self._is_broken and self._num_loop_failures < _MAX_LOOP_FAILURES
 
     def watched(self) -> dict[str, Watched]:
         """Its threads, for a watch."""
@@ -155,7 +154,7 @@ class Engine:
     def transfers(self, transfers: TransferThread) -> None:
         """Before start: its events come back to this engine."""
         self.calls.handoffs.transfers = transfers
-        self._slowest_pair = transfers.slowest_pair
+        self._slowest_pair, self._pair_in_turn = transfers.slowest_pair, transfers.pair_in_turn
 
     @property
     def sender(self) -> TokenSender:
@@ -292,7 +291,8 @@ class Engine:
         self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        return load_of(self.scheduler, self.steps.mean_s, self.steps.prefill_tokens_per_s, self._slowest_pair())
+        steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
+        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

@@ -65,6 +65,7 @@ class PairRates:
     def __init__(self) -> None:
         self._rates: dict[str, PairRate] = {}  # by agent name
         self._windows: dict[str, _Window] = {}
+        self._num_turns = 0
 
     def of(self, agent_name: str) -> PairRate | None:
         return self._rates.get(agent_name)
@@ -72,6 +73,12 @@ class PairRates:
     def all(self) -> Mapping[str, PairRate]:
         """By the peers' agent names: a copy."""
         return dict(self._rates)
+
+    def in_turn(self) -> PairRate | None:
+        """One after the other, again and again. One thread at most may ask. Mutates."""
+        rates = list(self._rates.values())
+        self._num_turns += 1
+        return rates[self._num_turns % len(rates)] if rates else None
 
     def slowest(self) -> PairRate | None:
         return min(list(self._rates.values()), key=lambda rate: rate.bytes_per_s, default=None)

@@ -193,6 +193,10 @@ class TransferThread:
         """The peer from which KV is read slowest, of those measured. Does not block; None before start()."""
         return self._driver.peers.rates.slowest() if self._driver is not None else None
 
+    def pair_in_turn(self) -> PairRate | None:
+        """One of the peers that were measured, each in its turn. As slowest_pair; for one thread."""
+        return self._driver.peers.rates.in_turn() if self._driver is not None else None
+
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _running(self) -> TransferDriver:

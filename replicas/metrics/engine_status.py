@@ -55,11 +55,14 @@ class StepClock:
 
 
 def load_of(
-    scheduler: Scheduler, step_s: float, prefill_tokens_per_s: float, slowest: PairRate | None = None
+    scheduler: Scheduler,
+    step_s: float,
+    prefill_tokens_per_s: float,
+    slowest: PairRate | None = None,
+    in_turn: PairRate | None = None,
 ) -> EngineLoad:
-    """What routers are told. Engine thread only. step_s, prefill_tokens_per_s: as a StepClock has them. slowest: the
-    peer from which KV is read slowest.
-    """
+    """What routers are told. Engine thread only. step_s and prefill_tokens_per_s: as a StepClock has them. slowest: the
+    peer from which KV is read slowest; in_turn: one of all of them, another each time."""
     return EngineLoad(
         num_running=scheduler.num_running,
         num_queued=scheduler.num_queued,
@@ -72,4 +75,6 @@ def load_of(
         expected_tokens=scheduler.expected_tokens or 0,
         slowest_source=slowest.replica_id if slowest is not None else "",
         slowest_read_bytes_per_s=slowest.bytes_per_s if slowest is not None else 0.0,
+        read_source=in_turn.replica_id if in_turn is not None else "",
+        read_bytes_per_s=in_turn.bytes_per_s if in_turn is not None else 0.0,
     )

@@ -214,7 +214,10 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.ADMITTED)
             await self.cluster.handoffs[call.request_id]
             await asyncio.sleep(script.transfer_s)
-        await self._strike(replica, script, Phase.TRANSFER)
+        # In a split system it is a handoff that hangs. An engine that does is frozen, which is something else.
+        is_local = call.source is None and self.cluster.prefill is not None
+        if not is_local or script.fault is None or script.fault.what != "hang":
+            await self._strike(replica, script, Phase.TRANSFER)
         first = 0 if call.source is None else 1
         for step, index in enumerate(range(first, max(map(len, tokens.values())))):
             await self._strike(replica, script, Phase.DECODE, step)

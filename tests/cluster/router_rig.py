@@ -71,6 +71,7 @@ class Rig:
             "in flight": dict(view._in_flight),
             "unheard": dict(view._unheard_blocks),
             "prompts": dict(view._prompt_tokens),
+            "coming": {ids: state.num_coming for ids, state in view.pairs._states.items() if state.num_coming},
             "handoffs": self.cluster.handoffs,
             "memory": sum(r.used_blocks + r.num_queued for pool in self.cluster.pools for r in pool.members.values()),
         }
@@ -92,6 +93,7 @@ async def running_router(
     tail_s: float = PATIENCE_S,
     local_prefill_max_tokens: int = 0,
     fallback: bool = False,
+    local_by_cost: bool = True,
     retry_delay_s: float = 0.001,
     frozen_after_s: float = PATIENCE_S,
     recovery_s: float = 0.0,
@@ -104,7 +106,9 @@ async def running_router(
     router = Router(
         decode=cluster.decode,
         prefill=cluster.prefill,
-        rules=RoutingRules(cluster.prefill is not None, local_prefill_max_tokens, fallback),
+        rules=RoutingRules(
+            cluster.prefill is not None, local_prefill_max_tokens, fallback, local_by_cost=local_by_cost
+        ),
         limits=RouterLimits(
             max_queued,
             max_retries,

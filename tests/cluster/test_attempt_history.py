@@ -14,7 +14,7 @@ ROUTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
 
 def test_both_are_avoided_unless_it_is_known_who_was_at_fault() -> None:
     failure = AttemptFailed(Stage.TRANSFER, CallStatus.KV_LOST, "", may_retry=True)
-    assert AttemptHistory().after(failure, ROUTE) == AttemptHistory(1, frozenset({"d", "p"}))
+    assert AttemptHistory().after(failure, ROUTE) == AttemptHistory(1, frozenset({"d", "p"}), num_lost=1)
     failure.__cause__ = ReplicaLost("p", Loss.DEAD, "died")
     assert AttemptHistory(1).after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,11 @@ class Pools:
         return candidate
 
     @property
+    def room(self) -> DecodeCandidate:
+        """What counts for its memory."""
+        return self.decode._replace(num_rows=0, queued_tokens=0, tokens_per_s=0.0, step_tokens=0, block_bytes=0)
+
+    @property
     def prefill(self) -> PrefillCandidate:
         (candidate,) = self.view.prefill_candidates()
         return candidate
@@ -50,20 +56,20 @@ class Pools:
 
 def test_room_is_what_was_heard_less_what_was_sent_since() -> None:
     pools = Pools()
-    assert pools.decode == DecodeCandidate("d", 100, 100, 0, 0), "nothing heard: all of it"
+    assert pools.room == DecodeCandidate("d", 100, 100, 0, 0), "nothing heard: all of it"
     pools.view.heard(frame("d", load(free=60, queued=2)))
-    assert pools.decode == DecodeCandidate("d", 100, 60, 0, 2)
+    assert pools.room == DecodeCandidate("d", 100, 60, 0, 2)
     pools.view.sent("d", 50, must_wait=False)
     pools.view.sent("d", 30, must_wait=True)
-    assert pools.decode == DecodeCandidate("d", 100, -20, 2, 2)
+    assert pools.room == DecodeCandidate("d", 100, -20, 2, 2)
     assert pools.view.num_waiting == 1
     pools.view.heard(frame("d", load(free=10)))
     pools.view.admitted("d", 50, must_wait=False)
-    assert pools.decode == DecodeCandidate("d", 100, -20, 2, 0)
+    assert pools.room == DecodeCandidate("d", 100, -20, 2, 0)
     pools.view.ended("d")
     pools.view.admitted("d", 30, must_wait=True)
     pools.view.ended("d")
-    assert pools.decode == DecodeCandidate("d", 100, 10, 0, 0)
+    assert pools.room == DecodeCandidate("d", 100, 10, 0, 0)
     assert pools.view.num_waiting == 0
 
 
@@ -84,7 +90,7 @@ def test_what_decode_projects_is_passed_on_less_what_was_sent_since() -> None:
     pools = Pools()
     pools.view.heard(frame("d", load(free=60, later_free_blocks=(70, 80), expected_tokens=30)))
     pools.view.sent("d", 50, must_wait=False)
-    assert pools.decode == DecodeCandidate("d", 100, 10, 1, 0, (20, 30), 30, 0.0)
+    assert pools.room == DecodeCandidate("d", 100, 10, 1, 0, (20, 30), 30, 0.0)
 
 
 def test_candidates_say_on_which_node_they_are() -> None:
@@ -181,3 +187,35 @@ def test_the_registry_tells_of_replicas_that_have_published_something() -> None:
     only_a = {"a": {"num_blocks": 1}}
     assert heard == [("decode", only_a), ("decode", only_a), ("prefill", {})]
     assert (registry.replicas("decode"), registry.replicas("unheard of")) == (only_a, {})
+
+
+def test_prompts_that_decode_computes_itself_and_the_streams_beside_them() -> None:
+    pools = Pools()
+    pools.decodes = {"d": metadata("d") | {"step_tokens": 64}}
+    pools.view.sent("d", 5, must_wait=False, local_tokens=70)
+    cold = pools.decode
+    assert (cold.num_rows, cold.queued_tokens, cold.tokens_per_s) == (1, 70, 0.0)
+    assert (cold.step_tokens, cold.block_bytes) == (64, 1)
+    pools.view.heard(frame("d", load(tokens=30, prefill_tokens_per_s=500.0)))
+    known = pools.decode
+    assert (known.num_rows, known.queued_tokens, known.tokens_per_s) == (1, 100, 500.0), "what it has not heard of, too"
+    pools.view.sent("d", 5, must_wait=False)
+    assert pools.decode.num_rows == 2, "more of ours than it has heard of"
+    pools.view.admitted("d", 5, must_wait=False, local_tokens=70)
+    assert pools.decode.queued_tokens == 30
+    pools.view.heard(frame("d", replace(load(), num_running=9)))
+    assert pools.decode.num_rows == 9, "others' too"
+    pools.view.admitted("d", 5, must_wait=False)
+    pools.view.ended("d")
+    pools.view.ended("d")
+    assert pools.decode.queued_tokens == 0
+
+
+def test_each_load_tells_the_rate_of_a_pair() -> None:
+    pools = Pools()
+    pools.view.heard(frame("d", load(read_source="p", read_bytes_per_s=5e8)))
+    pools.view.heard(frame("d", load(read_source="q", read_bytes_per_s=7e9)))
+    pools.view.heard(frame("d", load()))
+    assert [pools.view.pairs.of("d", name).bytes_per_s for name in "pqr"] == [5e8, 7e9, 0.0]
+    pools.view.left({"d", "p"})
+    assert [pools.view.pairs.of("d", name).bytes_per_s for name in "pqr"] == [5e8, 0.0, 0.0]

@@ -42,7 +42,7 @@ async def refusal(rig: Rig, **values: Any) -> ApiError:
 @pytest.mark.parametrize("phase", [Phase.QUEUE, Phase.PREFILL, Phase.TRANSFER])
 @CHOICES
 async def test_one_error_when_retries_are_used_up(phase: Phase, what: str, status: int, n: int) -> None:
-    async with running_router(FakeCluster(), max_retries=2) as rig:
+    async with running_router(FakeCluster(), max_retries=2, local_by_cost=False) as rig:
         rig.cluster.script = lambda _: Script(Fault(phase, what))
         error = await refusal(rig, n=n)
         assert (error.status, "secret" in error.message) == (status, False)
@@ -137,7 +137,7 @@ async def test_who_failed_is_avoided(n: int, phase: Phase, what: str) -> None:
 
 
 async def test_whoever_failed_before_is_still_avoided() -> None:
-    async with running_router(FakeCluster(num_decode=4, num_prefill=4)) as rig:
+    async with running_router(FakeCluster(num_decode=4, num_prefill=4), local_by_cost=False) as rig:
         rig.cluster.fail(*[Fault(Phase.TRANSFER, CallStatus.KV_LOST)] * 3)
         await rig.tokens(generation_of())
         for method in ("generate", "prefill"):
@@ -165,7 +165,8 @@ async def test_the_living_are_told_of_the_dead(phase: Phase, dead: str, hangs: b
 
 
 async def test_all_attempts_together_end_by_the_deadline() -> None:
-    async with running_router(FakeCluster(num_decode=2, num_prefill=2), handoff_s=0.1, max_retries=20) as rig:
+    cluster = FakeCluster(num_decode=2, num_prefill=2)
+    async with running_router(cluster, handoff_s=0.1, max_retries=20, local_by_cost=False) as rig:
         rig.cluster.script = lambda _: Script(Fault(Phase.PREFILL, "hang"))
         began_s = time.monotonic()
         assert (await refusal(rig, timeout_s=0.4)).status == 504

@@ -119,8 +119,8 @@ def test_a_prefill_replica_on_decodes_node_is_worth_a_wait(
 ) -> None:
     rules = replace(SPLIT, other_node_penalty=penalty)
     prefills = [
-        replace(P("near", queued_near), node_id="one"),
-        replace(P("far", queued_far), node_id="two"),
+        P("near", queued_near)._replace(node_id="one"),
+        P("far", queued_far)._replace(node_id="two"),
     ]
     route = choose_route(NEED, [D("d", 50, node_id="one")], prefills, rules)
     assert isinstance(route, Route)
@@ -249,7 +249,7 @@ def last_by_name(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def like(fingerprint: str, *candidates: Any) -> list[Any]:
-    return [replace(candidate, fingerprint=fingerprint) for candidate in candidates]
+    return [candidate._replace(fingerprint=fingerprint) for candidate in candidates]
 
 
 def test_the_policy_of_that_name_decides(last_by_name: Recorder) -> None:

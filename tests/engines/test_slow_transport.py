@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from replicas.fault_points import FaultPoints
 from replicas.settings import EngineSettings, FaultSettings
-from tests.engines.local_system import LocalSystem
+from tests.engines.local_system import LocalSystem, collect
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
@@ -50,6 +51,7 @@ def test_slow_reads_take_their_turns_and_the_texts_are_the_same(
     assert rate.bytes_per_s == pytest.approx(BYTES_PER_S, rel=0.25)
     load = system.decode.engine._load()
     assert (load.slowest_source, load.slowest_read_bytes_per_s) == (rate.replica_id, rate.bytes_per_s)
+    assert (load.read_source, load.read_bytes_per_s) == (rate.replica_id, rate.bytes_per_s)
     families = {family["name"]: family for family in system.decode.metrics_snapshot()}
     ((_, labels, value),) = families["splitserve_kv_transfer_rate_bytes_per_second"]["samples"]
     assert (labels["peer"], value) == (rate.replica_id, rate.bytes_per_s)
@@ -63,3 +65,27 @@ def test_what_is_no_rate_slows_nothing(text: str, tmp_path: Path) -> None:
     assert FaultPoints(str(tmp_path), torch.zeros(1)).slow_reads_bytes_per_s() is None
     assert not (tmp_path / "did.slow.reads").exists()
     assert FaultPoints(None, torch.zeros(1)).slow_reads_bytes_per_s() is None
+
+
+def test_what_a_slow_pair_has_told_keeps_later_prompts_at_decode(
+    system: LocalSystem, tiny_goldens: TinyGoldens, tmp_path: Path
+) -> None:
+    """The first one takes its KV's slow way, the others do not."""
+    goldens = [tiny_goldens.of(300, number) for number in range(3)]
+
+    async def run() -> None:
+        router = await system.start_router()
+        try:
+            for golden in goldens:
+                got = await collect(router, system.generation(golden.prompt_ids, 16))
+                assert got.token_ids[0] == golden.output_ids[:16]
+        finally:
+            await router.stop()
+
+    asyncio.run(run())
+    assert (tmp_path / "did.slow.reads").exists()
+    assert system.decode.transfers.snapshot().results == {"ready": 1}
+    assert system.decode.engine.steps.num_prefilled_tokens == 600
+    (family,) = (of for of in system.metrics.snapshot() if of["name"] == "splitserve_router_decisions")
+    decided = {of["result"]: v for suffix, of, v in family["samples"] if suffix == "_total" and v}
+    assert decided == {"remote": 1.0, "local_slow_pair": 2.0}

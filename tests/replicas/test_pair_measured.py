@@ -74,6 +74,19 @@ def test_a_pair_is_measured_when_it_meets_and_once(bytes_per_s: float, caplog: p
     assert rig.is_untouched, "nothing lands in blocks"
 
 
+def test_a_pair_that_is_busy_from_the_start_is_told_of_by_its_reads(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig = Rig(Network(100e6))
+    for number in range(4):  # one behind the other: never quiet
+        rig.hand_over(str(number), tuple(range(number * 8, number * 8 + 8)))
+    rig.run(1.0)
+    rate = rate_of(rig)
+    assert rate is not None
+    (line,) = [record for record in caplog.records if getattr(record, "event", "") == "transfer_pair_measured"]
+    assert line.probe_bytes == 0, "no probe had its quiet"  # type: ignore[attr-defined]
+    assert line.gb_per_s == pytest.approx(0.1, rel=0.3)  # type: ignore[attr-defined]
+
+
 def test_the_source_polls_often_while_it_is_measured_and_not_for_long() -> None:
     """Else what is emulated on its side (shared memory, TCP) would go at the pace of an idle thread's polls."""
     rig = Rig(Network())

@@ -139,3 +139,15 @@ def test_a_read_that_took_no_time_changes_nothing() -> None:
     rates = PairRates()
     read(rates, MIB, 1.0, 1.0)
     assert rates.slowest() is None
+
+
+def test_each_pair_has_its_turn() -> None:
+    rates = PairRates()
+    assert rates.in_turn() is None
+    for name in ("p", "q", "r"):
+        rates.measured(f"agent-{name}", PairRate(name, 1e9))
+    told = [rates.in_turn() for _ in range(6)]
+    assert sorted(rate.replica_id for rate in told if rate is not None) == ["p", "p", "q", "q", "r", "r"]
+    assert told[:3] == told[3:]
+    rates.forget("agent-q")
+    assert {rate.replica_id for rate in (rates.in_turn(), rates.in_turn()) if rate is not None} == {"p", "r"}

@@ -127,7 +127,8 @@ def test_metrics_are_the_same_whichever_ingress_answers(server: RunningServer, r
     body = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
     bodies = [("/v1/completions", {**body, "prompt": [9] * n}) for n in lengths]
     for _ in range(2):
-        post_all(server, bodies, num_at_once=4)
+        # By themselves: behind a longer prompt decode would compute a short one (routing.local_by_cost).
+        post_all(server, bodies, num_at_once=1)
     server.wait_for_baseline()
     num_blocks = 2 * (1 + 1 + 2 + 3) if layout != "colocated" else 0
     block_bytes = 46_080 * 16
@@ -157,5 +158,7 @@ def test_bad_requests_get_an_envelope(server: RunningServer) -> None:
             assert error["message"]
         assert client.get("/v1/nothing").status_code == 404
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
-        assert client.get("/health/ready").json() == {"status": "ready"}
+        ready = client.get("/health/ready").json()
+        assert ready.pop("slowest_transfer", {}).keys() in (set(), {"reader", "source", "gb_per_s"})
+        assert ready == {"status": "ready"}
         assert client.get("/version").json()["version"]

@@ -19,7 +19,8 @@ BYTES_PER_S = 2e6  # some 45 prompt tokens a second; computing makes several tim
 @pytest.mark.timeout(900)
 def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Path) -> None:
     goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:8]
-    with run_server("local.yaml", tmp_path, {"transfer.max_bytes_in_flight": 1024**2}) as server:
+    changes = {"transfer.max_bytes_in_flight": 1024**2, "routing.local_by_cost": False}
+    with run_server("local.yaml", tmp_path, changes) as server:
         (server.fault_dir / "slow.reads").write_text(f"{BYTES_PER_S:g}")
         started_s = time.monotonic()
         answers = post_all(server, [golden_request(golden) for golden in goldens], num_at_once=8)
@@ -59,3 +60,23 @@ def _readiness(server: RunningServer) -> dict[str, Any]:
             return found
         assert time.monotonic() < give_up_s, found
         time.sleep(0.2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_with_a_slow_transport_decode_computes_what_is_quicker_there(tmp_path: Path) -> None:
+    """Requests one after the other: the first may take the slow way, the others do not."""
+    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:6]
+    with run_server("local.yaml", tmp_path, {"ingress.replicas": 1}) as server:
+        (server.fault_dir / "slow.reads").write_text(f"{BYTES_PER_S / 4:g}")
+        for golden in goldens:
+            ((answer,),) = post_all(server, [golden_request(golden)], num_at_once=1)
+            golden.check(answer.token_ids)
+        assert (server.fault_dir / "did.slow.reads").exists()
+        moved = server.total("splitserve_kv_transfers_total", result="ready")
+        assert 1 <= moved <= 2
+        assert server.total("splitserve_router_decisions_total", result="remote") == moved
+        assert server.total("splitserve_router_decisions_total", result="local_slow_pair") == len(goldens) - moved
+        server.wait_for_baseline()
+        log = server.log_file.read_text()
+    assert "decode computes prompts itself rather than read their KV from this replica" in log
