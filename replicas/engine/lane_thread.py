@@ -24,6 +24,8 @@ from scheduler.plan import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.5  # at whether the thread still lives
+
 
 @dataclass(eq=False, slots=True)
 class LaneStep:
@@ -81,7 +83,8 @@ class LaneThread:
         """Block until nothing that was submitted runs any more; what of it was to come is not run."""
         with self._idle:
             self._has_failed = True
-            self._idle.wait_for(lambda: not self._num_open or not self.thread.is_alive())
+            while self._num_open and self.thread.is_alive():
+                self._idle.wait(_LOOK_S)
             self._has_failed = False
 
     def stop(self, timeout_s: float) -> None:
