@@ -19,19 +19,24 @@ import torch
 
 from replicas.engine.step_isolation import run_isolated
 from replicas.model.model_runner import ModelRunner, StepHandle
+from scheduler.lane_split import ALONE, LaneShare
 from scheduler.plan import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # at whether the thread still lives
 
 
 @dataclass(eq=False, slots=True)
 class LaneStep:
     """A plan in a lane, and what came of it: its output and the error of each request that failed in it; or failure,
-    after which its blocks cannot be trusted. started_s: when it was launched or the one before it had ended.
+    after which its blocks cannot be trusted. share: of the prompts in it, or beside it when it was launched. started_s:
+    when it was launched or the one before it had ended.
     """
 
     plan: StepPlan
     runner: ModelRunner
+    share: LaneShare = ALONE
     started_s: float = 0.0
     ended_s: float = 0.0
     output: StepOutput | None = None
@@ -64,9 +69,9 @@ class LaneThread:
         self.thread.start()
         self._prepared.result()
 
-    def submit(self, plan: StepPlan, runner: ModelRunner) -> LaneStep:
+    def submit(self, plan: StepPlan, runner: ModelRunner, share: LaneShare) -> LaneStep:
         """Have the runner do the plan, behind what was submitted before. Does not block."""
-        step = LaneStep(plan, runner)
+        step = LaneStep(plan, runner, share)
         with self._idle:
             if not self._num_open:
                 self._progress_s = time.monotonic()
@@ -78,7 +83,8 @@ class LaneThread:
         """Block until nothing that was submitted runs any more; what of it was to come is not run."""
         with self._idle:
             self._has_failed = True
-            self._idle.wait_for(lambda: not self._num_open or not self.thread.is_alive())
+            while self._num_open and self.thread.is_alive():
+                self._idle.wait(_LOOK_S)
             self._has_failed = False
 
     def stop(self, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ from replicas.engine.lane_thread import LaneStep, LaneThread
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
-from scheduler.lane_split import ALONE, choose_share
+from scheduler.lane_split import ALONE, LaneShare, choose_share
 from scheduler.two_lane_core import TwoLaneCore
 
 _HELD_POLL_S = 0.01
@@ -84,11 +84,11 @@ class TwoLaneEngine(Engine):
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn)
         if turn.plan is not None:
-            self.core.launched(self._decode.submit(turn.plan, self.runner))
+            self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows))
         if turn.prompts is not None:
             load = self.core.prompt_load(turn.prompts, now_s, self.steps.rates)
             self._share = choose_share(load, self._objectives, self.runner.shares)
-            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share)))
+            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share), self._share))
         self._flush(now_s)
         is_planned = turn.plan is not None or turn.prompts is not None
         if not is_planned or self.steps.due_for_status(now_s):
@@ -96,6 +96,11 @@ class TwoLaneEngine(Engine):
         # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
+
+    @property
+    def _beside_rows(self) -> LaneShare:
+        """The share of the prompts that are computed now."""
+        return self._share if self.core.prompts_in_flight else ALONE
 
     def _commit_step(self, step: LaneStep) -> None:
         """A step has run. Raises what made it fail as a whole, and what the books raise."""
@@ -108,8 +113,8 @@ class TwoLaneEngine(Engine):
         for request_id, error in step.errors.items():
             self.calls.fail(request_id, error)
         duration_s = step.ended_s - step.started_s
-        is_alone = not step.plan.chunks and not self.core.prompts_in_flight
-        self.steps.count_lane(step.plan, duration_s, ALONE if is_alone else self._share)
+        is_alike = bool(step.plan.chunks) or step.share is self._beside_rows
+        self.steps.count_lane(step.plan, duration_s, step.share, is_alike=is_alike)
         self.metrics.step_done(duration_s)
         recorder = self._prompt_recorder if step.plan.chunks else self.recorder
         recorder.ran(step.plan, step.started_s, step.ended_s)

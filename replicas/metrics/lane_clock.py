@@ -26,8 +26,9 @@ class LaneClock(StepClock):
         self.num_steps_by_processors: Counter[int] = Counter()
         self.rates = LaneRates()
 
-    def count_lane(self, plan: StepPlan, duration_s: float, share: LaneShare) -> None:
-        """Take a step that has run into account. share: of the prompts in it, or beside it."""
+    def count_lane(self, plan: StepPlan, duration_s: float, share: LaneShare, *, is_alike: bool = True) -> None:
+        """Take a step that has run into account. share: of the prompts in it, or beside it. is_alike: from its begin to
+        its end; else it tells nothing of rates."""
         if plan.is_empty:
             return
         lane = "prefill" if plan.chunks else "decode"
@@ -45,8 +46,10 @@ class LaneClock(StepClock):
                 self.rates = LaneRates(known + (rate - known) * self._weight(lane), self.rates.decode_step_s)
             return
         self.mean_s = mean_s + (duration_s - mean_s) * self._weight(lane)
+        if not is_alike:
+            return
         known = self.rates.decode_step_s
-        step_s = known + (duration_s * share.decode_rate - known) * self._weight(lane)
+        step_s = known + (duration_s * share.decode_rate - known) * (SMOOTHING if known else 1.0)
         self.rates = LaneRates(self.rates.prefill_tokens_per_s, step_s)
 
     def _weight(self, lane: str) -> float:

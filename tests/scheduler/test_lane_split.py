@@ -29,7 +29,7 @@ CASES = {
     "one prompt": ((2048, 0.0, 16, 0.0052), 92),
     "one prompt, few rows": ((2048, 0.0, 1, 0.005), 92),
     "a queue that this keeps up with": ((8192, 0.02, 16, 0.0052), 92),
-    "a queue that it does not": ((10_240, 0.05, 16, 0.0052), 100),
+    "a queue that it does not": ((14_336, 0.1, 16, 0.0052), 100),
     "one that waited too long": ((2048, 0.5, 16, 0.0052), 100),
     "a queue that nothing keeps up with": ((40_960, 1.0, 16, 0.0052), 100),
     "slow steps": ((2048, 0.0, 128, 0.0079), 68),
