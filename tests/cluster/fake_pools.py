@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from replicas.channels.token_receiver import TokenReceiver
 
 BLOCK_SIZE = 4
+_LEAVING_S = 1.0  # a replica that leaves is there for so long, like one that drains
 _METHODS: dict[type, str] = {PulseCall: "pulse", ReplayCall: "replay", ForgetPeerCall: "forget_peer"}
 
 
@@ -283,6 +284,7 @@ class FakeCluster:
         self.forget_peer_hangs = False
         self.seen: Callable[[], None] = lambda: None  # called with every call, in its context
         self.receiver: TokenReceiver | None = None
+        self._leavers: dict[FakeReplica, float] = {}  # of decode, and until when each is there
         self.decode = FakeDecode(self, "decode", num_decode, decode_blocks)
         self.prefill = FakePrefill(self, "prefill", num_prefill, prefill_blocks) if num_prefill else None
 
@@ -316,12 +318,17 @@ class FakeCluster:
 
     def remove(self, replica_id: str) -> FakeReplica:
         """It takes no new calls; what runs there goes on."""
-        (replica,) = (pool.members.pop(replica_id) for pool in self.pools if replica_id in pool.members)
+        (pool,) = (pool for pool in self.pools if replica_id in pool.members)
+        replica = pool.members.pop(replica_id)
+        if pool is self.decode and not replica.death.done():
+            self._leavers[replica] = asyncio.get_running_loop().time() + _LEAVING_S
         return replica
 
     async def signs_of_life(self, channel: ChannelAddress) -> None:
         """A frame without items of each decode replica, as idle engines send: it shows what went missing before."""
-        for replica in self.decode.members.values():
+        now_s = asyncio.get_running_loop().time()
+        self._leavers = {replica: end_s for replica, end_s in self._leavers.items() if now_s < end_s}
+        for replica in [*self.decode.members.values(), *self._leavers]:
             if not replica.is_frozen:
                 await replica.send(channel)
 
