@@ -1,7 +1,4 @@
-"""Writes docs/files.md: every file in one line, by the first sentence of its docstring.
-
-`python docs/list_files.py`; with `-` it prints it instead.
-"""
+"""Prints every file in one line, by the first sentence of its docstring: `python docs/list_files.py`."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ def list_files() -> str:
     """The whole document."""
     parts = [
         "# Files",
-        "From the top floor to the bottom one: a folder imports only from folders behind it. Made by "
-        "`python docs/list_files.py` from what each file says of itself. "
-        "Also: `cluster/http/haproxy.sh`, what Serve starts as HAProxy.",
+        "From the top floor to the bottom one: a folder imports only from folders behind it. Also: "
+        "`cluster/http/haproxy.sh`, what Serve starts as HAProxy.",
     ]
     for top in ("cluster", "replicas", "scheduler"):
         for folder in [ROOT / top / name for name in _floors(top)]:
@@ -52,7 +48,4 @@ def _first_sentence(file: Path) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["-"]:
-        sys.stdout.write(list_files())
-    else:
-        (ROOT / "docs/files.md").write_text(list_files(), encoding="utf-8")
+    sys.stdout.write(list_files())

@@ -106,12 +106,10 @@ def test_files_outside_tests_are_short() -> None:
     assert {file: lines for file, lines in num_lines.items() if lines > MAX_LINES} == {}
 
 
-def test_the_list_of_files_is_true() -> None:
-    made = subprocess.run(
-        [sys.executable, ROOT / "docs/list_files.py", "-"], capture_output=True, text=True, check=True
-    )
-    assert made.stdout == (ROOT / "docs/files.md").read_text(encoding="utf-8"), "run: python docs/list_files.py"
-    listed = set(re.findall("^- `([a-z_0-9]+)`", made.stdout, re.MULTILINE))
+def test_each_file_says_what_it_is() -> None:
+    command = [sys.executable, ROOT / "docs/list_files.py"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    listed = set(re.findall("^- `([a-z_0-9]+)` .{10,}", made.stdout, re.MULTILINE))
     assert {file.stem for file in python_files(*PACKAGES)} - listed == {"__init__"}
 
 
