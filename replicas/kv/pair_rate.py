@@ -1,7 +1,8 @@
-"""How fast one engine reads from each of its peers: as measured when they met, then as its reads have gone. Pure."""
+"""How fast one engine reads from each of its peers: as measured when they met, then as its reads have gone."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,6 +15,8 @@ _SMOOTHING = 0.2
 _TELLING_S = 0.005
 _FAST_BYTES_PER_S = 10e9
 _LONGEST_WINDOW_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Pace(StrEnum):
@@ -60,7 +63,7 @@ class _Window:
 
 
 class PairRates:
-    """One for each transfer thread, which alone changes it; any thread may ask."""
+    """One for each transfer thread, which alone changes it; any thread may ask. A peer's first rate is logged."""
 
     def __init__(self) -> None:
         self._rates: dict[str, PairRate] = {}  # by agent name
@@ -83,9 +86,18 @@ class PairRates:
     def slowest(self) -> PairRate | None:
         return min(list(self._rates.values()), key=lambda rate: rate.bytes_per_s, default=None)
 
-    def measured(self, agent_name: str, rate: PairRate) -> None:
-        """By a probe. Mutates."""
+    def measured(self, agent_name: str, rate: PairRate, probe_bytes: int = 0) -> None:
+        """For the first time: by a probe of so many bytes, or, 0, by reads of KV. Mutates."""
         self._rates[agent_name] = rate
+        extra = {
+            "event": "transfer_pair_measured",
+            "peer": rate.replica_id,
+            "gb_per_s": round(rate.bytes_per_s / 1e9, 3),
+            "latency_ms": round(rate.latency_s * 1e3, 3),
+            "probe_bytes": probe_bytes,
+            "pace": rate.pace,
+        }
+        logger.info("KV is read from %s at %.3g GB/s", rate.replica_id, rate.bytes_per_s / 1e9, extra=extra)
 
     def began(self, agent_name: str, is_first: bool, now_s: float) -> None:
         """A read from this peer was posted. is_first: no other is under way. Mutates."""
@@ -109,7 +121,7 @@ class PairRates:
         if known is not None:
             self._rates[peer.agent_name] = known.after(window.num_bytes, duration_s)
         elif duration_s >= _TELLING_S or bytes_per_s >= _FAST_BYTES_PER_S:
-            self._rates[peer.agent_name] = PairRate(peer.replica_id, bytes_per_s)
+            self.measured(peer.agent_name, PairRate(peer.replica_id, bytes_per_s))
 
     def forget(self, agent_name: str) -> None:
         """The peer has gone. Mutates; unknown names are fine."""

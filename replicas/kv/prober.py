@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from replicas.kv.kv_transport import KvTransport, ReadHandle, ReadState
-from replicas.kv.pair_rate import PairRate, PairRates
+from replicas.kv.pair_rate import PairRates
 from replicas.kv.probe import Probe
 from replicas.messages import TransferPeer
 
@@ -91,9 +91,8 @@ class Prober:
 
     def _begin_next(self, is_read_from: Callable[[str], bool], now_s: Callable[[], float]) -> None:
         agent_name, peer = self._waiting.popitem(last=False)
-        if (known := self._rates.of(agent_name)) is not None:
-            _log(known, 0)  # its reads have told meanwhile
-            return
+        if self._rates.of(agent_name) is not None:
+            return  # its reads have told meanwhile
         if is_read_from(agent_name):
             self._waiting[agent_name] = peer  # when it is quiet
             return
@@ -134,15 +133,13 @@ class Prober:
             self._fail(now.peer, str(error) or repr(error))
 
     def _conclude(self, now: _Measuring) -> None:
-        if (known := self._rates.of(now.peer.agent_name)) is not None:
-            _log(known, 0)  # its reads have told meanwhile
-            return
+        if self._rates.of(now.peer.agent_name) is not None:
+            return  # its reads have told meanwhile
         rate = now.probe.rate(now.peer.replica_id)
         if rate is None:
             self.meet(now.peer)  # again, when it is quiet
             return
-        self._rates.measured(now.peer.agent_name, rate)
-        _log(rate, now.probe.num_bytes)
+        self._rates.measured(now.peer.agent_name, rate, now.probe.num_bytes)
 
     def _fail(self, peer: TransferPeer, reason: str) -> None:
         extra = {"event": "transfer_probe_failed", "peer": peer.replica_id, "reason": reason}
@@ -161,16 +158,3 @@ class Prober:
             return False
         self._transport.release_read(handle)
         return True
-
-
-def _log(rate: PairRate, probe_bytes: int) -> None:
-    """What a pair's first figures are. probe_bytes: 0 where reads of KV gave them."""
-    extra = {
-        "event": "transfer_pair_measured",
-        "peer": rate.replica_id,
-        "gb_per_s": round(rate.bytes_per_s / 1e9, 3),
-        "latency_ms": round(rate.latency_s * 1e3, 3),
-        "probe_bytes": probe_bytes,
-        "pace": rate.pace,
-    }
-    logger.info("KV is read from %s at %.3g GB/s", rate.replica_id, rate.bytes_per_s / 1e9, extra=extra)

@@ -135,6 +135,7 @@ def failed(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_probe_that_fails_costs_its_figures_only(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     rig = Rig(Network(1e9, ReadFate(succeeds=False)))
     rig.hand_over("a", tuple(range(16)))
     rig.run(0.2)
@@ -145,6 +146,8 @@ def test_a_probe_that_fails_costs_its_figures_only(caplog: pytest.LogCaptureFixt
     rate = rate_of(rig)
     assert rate is not None, "the read of 16 ms has told"
     assert rate.bytes_per_s == pytest.approx(1e9, rel=0.15)
+    (line,) = [record for record in caplog.records if getattr(record, "event", "") == "transfer_pair_measured"]
+    assert line.probe_bytes == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fate", [ReadFate(math.inf), ReadFate(is_known=False)], ids=["it hangs", "in part"])
