@@ -22,6 +22,7 @@ from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.generated_token import FinishReason as FinishReason
 from scheduler.generated_token import Token as Token
 from scheduler.generation_spec import GenerationSpec as GenerationSpec
+from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
@@ -209,12 +210,13 @@ class CallStatus(StrEnum):
     TIMEOUT = "timeout"
     LEAVING = "leaving"  # the replica is about to end: nothing was begun
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
+    GRAMMAR_LIMIT = "grammar_limit"  # following its grammar took more work than one request may cause
     ERROR = "error"
 
     @property
     def may_retry(self) -> bool:
         """Whether another attempt could end otherwise."""
-        return self not in (CallStatus.TIMEOUT, CallStatus.NOTHING_ALLOWED)
+        return self not in (CallStatus.TIMEOUT, CallStatus.NOTHING_ALLOWED, CallStatus.GRAMMAR_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler.beam_search import BeamParams
+from scheduler.grammar import Grammar
 from scheduler.sampling_params import SamplingParams
 
 
@@ -35,6 +36,7 @@ class GenerationSpec:
     num_output_in_prompt: int = 0
     beam: BeamParams | None = None
     num_returned: int = 0  # with beam: 1 .. its width
+    grammar: Grammar | None = None  # what each choice's text must follow; not with beam
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -47,6 +49,8 @@ class GenerationSpec:
             self._check_search(self.beam)
 
     def _check_search(self, beam: BeamParams) -> None:
+        if self.grammar is not None:
+            raise ValueError("a beam search has no grammar")
         if self.choices != tuple(range(beam.width)):
             raise ValueError(f"choices of {beam.width} beams are {self.choices}")
         if not 1 <= self.num_returned <= beam.width:

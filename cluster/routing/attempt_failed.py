@@ -62,6 +62,9 @@ class AttemptFailed(Exception):
         if self.status is CallStatus.NOTHING_ALLOWED:
             text = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to choose; relax one of them"
             return ApiError(400, text, code="nothing_allowed")
+        if self.status is CallStatus.GRAMMAR_LIMIT:
+            text = "following the grammar or schema took more work than one request may cause; make it simpler"
+            return ApiError(400, text, code="grammar_limit")
         if self.status is CallStatus.EVICTED:
             text = "the request gave way to others for want of KV memory, again and again; try again later"
             return ApiError(503, text, code="kv_memory_short", retry_after_s=1.0)

@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.beam_search import BeamParams
 from scheduler.generation_spec import GenerationSpec
+from scheduler.grammar import Grammar
 from scheduler.sampling_params import SamplingParams
 
 SPEC = GenerationSpec((1, 2, 3), (0, 1), 4, frozenset({9}), SamplingParams())
@@ -35,6 +36,7 @@ def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates(
         {"num_returned": 0},
         {"num_returned": 3},
         {"sampling": SamplingParams()},
+        {"grammar": Grammar("start: /a/")},
         {"stop_token_ids": frozenset({8, 9})},
     ):
         with pytest.raises(ValueError, match="beam"):
@@ -44,3 +46,9 @@ def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates(
 def test_output_begins_behind_the_prompt_but_in_a_replay() -> None:
     assert (SPEC.prompt_len, SPEC.output_start) == (3, 3)
     assert replace(SPEC, num_output_in_prompt=2).output_start == 1
+
+
+@pytest.mark.parametrize(("values", "reason"), [({"text": ""}, "no text"), ({"repeats": True}, "begins after")])
+def test_a_grammar_has_a_text_and_one_that_repeats_a_beginning(values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(Grammar("start: /a/"), **values)  # type: ignore[arg-type]
