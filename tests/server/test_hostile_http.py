@@ -92,6 +92,11 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     "path that climbs": (GET.replace("/v1/models", "/../../etc/passwd").encode() + b"\r\n", {404}),
     "path that climbs, hidden": (GET.replace("/v1/models", "/v1/models/%2e%2e/%2e%2e/etc").encode() + b"\r\n", {404}),
     "two slashes": (GET.replace("/v1", "//v1").encode() + b"\r\n", {404}),
+    "too long a path": (GET.replace("models", "m" * 70_000).encode() + b"\r\n", {414}),
+    "too long a body, asked about first": (post("Expect: 100-continue\r\nContent-Length: 5000000", b""), {413}),
+    "no key, asked about first": (
+        post("Expect: 100-continue\r\nContent-Length: 29", b"").replace(b"Bearer", b"Basic"), {401}
+    ),
     "long path": (GET.replace("models", "m" * 60_000).encode() + b"\r\n", {404, 414, 431}),
     "wrong percent signs": (GET.replace("models", "models/%zz%").encode() + b"\r\n", {400, 404}),
 }  # fmt: skip
