@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.root import Config
-from cluster.serving import command_line, package_roots
+from cluster.serving import package_roots
 from cluster.serving.command_line import main
 from cluster.user_error import UserError
 from cluster.version import VERSION
