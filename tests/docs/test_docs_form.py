@@ -126,3 +126,11 @@ def test_metrics_that_are_named_are_there(file: Path) -> None:
 def test_events_of_the_log_that_are_named_are_there(file: Path) -> None:
     code = "".join(path.read_text() for path in repository() if path.suffix == ".py" and "tests" not in path.parts)
     assert [name for name in re.findall(r"event=([a-z_]+)", file.read_text()) if f'"{name}"' not in code] == []
+
+
+def test_every_code_of_an_error_is_in_the_document_of_the_api() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "cluster").rglob("*.py"))
+    known = set(re.findall(r"`([a-z_]+)`", (ROOT / "docs/api.md").read_text().partition("## Errors")[2]))
+    codes = set(re.findall(r'code="([a-z_]+)"', code))
+    assert len(codes) > 30
+    assert sorted(codes - known) == []

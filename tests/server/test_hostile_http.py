@@ -194,7 +194,7 @@ def test_a_client_that_half_closes_harms_nobody(api_server: RunningServer, clien
 
 
 def test_ray_serves_own_pages_answer_without_a_key(api_server: RunningServer) -> None:
-    """As the README says: they tell the application's name, and nothing of a request."""
+    """As docs/api.md says: they tell the application's name, and nothing of a request."""
     assert httpx.get(f"{api_server.url}/-/healthz").text == "success"
     routes = httpx.get(f"{api_server.url}/-/routes").json()
     assert list(routes) == ["/"]
