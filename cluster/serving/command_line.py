@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from cluster.config.file import config_of, load_config, load_for_elsewhere
 from cluster.config.root import Config
 from cluster.config.summary import summarize
 from cluster.config.yaml_document import YamlError, parse_yaml
+from cluster.serving.package_roots import check_package_roots
 from cluster.serving.serve_config import as_yaml, config_values, serve_config
 from cluster.simulation.command_options import add_fit_options, add_simulate_options
 from cluster.user_error import UserError
@@ -45,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("ok")
         return 0
     config = load_config(arguments.config, _overrides(arguments))
-    _check_package_roots()
+    check_package_roots(Path.cwd())
     return _serve(config)
 
 
@@ -99,15 +99,6 @@ def _check_node_labels(config: Config) -> None:
 def _overrides(arguments: argparse.Namespace) -> dict[str, object]:
     given = {"server.host": arguments.host, "server.port": arguments.port}
     return {key: value for key, value in given.items() if value is not None}
-
-
-def _check_package_roots() -> None:
-    """PyPI has packages of our three names: refuse to run with one of them in the place of ours."""
-    specs = {name: find_spec(name) for name in ("cluster", "replicas", "scheduler")}
-    roots = {name: str(Path(spec.origin).parent.parent) for name, spec in specs.items() if spec and spec.origin}
-    if len(roots) < len(specs) or len(set(roots.values())) != 1:
-        found = ", ".join(f"{name} in {roots.get(name, 'no folder')}" for name in specs)
-        raise UserError(f"the packages of SplitServe must lie in one folder, but Python finds {found}")
 
 
 def _parser() -> argparse.ArgumentParser:

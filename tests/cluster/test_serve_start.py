@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.config.root import Config
+from cluster.http import server_address
 from cluster.serving import serve_command
 from cluster.user_error import UserError
 from tests.server.local_ray import free_port
@@ -79,6 +80,15 @@ def test_a_url_has_an_ipv6_address_in_brackets() -> None:
         lines = serve_command.ready_lines(config(host=host, port=9203), {"decode": [], "prefill": []})
         assert f"URL        {url}/v1\n" in lines
         assert f"curl {url}/v1/chat/completions" in lines
+
+
+@pytest.mark.parametrize(
+    ("serves", "is_elsewhere"),
+    [(("0.0.0.0", 8000), False), ((None, 8000), False), (("0.0.0.0", 8001), True), (("127.0.0.1", 8000), True)],
+)
+def test_a_serve_that_listens_elsewhere_is_found(serves: tuple[str | None, int], is_elsewhere: bool) -> None:
+    """No host means every address, as in Serve's own schema."""
+    assert server_address.is_elsewhere("0.0.0.0", 8000, *serves) is is_elsewhere
 
 
 def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
