@@ -23,11 +23,11 @@ from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
 from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model.remote_code import remote_code
-from replicas.model.rotary_positions import refuse_step_dependent
 from replicas.model.untouched_model import examine
 from replicas.model.weights_digest import digest_weights
 from replicas.model_identity import ModelIdentity
 from replicas.model_support import model_name, naming_failures, refuse_unsupported
+from replicas.position_reach import refuse_step_dependent
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
