@@ -81,10 +81,8 @@ def _kv_numbers(config: Any) -> int | None:
     head_dim = getattr(config, "head_dim", None) or (width // heads if width and heads else None)
     if getattr(config, "multi_query", False):
         kv_heads = 1
-    if not all(isinstance(number, int) for number in (layers, kv_heads, head_dim)):
-        return None
-    assert layers and kv_heads and head_dim
-    return int(layers * 2 * kv_heads * head_dim)
+    factors: list[Any] = [layers, 2, kv_heads, head_dim]
+    return int(math.prod(factors)) if all(isinstance(factor, int) for factor in factors) else None
 
 
 def _num_weights(folder: Path) -> int | None:

@@ -26,12 +26,12 @@ class ModelFacts:
         return min((reach for reach in reaches if reach is not None), default=None)
 
     def weights_bytes(self, dtype: str) -> int:
-        """In the memory of one replica; 0 when it is not known."""
-        return (self.num_weights or 0) * NUMBER_BYTES[dtype]
+        """In the memory of one replica; 0 when it is not known, or the dtype is none: that the config refuses."""
+        return (self.num_weights or 0) * NUMBER_BYTES.get(dtype, 0)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """0 when it is not known."""
-        return (self.kv_numbers_per_token or 0) * NUMBER_BYTES[dtype]
+        """Likewise."""
+        return (self.kv_numbers_per_token or 0) * NUMBER_BYTES.get(dtype, 0)
 
 
 # The model that comes with SplitServe: known without reading its file. 30 layers of 3 heads of 64; head and embeddings
