@@ -25,17 +25,17 @@ _FOREIGN_ATTENTION = {
 }
 
 
-def read_architecture(folder: Path, trust_remote_code: bool) -> Any | None:
-    """The PretrainedConfig of a folder; None where only the model's own code knows. Takes a second the first time.
+def read_architecture(file: Path, trust_remote_code: bool) -> Any | None:
+    """The PretrainedConfig of a config.json; None where only the model's own code knows. Takes a second the first time.
 
     Raises UnsupportedModel for one that no replica would serve, and where config.json can't be read. No code of the
     model is run.
     """
-    said = _config_json(folder)
+    said = _config_json(file)
     if trust_remote_code and "auto_map" in said:
         return None
     if not said.get("model_type"):
-        raise UnsupportedModel(f"{folder}/config.json has no model_type: is it a model of transformers?")
+        raise UnsupportedModel(f"{file} has no model_type: is it a model of transformers?")
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_torch())
         from transformers import CONFIG_MAPPING, AutoConfig
@@ -43,16 +43,15 @@ def read_architecture(folder: Path, trust_remote_code: bool) -> Any | None:
 
         transformers_logging.set_verbosity_error()
         if said["model_type"] not in CONFIG_MAPPING:
-            raise UnsupportedModel(_unknown(folder, said))
-        stack.enter_context(naming_failures(str(folder), "reading its configuration"))
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            raise UnsupportedModel(_unknown(file, said))
+        stack.enter_context(naming_failures(str(file), "reading its configuration"))
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
     refuse_unsupported(config)
     _refuse_class(config)
     return config
 
 
-def _config_json(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
+def _config_json(file: Path) -> dict[str, Any]:
     try:
         said = json.loads(file.read_bytes())
     except OSError as error:
@@ -64,14 +63,14 @@ def _config_json(folder: Path) -> dict[str, Any]:
     return said
 
 
-def _unknown(folder: Path, said: dict[str, Any]) -> str:
+def _unknown(file: Path, said: dict[str, Any]) -> str:
     if "auto_map" in said:
         return (
-            f"{folder} brings its own code for model_type {said['model_type']!r}; set model.trust_remote_code: true if "
-            "you trust it like your own"
+            f"{file}: model_type {said['model_type']!r} is computed by code that comes with the model; set "
+            "model.trust_remote_code: true if you trust it like your own"
         )
     return (
-        f"{folder}: the transformers that is installed does not know model_type {said['model_type']!r}; a newer one "
+        f"{file}: the transformers that is installed does not know model_type {said['model_type']!r}; a newer one "
         "may, or serve another model"
     )
 

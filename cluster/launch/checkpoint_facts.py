@@ -53,14 +53,20 @@ def gguf_facts(file: GgufFile) -> ModelFacts:
 
 
 def folder_facts(folder: Path, trust_remote_code: bool, has_weights: bool = True) -> ModelFacts:
-    """has_weights: false where they are made up, or are still to be fetched."""
-    config = read_architecture(folder, trust_remote_code)
+    """has_weights: false where they are made up."""
+    config = read_architecture(folder / "config.json", trust_remote_code)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UnsupportedModel(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     num_weights = _num_weights(folder) if has_weights else None
     if config is None:
         return ModelFacts(folder.name, num_weights=num_weights)
     return _facts(config, num_weights)
+
+
+def config_facts(file: Path, trust_remote_code: bool, num_weights: int | None) -> ModelFacts:
+    """By a config.json alone, where the rest is still to be fetched. Raises UnsupportedModel."""
+    config = read_architecture(file, trust_remote_code)
+    return ModelFacts(file.parent.name, num_weights=num_weights) if config is None else _facts(config, num_weights)
 
 
 def _facts(config: Any, num_weights: int | None) -> ModelFacts:

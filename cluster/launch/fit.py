@@ -123,6 +123,24 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterato
     yield Finding(f"{key}: {sums} = {show_bytes(needed)}, but this machine {has}; {fix}", is_error)
 
 
+def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
+    """What weights and KV weigh, beside what the machine has, in a line."""
+    pools = config.pools.deployed()
+    weights = model.weights_bytes(config.model.dtype)
+    kv = sum(pool.first_replicas * _kv_bytes(pool, config, model) for pool in pools.values())
+    num_replicas = sum(pool.first_replicas for pool in pools.values())
+    parts = [
+        f"weights {num_replicas} x {show_bytes(weights)}" if weights else "weights not known before they are loaded"
+    ]
+    if kv:
+        parts.append(f"KV cache {show_bytes(kv)}")
+    if any(pool.device == "cuda" for pool in pools.values()) and machine.gpus:
+        has = f"{len(machine.gpus)} x {show_bytes(min(gpu.memory_bytes for gpu in machine.gpus))} on GPUs"
+    else:
+        has = f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.available_bytes)} of it free now"
+    return f"{' + '.join(parts)}; this machine has {has}"
+
+
 def _less_weights(config: Config) -> str:
     ways = []
     if config.layout == "split":
