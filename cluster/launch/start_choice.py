@@ -202,7 +202,7 @@ def _for_gpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype="these cards have no bfloat16" if dtype == "float16" and is_old else "",
-        max_model_len=_length(said, model, min(_GPU_LENGTH, most or _GPU_LENGTH)),
+        max_model_len=_length(said, model, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
         replicas=replicas,
         num_threads=max(1, min(_GPU_THREADS, int(machine.num_cores // sum(replicas.values())))),
         kv={name: {} if said.has_size(name) else {"kv_memory_fraction": _GPU_MEMORY_SHARE} for name in replicas},
