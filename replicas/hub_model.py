@@ -31,12 +31,11 @@ class HubUnreachable(HubRefusal):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """revision: the commit. config: its config.json, in the Hub's cache. num_weights: as safetensors counts them; None
+    """config: its config.json, in the Hub's cache. num_weights: as safetensors counts them; None
     where it does not. patterns: of the files to fetch, which are num_bytes.
     """
 
     hub_id: str
-    revision: str
     config: Path
     num_weights: int | None
     patterns: tuple[str, ...]
@@ -67,24 +66,22 @@ def find_on_hub(hub_id: str, trust_remote_code: bool = False) -> HubModel:
 
 def copy_in_cache(hub_id: str) -> Path | None:
     """The folder of the copy that an earlier start has fetched, perhaps not all of it; None without one."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import try_to_load_from_cache
 
-    try:
-        folder = Path(snapshot_download(hub_id, local_files_only=True))
-    except (OSError, ValueError):
-        return None
-    return folder if (folder / _CONFIG).is_file() else None
+    config = try_to_load_from_cache(hub_id, _CONFIG)
+    return Path(config).parent if isinstance(config, str) else None
 
 
-def fetch(model: HubModel) -> Path:
+def fetch(model: HubModel, with_weights: bool = True) -> Path:
     """Its files, into the Hub's cache, with progress on the terminal; the folder. Blocks for as long as that takes.
 
     Raises HubRefusal.
     """
     from huggingface_hub import snapshot_download
 
+    patterns = [pattern for pattern in model.patterns if with_weights or pattern not in _WEIGHTS.values()]
     try:
-        return Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=[*model.patterns]))
+        return Path(snapshot_download(model.hub_id, allow_patterns=patterns))
     except Exception as error:
         raise _refusal(model.hub_id, error) from error
 
@@ -93,9 +90,7 @@ def refuse_unavailable(source: str) -> None:
     """For a replica: raises HubRefusal for a Hub id that it could not load either. Of a path nothing is asked."""
     if not HUB_ID.fullmatch(source) or Path(source).exists():
         return
-    from huggingface_hub import try_to_load_from_cache
-
-    if not isinstance(try_to_load_from_cache(source, _CONFIG), str):
+    if copy_in_cache(source) is None:
         find_on_hub(source)
 
 
@@ -111,13 +106,15 @@ def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
             + (f"; it has {gguf}: download that file and give its path" if gguf else "; choose another model")
         )
     # Anybody may ask what a gated model is; its files are another matter.
-    config = Path(hf_hub_download(hub_id, _CONFIG, revision=info.sha, etag_timeout=_PATIENCE_S))
+    config = Path(hf_hub_download(hub_id, _CONFIG, etag_timeout=_PATIENCE_S))
     top = [name for name in sizes if "/" not in name]
     kind = next((kind for kind in _WEIGHTS if any(name.endswith(kind) for name in top)), None)
-    patterns = (*_WANTED, *([_WEIGHTS[kind]] if kind else []), *(["*.py"] if trust_remote_code else []))
+    if kind is None:
+        raise HubRefusal(f"model.source: {hub_id} on the Hub has no weights (*.safetensors); choose another model")
+    patterns = (*_WANTED, _WEIGHTS[kind], *(["*.py"] if trust_remote_code else []))
     counted = getattr(info.safetensors, "total", None) if getattr(info, "safetensors", None) else None
     wanted = [name for name in top if any(Path(name).match(pattern) for pattern in patterns)]
-    return HubModel(hub_id, info.sha or "main", config, counted, patterns, sum(sizes[name] for name in wanted))
+    return HubModel(hub_id, config, counted, patterns, sum(sizes[name] for name in wanted))
 
 
 def _refusal(hub_id: str, error: BaseException) -> HubRefusal:

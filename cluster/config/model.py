@@ -68,7 +68,10 @@ def _why_unusable(source: str, kind: SourceKind, base_dir: Path) -> str | None:
         return None if path.is_file() else f"is not a file; {_SOURCES}"
     if not path.is_dir():
         return f"is a file, but no .gguf; {_SOURCES}"
-    return None if path.joinpath("config.json").is_file() else f"has no config.json; {_SOURCES}"
+    if path.joinpath("config.json").is_file():
+        return None
+    gguf = next(iter(sorted(path.glob("*.gguf"))), None)
+    return f"has no config.json, but {gguf.name}: give that file" if gguf else f"has no config.json; {_SOURCES}"
 
 
 class ModelConfig(Section):

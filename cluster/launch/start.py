@@ -89,7 +89,7 @@ def ready_to_serve(start: Start) -> Config:
     folder = start.folder
     if start.hub is not None:
         try:
-            folder = fetch(start.hub)
+            folder = fetch(start.hub, with_weights=start.config.model.load_format != "dummy")
         except HubRefusal as refusal:
             raise ConfigError(str(refusal)) from refusal
     if folder is None:
@@ -145,7 +145,12 @@ def _look_at(model: ModelConfig) -> tuple[ModelFacts, HubModel | None, Path | No
         copy = copy_in_cache(model.source)
         if copy is None:
             raise ConfigError(str(refusal)) from refusal
-        return _facts_of_files(model.model_copy(update={"source": str(copy)})), None, copy
+        try:
+            return _facts_of_files(model.model_copy(update={"source": str(copy)})), None, copy
+        except ConfigError as error:
+            raise ConfigError(
+                f"{refusal}. Of an earlier start there is a copy that can't be served: {error}"
+            ) from error
     except HubRefusal as refusal:
         raise ConfigError(str(refusal)) from refusal
     try:
