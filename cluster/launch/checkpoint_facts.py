@@ -15,7 +15,7 @@ from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from cluster.text.no_torch import no_torch
 from replicas.gguf.config import architecture_of, model_config
 from replicas.gguf.file import GgufFile, read_gguf
-from replicas.model_support import UnsupportedModel, model_name, refuse_unsupported
+from replicas.model_support import UnsupportedModel, refuse_unsupported
 from replicas.position_reach import step_dependent_reach
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -47,7 +47,7 @@ def gguf_facts(file: GgufFile) -> ModelFacts:
     num_weights = sum(math.prod(shape) for shape in file.shapes.values())
     if config is None:
         length = file.settings.get("context_length")
-        return ModelFacts(file.path.name, length if isinstance(length, int) else None, num_weights)
+        return ModelFacts(length if isinstance(length, int) else None, num_weights)
     refuse_unsupported(config)
     return _facts(config, num_weights)
 
@@ -59,19 +59,18 @@ def folder_facts(folder: Path, trust_remote_code: bool, has_weights: bool = True
         raise UnsupportedModel(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
     num_weights = _num_weights(folder) if has_weights else None
     if config is None:
-        return ModelFacts(folder.name, num_weights=num_weights)
+        return ModelFacts(num_weights=num_weights)
     return _facts(config, num_weights)
 
 
 def config_facts(file: Path, trust_remote_code: bool, num_weights: int | None) -> ModelFacts:
     """By a config.json alone, where the rest is still to be fetched. Raises UnsupportedModel."""
     config = read_architecture(file, trust_remote_code)
-    return ModelFacts(file.parent.name, num_weights=num_weights) if config is None else _facts(config, num_weights)
+    return ModelFacts(num_weights=num_weights) if config is None else _facts(config, num_weights)
 
 
 def _facts(config: Any, num_weights: int | None) -> ModelFacts:
     return ModelFacts(
-        name=model_name(config),
         max_positions=getattr(config, "max_position_embeddings", None),
         num_weights=num_weights,
         kv_numbers_per_token=_kv_numbers(config),

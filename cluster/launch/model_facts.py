@@ -14,7 +14,6 @@ class ModelFacts:
     positions that depends on the whole step, and the longest request that it does not concern.
     """
 
-    name: str
     max_positions: int | None = None
     num_weights: int | None = None
     kv_numbers_per_token: int | None = None
@@ -36,6 +35,4 @@ class ModelFacts:
 
 # The model that comes with SplitServe: known without reading its file. 30 layers of 3 heads of 64; head and embeddings
 # are one.
-BUNDLED_FACTS = ModelFacts(
-    name="LlamaForCausalLM (llama)", max_positions=8_192, num_weights=134_515_008, kv_numbers_per_token=30 * 2 * 3 * 64
-)
+BUNDLED_FACTS = ModelFacts(max_positions=8_192, num_weights=134_515_008, kv_numbers_per_token=30 * 2 * 3 * 64)

@@ -72,7 +72,7 @@ def plan_start(typed: Typed, machine: Machine) -> Start:
         return _of_file(file, typed, machine)
     said = Said(_source(typed.what), typed.prefill, typed.decode, typed.settings)
     # What is wrong with what was typed is said before the model is looked at, which may take seconds.
-    first = config_of_values(choose(machine, ModelFacts(""), said).values(said.source), said.settings)
+    first = config_of_values(choose(machine, ModelFacts(), said).values(said.source), said.settings)
     _refuse(_without_model(first, machine))
     model, hub, folder = _look_at(first.model)
     choice = choose(machine, model, said)

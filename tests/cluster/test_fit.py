@@ -17,8 +17,8 @@ GB = 10**9
 LAPTOP = Machine(2, 24 * GB, 20 * GB, no_gpu="no NVIDIA driver found")
 CARD = Machine(16, 128 * GB, 120 * GB, (Gpu("L40S", 48 * GB, (8, 9)),))
 TWO_CARDS = Machine(16, 128 * GB, 120 * GB, (Gpu("L40S", 48 * GB, (8, 9)),) * 2)
-LLAMA_8B = ModelFacts("LlamaForCausalLM (llama)", 131_072, 8_030_261_248, 32 * 2 * 8 * 128)
-STEP = ModelFacts("Phi3ForCausalLM (phi3)", 131_072, 10**6, 100, step_reach=("longrope", 4_096))
+LLAMA_8B = ModelFacts(131_072, 8_030_261_248, 32 * 2 * 8 * 128)
+STEP = ModelFacts(131_072, 10**6, 100, step_reach=("longrope", 4_096))
 
 CPU_POOL = {"kv_capacity_tokens": 8192}
 GPU_POOL = {"device": "cuda", "num_gpus": 1, "kv_memory_fraction": 0.9, "num_threads": 4}
@@ -39,7 +39,7 @@ def config(**changes: Any) -> Config:
 # Machine, model, changes of a config of two pools on CPUs; then errors and warnings, as they begin, in order.
 TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, object], list[str], list[str]]] = {
     "all is well": (LAPTOP, BUNDLED_FACTS, {}, [], []),
-    "nothing is known of the model": (LAPTOP, ModelFacts(""), {}, [], []),
+    "nothing is known of the model": (LAPTOP, ModelFacts(), {}, [], []),
     "longer than the model can do": (
         LAPTOP, BUNDLED_FACTS,
         {"model.max_model_len": 8200, **{f"pools.{name}.kv_capacity_tokens": 8208 for name in ("prefill", "decode")}},
@@ -103,7 +103,7 @@ TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, object], list[str], list[s
         [], ["pools.decode.autoscaling.max_replicas: 3 GPUs are asked for (3 decode x 1), 2 there; lower it"]),
     "a card": (CARD, LLAMA_8B, {**ON_ONE, "model.max_model_len": 32_768}, [], []),
     "weights for a card": (
-        CARD, ModelFacts("LlamaForCausalLM (llama)", 131_072, 70 * 10**9, 80 * 2 * 8 * 128), ON_ONE,
+        CARD, ModelFacts(131_072, 70 * 10**9, 80 * 2 * 8 * 128), ON_ONE,
         ["model.source: weights of 140.0 GB in bfloat16 do not fit on a card of 48.0 GB; serve a smaller model"], []),
     "a request for a card": (
         Machine(16, 128 * GB, 120 * GB, (Gpu("L4", 20 * GB),)), LLAMA_8B, {**ON_ONE, "model.max_model_len": 131_072},
@@ -136,4 +136,4 @@ def test_memory_is_shown_beside_what_there_is() -> None:
     assert describe_memory(config(**ON_ONE), TWO_CARDS, LLAMA_8B) == (
         "weights 1 x 16.1 GB; this machine has 2 x 48.0 GB on GPUs"
     )
-    assert describe_memory(config(), LAPTOP, ModelFacts("")).startswith("weights not known before they are loaded")
+    assert describe_memory(config(), LAPTOP, ModelFacts()).startswith("weights not known before they are loaded")

@@ -28,9 +28,9 @@ ONE_CARD = Machine(16, 128 * GB, 120 * GB, (H200,))
 FOUR_CARDS = Machine(64, 512 * GB, 500 * GB, (H200,) * 4)
 OLD_CARDS = Machine(8, 64 * GB, 60 * GB, (T4, T4))
 # Llama-3.1-8B: 32 layers of 8 heads of 128.
-LLAMA_8B = ModelFacts("LlamaForCausalLM (llama)", 131_072, 8_030_261_248, 32 * 2 * 8 * 128)
-SMALL_CONTEXT = ModelFacts("GPT2LMHeadModel (gpt2)", 1_024, 124_439_808, 12 * 2 * 768)
-UNKNOWN = ModelFacts("its own code")
+LLAMA_8B = ModelFacts(131_072, 8_030_261_248, 32 * 2 * 8 * 128)
+SMALL_CONTEXT = ModelFacts(1_024, 124_439_808, 12 * 2 * 768)
+UNKNOWN = ModelFacts()
 
 
 def chosen(machine: Machine, model: ModelFacts = BUNDLED_FACTS, **said: Any) -> tuple[StartChoice, Config]:
