@@ -7,7 +7,9 @@ a minute, in every replica, and then names neither it nor the model.
 from __future__ import annotations
 
 import re
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _CONFIG = "config.json"
 _PATIENCE_S = 8.0
+_PAUSE_S = 2.0
 # Of everything else a repository may have: weights in other formats, pictures, examples.
 _WANTED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _WEIGHTS = {".safetensors": "*.safetensors", ".bin": "pytorch_model*.bin"}
@@ -80,6 +83,8 @@ def fetch(model: HubModel, with_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [pattern for pattern in model.patterns if with_weights or pattern not in _WEIGHTS.values()]
+    if with_weights:
+        _refuse_full_disk(model)
     try:
         return Path(snapshot_download(model.hub_id, allow_patterns=patterns))
     except Exception as error:
@@ -87,11 +92,35 @@ def fetch(model: HubModel, with_weights: bool = True) -> Path:
 
 
 def refuse_unavailable(source: str) -> None:
-    """For a replica: raises HubRefusal for a Hub id that it could not load either. Of a path nothing is asked."""
-    if not HUB_ID.fullmatch(source) or Path(source).exists():
+    """For a replica: raises HubRefusal for a Hub id that it could not load either. Of a path nothing is asked.
+
+    A Hub that does not answer is asked three times: a replica that fails takes its pool's start with it.
+    """
+    if not HUB_ID.fullmatch(source) or Path(source).exists() or copy_in_cache(source) is not None:
         return
-    if copy_in_cache(source) is None:
-        find_on_hub(source)
+    for is_last in (False, False, True):
+        try:
+            find_on_hub(source)
+            return
+        except HubUnreachable:
+            if is_last:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def _refuse_full_disk(model: HubModel) -> None:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    copy = copy_in_cache(model.hub_id)
+    there = sum(file.stat().st_size for file in copy.iterdir() if file.is_file()) if copy else 0
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
+    needed = model.num_bytes - there
+    if needed > free:
+        raise HubRefusal(
+            f"model.source: {model.hub_id} takes {needed / 1e9:.1f} GB more of the disk, but the Hub's cache {cache} "
+            f"has {free / 1e9:.1f} GB free; make room, or set HF_HOME to a folder on another disk"
+        )
 
 
 def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:

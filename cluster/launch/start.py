@@ -15,6 +15,7 @@ from cluster.config.root import Config
 from cluster.http.server_address import check_address
 from cluster.launch.checkpoint_facts import checkpoint_facts, config_facts
 from cluster.launch.choice_lines import describe
+from cluster.launch.disk import disk_findings
 from cluster.launch.fit import Finding, describe_memory, machine_findings, model_findings
 from cluster.launch.machine import Machine
 from cluster.launch.model_facts import ModelFacts
@@ -117,7 +118,11 @@ def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
 def _checked(
     config: Config, machine: Machine, model: ModelFacts, hub: HubModel | None, folder: Path | None, chosen: str
 ) -> Start:
-    findings = [*_without_model(config, machine), *model_findings(config, machine, model)]
+    findings = [
+        *_without_model(config, machine),
+        *model_findings(config, machine, model),
+        *disk_findings(config.model, model),
+    ]
     _refuse(findings)
     warnings = [finding.text for finding in findings]
     if folder is not None:

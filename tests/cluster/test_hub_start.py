@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.config.model import ModelConfig
+from cluster.launch import disk
+from cluster.launch.model_facts import BUNDLED_FACTS
+from replicas import hub_model
 from tests.cluster.fake_hub import SHA, fake_hub
 from tests.cluster.test_wrong_starts import LLAMA, ROOT, model
 
@@ -107,9 +112,53 @@ def test_a_repository_without_weights_is_refused_before_anything_is_fetched(tmp_
     assert "org/tiny on the Hub has no weights" in done.stderr.splitlines()[-1]
 
 
+def test_a_replica_asks_a_hub_that_does_not_answer_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def find(source: str) -> None:
+        asked.append(source)
+        if len(asked) < wanted:
+            raise hub_model.HubUnreachable("no answer")
+
+    monkeypatch.setattr(hub_model, "find_on_hub", find)
+    monkeypatch.setattr(hub_model, "copy_in_cache", lambda _: None)
+    monkeypatch.setattr(hub_model, "_PAUSE_S", 0.0)
+    wanted = 3
+    hub_model.refuse_unavailable("org/tiny")
+    assert len(asked) == 3
+    asked, wanted = [], 4
+    with pytest.raises(hub_model.HubUnreachable, match="no answer"):
+        hub_model.refuse_unavailable("org/tiny")
+    assert len(asked) == 3
+
+
+def test_a_disk_that_is_too_full_is_told_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hub_model.HubModel("org/large", Path("config.json"), None, ("*.safetensors",), 10**15)
+    monkeypatch.setattr(hub_model, "copy_in_cache", lambda _: None)
+    with pytest.raises(hub_model.HubRefusal, match=r"org/large takes 1000000.0 GB more .* set HF_HOME to a folder on"):
+        hub_model.fetch(found)
+
+
+def test_a_conversion_needs_room_and_a_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = types.SimpleNamespace(free=10**8)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    of = ModelConfig(cache_dir=tmp_path / "cache")
+    (finding,) = disk.disk_findings(of, BUNDLED_FACTS)
+    assert finding.is_error
+    assert "takes 538 MB, but there are 100 MB free; choose another folder: --set model.cache_dir" in finding.text
+    usage.free = 10**9
+    assert [*disk.disk_findings(of, BUNDLED_FACTS)] == []
+    (tmp_path / "file").touch()
+    (finding,) = disk.disk_findings(ModelConfig(cache_dir=tmp_path / "file" / "cache"), BUNDLED_FACTS)
+    assert "can't be written to" in finding.text
+    usage.free = 0
+    path = of.local_path()
+    assert path is not None
+    (tmp_path / "cache" / f"{path.stem}-0123").mkdir(parents=True)
+    assert [*disk.disk_findings(of, BUNDLED_FACTS)] == [], "an earlier start has converted it"
+
+
 @pytest.mark.parametrize("source", ["/nowhere/model", "./org/tiny", "model.gguf", "bundled"])
 def test_of_a_path_the_hub_is_not_asked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from replicas import hub_model
-
     monkeypatch.setattr(hub_model, "find_on_hub", lambda *_: pytest.fail("the Hub was asked"))
     hub_model.refuse_unavailable(source)

@@ -257,7 +257,7 @@ server = types.ModuleType("cluster.serving.serve_command")
 server.run_server = lambda config: print("SERVED")
 sys.modules["cluster.serving.serve_command"] = server
 command_line.look_at_machine = lambda environment: Machine(2, 24 * 10**9, 20 * 10**9)
-start._PORT_PATIENCE_S, hub_model._PATIENCE_S = 0.2, 3.0
+start._PORT_PATIENCE_S = 0.2
 
 def find_spec(name, package=None):
     return None if name.startswith(missing) else importlib.util.find_spec(name, package)
@@ -265,6 +265,7 @@ def find_spec(name, package=None):
 for line in sys.stdin:
     words, missing, port_error = json.loads(line)
     missing = missing or "nothing"
+    hub_model._PATIENCE_S = 1.0 if "org/slow" in words else 60.0
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         output = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
