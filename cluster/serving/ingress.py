@@ -65,6 +65,7 @@ class Ingress:
         from ray import serve
 
         from replicas.gguf.conversion import resolve_source
+        from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
         from replicas.structured_log import configure_logging
 
@@ -81,6 +82,7 @@ class Ingress:
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
+        await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)

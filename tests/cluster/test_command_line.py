@@ -118,7 +118,9 @@ def test_serve_refuses_a_foreign_package_of_our_name(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["srve", LOCAL], ["serve", LOCAL, "--port", "x"]], ids=lambda words: " ".join(words)
+    "arguments",
+    [[], ["srve", LOCAL], ["serve", LOCAL, "--decode", "many"], ["serve", LOCAL, "--port", "x"]],
+    ids=lambda words: " ".join(words),
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
