@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -33,10 +34,22 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         extras = {k: v for k, v in vars(record).items() if k not in _STANDARD and k != "event"}
-        fields = "".join(f" {key}={value}" for key, value in extras.items())
-        text = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname} {record.getMessage()}"
-        text += fields
+        text = text_line(record.created, record.levelname, record.getMessage(), extras)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def text_line(at_s: float, level: str, message: str, fields: Mapping[str, object]) -> str:
+    """A line for people; at_s: Unix time. What clients send may be in it: nothing in it ends the line or drives a
+    terminal."""
+    shown = "".join(f" {key}={value}" for key, value in fields.items())
+    return f"{time.strftime('%H:%M:%S', time.localtime(at_s))} {level} {printable(message + shown)}"
+
+
+def printable(text: str) -> str:
+    """Control characters, line ends among them, as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def configure_logging(level: str, log_format: str) -> None:

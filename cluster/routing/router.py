@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Collection
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
@@ -130,6 +131,14 @@ class Router:
     @property
     def num_waiting(self) -> int:
         return self._view.num_waiting
+
+    @property
+    def work_state(self) -> WorkState:
+        """What waits here, and how full decode is."""
+        loads = self._view.decode_loads()
+        total = sum(load.total_blocks for load in loads)
+        promised = (total - sum(load.free_blocks for load in loads)) / total if total else None
+        return WorkState(self.num_waiting + self._cold_start.num_held, promised)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
         """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,

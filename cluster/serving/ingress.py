@@ -21,6 +21,7 @@ from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
+from cluster.monitoring.throughput import ThroughputLog
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
@@ -64,8 +65,10 @@ class Ingress:
 
         from replicas.gguf.conversion import resolve_source
         from replicas.serving.termination import Termination
+        from replicas.start_step import start_step
         from replicas.structured_log import configure_logging
 
+        began_s = time.monotonic()
         config = settings() if callable(settings) else settings
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
@@ -80,7 +83,8 @@ class Ingress:
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        with start_step("loading the tokenizer"):
+            tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
@@ -102,6 +106,7 @@ class Ingress:
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
+        self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
         self.service = GenerationService(
@@ -109,6 +114,8 @@ class Ingress:
         )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
+        extra = {"event": "replica_ready", "replica": self._replica_id}
+        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
 
     async def _start(self) -> None:
         from cluster.routing import replica_registry
@@ -119,6 +126,8 @@ class Ingress:
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
         await self._router.start()
+        if self.config.logging.throughput:
+            self._throughput.start()
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
@@ -207,12 +216,10 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
-    async def begin_drain(self) -> None:
-        """The whole server is being stopped: take nothing new."""
+    async def begin_drain(self) -> int:
+        """The whole server is being stopped: take nothing new. Returns how many requests are not over; asked again and
+        again until there are none."""
         self.drain.begin()
-
-    async def num_open(self) -> int:
-        """Requests that are not over."""
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

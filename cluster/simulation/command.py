@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cluster.config.root import Config
+from cluster.load.goodput import parse_goodput
+from cluster.load.traces import read_trace
 from cluster.simulation.cost_model import load_costs
-from cluster.simulation.goodput import parse_goodput
 from cluster.simulation.plot import check_can_plot, plot_run
 from cluster.simulation.report import as_text, summarise
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.step_fit import fit_costs
 from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import read_trace
 from cluster.user_error import UserError
 
 # Points of the curves over time.

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.__main__ import main
-from benchmarks.load.arrivals import Arrival
-from benchmarks.load.client import Client, OutgoingRequest, Target
-from benchmarks.load.load_plan import LoadPlan, TraceOptions
-from benchmarks.load.processes import ClientFailed, run_load, send_all
-from benchmarks.load.request_record import RequestRecord
-from benchmarks.load.workload import LengthRange
+from cluster.load.arrivals import Arrival
+from cluster.load.client import Client, OutgoingRequest, Target
+from cluster.load.command import main
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan, TraceOptions
+from cluster.load.processes import ClientFailed, run_load, send_all
+from cluster.load.request_record import RequestRecord
 from tests.benchmarks.fake_server import FakeServer, fake_server
 
 

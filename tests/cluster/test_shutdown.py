@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cluster.config.root import Config
-from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
-from cluster.serving import serve_command
+from cluster.lifecycle.shutdown import StopSignals, wait_for_streams
+from cluster.serving import local_ray
 from cluster.user_error import UserError
 
 
@@ -63,9 +62,8 @@ def start_ray_with(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> list[
         if left:
             raise left.pop(0)
 
-    monkeypatch.setattr(serve_command, "_start_ray", start)
-    monkeypatch.setattr(serve_command, "_stop_ray", lambda: said.append("stopped"))
-    monkeypatch.setattr(serve_command, "_say", said.append)
+    monkeypatch.setattr(local_ray, "start_ray", start)
+    monkeypatch.setattr(local_ray, "stop_ray", lambda: said.append("stopped"))
     return said
 
 
@@ -76,22 +74,11 @@ CONFIG = Config.model_validate(
 
 def test_ray_is_started_a_second_time_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = start_ray_with(monkeypatch, TimeoutError("the node timed out during startup\nmore"))
-    serve_command._start_ray_patiently(CONFIG)
+    local_ray.start_ray_patiently(CONFIG, said.append)
     assert said == ["stopped", "Ray did not start (the node timed out during startup); trying once more"]
 
 
 def test_then_the_user_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_ray_with(monkeypatch, TimeoutError("slow"), RuntimeError(""))
+    said = start_ray_with(monkeypatch, TimeoutError("slow"), RuntimeError(""))
     with pytest.raises(UserError, match=r"Ray did not start: RuntimeError\n.*busy"):
-        serve_command._start_ray_patiently(CONFIG)
-
-
-def test_a_normal_end_does_not_sound_like_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    with without_last_words():
-        print("a line")
-        print("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries remaining\n")
-        print("(raylet) Task Other.call failed.")
-        print()
-        sys.stdout.flush()
-    print("after")
-    assert capsys.readouterr().out == "a line\n(raylet) Task Other.call failed.\n\nafter\n"
+        local_ray.start_ray_patiently(CONFIG, said.append)
