@@ -8,6 +8,14 @@ import sys
 import time
 from collections.abc import Mapping
 
+# Of these events the message says these fields already (None: all): they are for JSON.
+_IN_MESSAGE: dict[str, frozenset[str] | None] = {
+    "access": frozenset({"method", "path", "status"}),
+    "replica_gone": None,
+    "scaled": None,
+    "start_step": frozenset({"total", "unit"}),
+    "throughput": None,
+}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -33,15 +41,17 @@ class TextFormatter(logging.Formatter):
     """12:00:00 INFO message key=value ..."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = {k: v for k, v in vars(record).items() if k not in _STANDARD and k != "event"}
-        text = text_line(record.created, record.levelname, record.getMessage(), extras)
+        extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        event = str(extras.pop("event", ""))
+        text = text_line(record.created, record.levelname, event, record.getMessage(), extras)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
-def text_line(at_s: float, level: str, message: str, fields: Mapping[str, object]) -> str:
+def text_line(at_s: float, level: str, event: str, message: str, fields: Mapping[str, object]) -> str:
     """A line for people; at_s: Unix time. What clients send may be in it: nothing in it ends the line or drives a
     terminal."""
-    shown = "".join(f" {key}={value}" for key, value in fields.items())
+    hidden = _IN_MESSAGE.get(event, frozenset())
+    shown = "" if hidden is None else "".join(f" {key}={value}" for key, value in fields.items() if key not in hidden)
     return f"{time.strftime('%H:%M:%S', time.localtime(at_s))} {level} {printable(message + shown)}"
 
 

@@ -47,7 +47,8 @@ class AccessLog:
 
 def _tell(scope: Scope, status: int, duration_s: float) -> None:
     state: dict[str, Any] = scope["state"]
-    extra: dict[str, Any] = {"event": "access"}
+    method, path = scope["method"], scope["path"][:_MOST_PATH_CHARS]
+    extra: dict[str, Any] = {"event": "access", "method": method, "path": path, "status": status}
     timer: RequestTimer | None = state.get("timer")
     if timer is not None:
         account = timer.account
@@ -61,4 +62,4 @@ def _tell(scope: Scope, status: int, duration_s: float) -> None:
         extra["code"] = code
     extra["duration_s"] = round(duration_s, 3)
     extra["request_id"] = state["request_id"]
-    logger.info("%s %s %d", scope["method"], scope["path"][:_MOST_PATH_CHARS], status, extra=extra)
+    logger.info("%s %s %d", method, path, status, extra=extra)

@@ -68,7 +68,7 @@ class ThroughputLog:
             return
         state = self._state()
         num_waiting = min(state.num_waiting, done.num_open)
-        kv = "not known" if state.kv_promised is None else f"{state.kv_promised:.0%} promised"
+        kv = "KV cache: no replica" if state.kv_promised is None else f"KV cache {state.kv_promised:.0%} promised"
         extra = {
             "event": "throughput",
             "running": done.num_open - num_waiting,
@@ -77,6 +77,6 @@ class ThroughputLog:
             "generated_tokens_per_s": round(num_generated / elapsed_s, 1),
             "kv_promised": None if state.kv_promised is None else round(state.kv_promised, 3),
         }
-        message = "%d running, %d waiting; prompts %.0f tok/s, generated %.1f tok/s; KV cache %s"
+        message = "%d running, %d waiting; prompts %.0f tok/s, generated %.1f tok/s; %s"
         shown = (num_prompt / elapsed_s, num_generated / elapsed_s, kv)
         logger.info(message, extra["running"], num_waiting, *shown, extra=extra)

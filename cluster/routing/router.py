@@ -180,7 +180,7 @@ class Router:
                 await self._run_attempt(attempt, deadline_s)
                 return
             except AttemptFailed as failure:
-                self._log_failure(leg, attempt.route, failure, past.num_failed)
+                failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
                 if failure.has_lost_kv:
                     self._view.pairs.failed(attempt.route)
                 if failure.found_dead is not None:
@@ -293,8 +293,3 @@ class Router:
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
-
-    def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
-        where = {"generation": leg.generation.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
-        logger.warning("attempt failed", extra={"event": "attempt_failed", **how, **where})

@@ -26,6 +26,7 @@ from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
+from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
@@ -107,6 +108,7 @@ class Ingress:
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
         self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
+        self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
         self.service = GenerationService(
@@ -131,6 +133,8 @@ class Ingress:
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
+            if deployment in self._pools:
+                loop.call_soon_threadsafe(self._changes.look, deployment, list(table))
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
             elif deployment == "prefill":

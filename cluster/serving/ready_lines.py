@@ -48,7 +48,7 @@ def _kv_cache(description: Description) -> str:
     for table in description.values():
         for replica in table:
             return f"{replica['kv_bytes_per_token']:,} bytes a token"
-    return "its size is known when the first replica has started, for the first request"
+    return "bytes a token are known once a replica has started, with the first request"
 
 
 def _capacity(config: Config, description: Description) -> str:

@@ -61,13 +61,16 @@ def _log_file(config: Config) -> LogFile:
 
 def _serve(config: Config, terminal: Terminal, file: LogFile) -> int:
     started_s = time.monotonic()
+    is_json = config.logging.format == "json"
+    # Replicas speak JSON to this process, which makes text of it where text is wanted.
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "json"})})
     is_ready = False
     signals = StopSignals()
     terminal.begin_steps()
     try:
         _start_ray(config, terminal)
         signals.install()
-        local_ray.take_log(ReplicaLog(file, terminal, config.logging.format == "json").take)
+        local_ray.take_log(ReplicaLog(file, terminal, is_json).take)
         description = _deploy(config, signals.requested, terminal)
         terminal.end_steps()
         if description is not None:
@@ -105,9 +108,7 @@ def _deploy(config: Config, stop: threading.Event, terminal: Terminal) -> Descri
     from ray import serve
 
     terminal.say("starting replicas: each loads the weights, allocates its KV pool and warms up", "starting")
-    # Replicas speak JSON to this process, which makes text of it where text is wanted.
-    spoken = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "json"})})
-    local_ray.run_application(spoken)
+    local_ray.run_application(config)
     while not stop.wait(_POLL_S):
         status = serve.status().applications.get(APP_NAME)
         if status is None:

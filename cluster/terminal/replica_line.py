@@ -11,7 +11,7 @@ from typing import Any
 from replicas.structured_log import printable, text_line
 
 # Of what is no warning: what somebody who looks on wants to know.
-_SHOWN = frozenset({"access", "throughput", "scaled", "replica_ready", "replica_recovered"})
+_SHOWN = frozenset({"access", "throughput", "scaled", "replica_ready", "replica_gone", "replica_recovered"})
 _ALARMING = frozenset({"WARNING", "ERROR", "CRITICAL"})
 _OWN_LOGGERS = ("cluster.", "replicas.", "scheduler.")
 # What Ray Serve says of a record beside what we gave it.
@@ -24,7 +24,7 @@ _SERVES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLine:
-    """What one of our processes has logged. at_s: Unix time."""
+    """What one of our processes has logged. at_s: Unix time. is_ours: by our code, not by Ray Serve's there."""
 
     at_s: float
     level: str
@@ -32,17 +32,19 @@ class ReplicaLine:
     message: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     exception: str | None = None
+    is_ours: bool = True
 
     @property
     def is_for_the_terminal(self) -> bool:
-        return self.level in _ALARMING or self.event in _SHOWN
+        return self.is_ours and (self.level in _ALARMING or self.event in _SHOWN)
 
     def as_text(self, source: str) -> str:
         """For people; source: who says it. In one line: of an exception, its last one."""
         fields = dict(self.fields)
         if self.exception is not None:
             fields["exception"] = self.exception.strip().rpartition("\n")[2]
-        return text_line(self.at_s, self.level, f"{source}: {self.message}" if source else self.message, fields)
+        message = f"{source}: {self.message}" if source else self.message
+        return text_line(self.at_s, self.level, self.event, message, fields)
 
     def as_json(self, source: str) -> str:
         """For log collectors, likewise in one line."""
@@ -53,14 +55,14 @@ class ReplicaLine:
 
 
 def parse_line(text: str) -> ReplicaLine | None:
-    """What we logged ourselves, in JSON, directly or through Ray Serve's own logger; None for all that others say."""
+    """What was logged in JSON by us, directly or through Ray Serve's own logger, or by Serve; None for all else."""
     if not text.startswith("{"):
         return None
     try:
         values = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(values, dict) or "event" not in values:
+    if not isinstance(values, dict):
         return None
     try:
         return _ours(values) if "logger" in values else _through_serve(values)
@@ -77,10 +79,11 @@ def _ours(values: dict[str, Any]) -> ReplicaLine | None:
 
 
 def _through_serve(values: dict[str, Any]) -> ReplicaLine:
-    """What the autoscaling policy says in Serve's controller."""
+    """Serve's own, or of our autoscaling policy in Serve's controller: that names an event."""
     at_s = datetime.strptime(values["asctime"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
     fields = {name: value for name, value in values.items() if name not in _SERVES and name != "event"}
-    return ReplicaLine(at_s, values["levelname"], values["event"], values["message"], fields, values.get("exc_text"))
+    level, event, message, exception = (values.get(key) for key in ("levelname", "event", "message", "exc_text"))
+    return ReplicaLine(at_s, str(level), str(event or "serve"), str(message), fields, exception, event is not None)
 
 
 def source_of(batch: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from replicas.start_step import EVENT as START_STEP
 
 # Ray's, of machines, of which there is one: the same twenty lines every five seconds.
 _AUTOSCALER = "autoscaler"
+_TOLD_S = 1.0  # where no rows move, a step that took less is not worth a line
 
 
 class ReplicaLog:
@@ -68,4 +69,5 @@ class ReplicaLog:
         else:
             del begun[-1:]
             row.turns_to(begun[-1] if begun else source)
-            row.tell(f"{step} ({line.fields.get('seconds')} s)")
+            if line.fields.get("seconds", 0.0) >= _TOLD_S:
+                row.tell(f"{step} ({line.fields['seconds']} s)")

@@ -9,6 +9,9 @@ from typing import TextIO
 from cluster.terminal.replica_line import ReplicaLine
 from cluster.terminal.steps import PREFIX, Steps
 
+_ALWAYS_SHOWN = frozenset({"access", "throughput"})
+# Of a single request: its neighbours, which met with the same, say the same.
+_OF_ONE = frozenset({"generation", "request_id", "attempt", "num_waiting"})
 # A line that comes again within this time is in the file only.
 _QUIET_S = 10.0
 _MOST_REMEMBERED = 256
@@ -32,9 +35,9 @@ class Terminal:
             self._line(f"{PREFIX}{message}")
 
     def show(self, line: ReplicaLine, source: str) -> None:
-        """A replica's. What is alarming and was shown a moment ago, of whichever replica, is not shown again."""
-        if line.level != "INFO":
-            key = f"{line.level} {line.message} {line.fields}"
+        """A replica's. What was shown a moment ago, of whichever replica or request, is not shown again."""
+        if line.event not in _ALWAYS_SHOWN:
+            key = str((line.level, line.message, [item for item in line.fields.items() if item[0] not in _OF_ONE]))
             now_s = time.monotonic()
             if now_s - self._shown_s.get(key, -_QUIET_S) < _QUIET_S:
                 return
