@@ -12,7 +12,6 @@ from collections.abc import Mapping
 _IN_MESSAGE: dict[str, frozenset[str] | None] = {
     "access": frozenset({"method", "path", "status"}),
     "replica_gone": None,
-    "scaled": None,
     "start_step": frozenset({"total", "unit"}),
     "throughput": None,
 }
@@ -23,7 +22,7 @@ class JsonFormatter(logging.Formatter):
     """{"ts", "level", "logger", "event", "message", ...extras}"""
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        extras = _extras(record)
         line: dict[str, object] = {
             "ts": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
@@ -41,10 +40,15 @@ class TextFormatter(logging.Formatter):
     """12:00:00 INFO message key=value ..."""
 
     def format(self, record: logging.LogRecord) -> str:
-        extras = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        extras = _extras(record)
         event = str(extras.pop("event", ""))
         text = text_line(record.created, record.levelname, event, record.getMessage(), extras)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    """What the caller gave beside the message. Ray puts fields of its own into every record of its processes."""
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD and key[0] != "_"}
 
 
 def text_line(at_s: float, level: str, event: str, message: str, fields: Mapping[str, object]) -> str:

@@ -44,7 +44,7 @@ def decide(contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[
             decided, states[ingress][_MEMORY] = _decide(now_s, reports, pools, memory)
             targets = {key: decided[context.deployment_name] for key, context in contexts.items()}
     except Exception:
-        logger.exception("autoscaling: no decision was taken", extra={"event": "scaling_failed"})
+        logger.exception("autoscaling: no decision was taken")
     return targets, states
 
 
@@ -92,6 +92,5 @@ def _decide(
             "%.3f s: it is left out of the decision",
             rules.tpot_s,
             after.shortest_step_s,
-            extra={"event": "tpot_impossible"},
         )
     return decided, after

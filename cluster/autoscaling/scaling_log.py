@@ -6,8 +6,7 @@ import logging
 
 
 def log_scaling(name: str, before: int, after: int, cause: str) -> None:
-    """One sentence: `decode 1 -> 3 (455 KV blocks waiting)`."""
+    """One sentence: `decode 1 -> 3 (455 KV blocks waiting)`. By its first word cluster.terminal knows it."""
     logger = logging.getLogger("ray.serve.splitserve")
     logger.setLevel(logging.INFO)  # that of Serve's is WARNING: of its own changes it says much
-    extra = {"event": "scaled", "pool": name, "before": before, "after": after, "cause": cause}
-    logger.info("%s %d -> %d (%s)", name, before, after, cause, extra=extra)
+    logger.info("autoscaling: %s %d -> %d (%s)", name, before, after, cause)

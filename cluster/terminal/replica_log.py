@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.terminal.log_file import LogFile
-from cluster.terminal.replica_line import ReplicaLine, parse_line, source_of
+from cluster.terminal.replica_line import ReplicaLine, parse_line, process_of
 from cluster.terminal.steps import Step
 from cluster.terminal.terminal import Terminal
 from replicas.start_step import EVENT as START_STEP
@@ -29,38 +29,44 @@ class ReplicaLog:
         """Some lines of one process. Never raises."""
         if batch.get("pid") == _AUTOSCALER:
             return
-        source = source_of(batch)
+        process = process_of(batch)
         for text in batch.get("lines", ()):
-            line = parse_line(text)
-            if line is None:
-                self._file.write(f"({source}) {text}")
-                continue
-            self._file.write(self._whole(line, source))
-            if line.event in (START_STEP, "replica_ready"):
-                self._follow(line, source)
-            elif line.is_for_the_terminal:
-                self._terminal.show(line, source)
+            try:
+                self._take(text, process)
+            except Exception as error:  # Ray's thread would end with it, and with that the log
+                self._file.write(f"({process}) {text} [not understood: {error!r}]")
 
-    def _whole(self, line: ReplicaLine, source: str) -> str:
+    def _take(self, text: str, process: str) -> None:
+        line = parse_line(text)
+        if line is None:
+            self._file.write(f"({process}) {text}")
+            return
+        self._file.write(self._whole(line, process))
+        if line.event in (START_STEP, "replica_ready"):
+            self._follow(line, process)
+        elif line.is_for_the_terminal:
+            self._terminal.show(line, process)
+
+    def _whole(self, line: ReplicaLine, process: str) -> str:
         """For the file: exceptions with all their lines."""
         if self._is_json:
-            return line.as_json(source)
-        return line.as_text(source) if line.exception is None else f"{line.as_text(source)}\n{line.exception}"
+            return line.as_json(process)
+        return line.as_text(process) if line.exception is None else f"{line.as_text(process)}\n{line.exception}"
 
-    def _follow(self, line: ReplicaLine, source: str) -> None:
+    def _follow(self, line: ReplicaLine, process: str) -> None:
         """A row for each replica that starts, while somebody looks on; later a line when it is ready."""
         steps = self._terminal.steps_of_start
         if steps is None:
             if line.event != START_STEP:
-                self._terminal.show(line, source)
+                self._terminal.show(line, process)
             return
-        row = self._rows.get(source)
+        row = self._rows.get(process)
         if row is None:
-            row = self._rows[source] = steps.begin(source)
-        state, step = line.fields.get("state"), f"{source}: {line.message}"
-        begun = self._begun.setdefault(source, [])
+            row = self._rows[process] = steps.begin(process)
+        state, step = line.fields.get("state"), f"{process}: {line.message}"
+        begun = self._begun.setdefault(process, [])
         if line.event != START_STEP:
-            row.done(f"{source}: ready")
+            row.done(f"{process}: ready")
         elif state == "begun":
             begun.append(step)
             row.turns_to(step, line.fields.get("total"), line.fields.get("unit", ""))
@@ -68,6 +74,6 @@ class ReplicaLog:
             row.reached(line.fields.get("done", 0))
         else:
             del begun[-1:]
-            row.turns_to(begun[-1] if begun else source)
+            row.turns_to(begun[-1] if begun else process)
             if line.fields.get("seconds", 0.0) >= _TOLD_S:
                 row.tell(f"{step} ({line.fields['seconds']} s)")

@@ -34,7 +34,7 @@ class Terminal:
         else:
             self._line(f"{PREFIX}{message}")
 
-    def show(self, line: ReplicaLine, source: str) -> None:
+    def show(self, line: ReplicaLine, process: str) -> None:
         """A replica's. What was shown a moment ago, of whichever replica or request, is not shown again."""
         if line.event not in _ALWAYS_SHOWN:
             key = str((line.level, line.message, [item for item in line.fields.items() if item[0] not in _OF_ONE]))
@@ -44,7 +44,7 @@ class Terminal:
             if len(self._shown_s) >= _MOST_REMEMBERED:
                 self._shown_s.clear()
             self._shown_s[key] = now_s
-        self._line(line.as_json(source) if self._is_json else line.as_text(source))
+        self._line(line.as_json(process) if self._is_json else line.as_text(process))
 
     def begin_steps(self) -> None:
         """From now on the steps of a start are shown, until `end_steps`."""
