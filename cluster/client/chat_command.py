@@ -78,7 +78,7 @@ def _answered(chat: Chat, line: str) -> bool:
 def _lines(stream: TextIO, is_typed: bool) -> Iterator[str]:
     """What is typed, with the terminal's line editing, or what is piped in."""
     if not is_typed:
-        yield from stream
+        yield from (line.rstrip("\n") for line in stream)
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # `input` edits with it
