@@ -22,10 +22,12 @@ from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
+from cluster.monitoring.throughput import ThroughputLog
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
+from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
@@ -67,8 +69,10 @@ class Ingress:
         from replicas.gguf.conversion import resolve_source
         from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
+        from replicas.start_step import start_step
         from replicas.structured_log import configure_logging
 
+        began_s = time.monotonic()
         config = settings() if callable(settings) else settings
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
@@ -84,7 +88,8 @@ class Ingress:
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        with start_step("loading the tokenizer"):
+            tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
@@ -106,6 +111,8 @@ class Ingress:
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
+        self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
+        self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
         self.service = GenerationService(
@@ -113,6 +120,8 @@ class Ingress:
         )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
+        extra = {"event": "replica_ready", "replica": self._replica_id}
+        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
 
     async def _start(self) -> None:
         from cluster.routing import replica_registry
@@ -124,9 +133,13 @@ class Ingress:
             )
         await self._compare_address()
         await self._router.start()
+        if self.config.logging.throughput:
+            self._throughput.start()
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
+            if deployment in self._pools:
+                loop.call_soon_threadsafe(self._changes.look, deployment, list(table))
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
             elif deployment == "prefill":
@@ -234,12 +247,10 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
-    async def begin_drain(self) -> None:
-        """The whole server is being stopped: take nothing new."""
+    async def begin_drain(self) -> int:
+        """The whole server is being stopped: take nothing new. Returns how many requests are not over; asked again and
+        again until there are none."""
         self.drain.begin()
-
-    async def num_open(self) -> int:
-        """Requests that are not over."""
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -52,15 +52,6 @@ TABLE = (
     Row(r"serve deploy serve\.yaml", Trial.NAMED, "needs a cluster; tests/server/test_chart_on_ray.py deploys one"),
 )
 
-# What another branch brings. Each must fail until it is there; then it goes from these two lists.
-COMMANDS_TO_COME = (
-    "splitserve chat",
-    "splitserve bench",
-    "splitserve serve MODEL --prefill 1 --decode 2 --port 9000 --set model.dtype=bfloat16",
-    "splitserve serve MODEL --print-config",
-)
-FILES_TO_COME = ("docs/terminal.md",)
-
 # Words in capitals stand for what a reader has: in the place of these there is something.
 EXAMPLES = {"MODEL": "bundled"}
 
