@@ -1,4 +1,4 @@
-"""An engine whose prompts and rows are computed at the same time: two lanes, each with a thread, over one scheduler.
+"""An engine whose prompts and rows are computed at the same time: two lanes with threads of their own, one scheduler.
 
     inbox (steps that have run are committed) -> turn (expire, admit, plan both lanes) -> submit -> flush -> wait
 
@@ -14,7 +14,7 @@ from functools import partial
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
-from replicas.engine.lane_thread import LaneStep, LaneThread
+from replicas.engine.lane_threads import LaneStep, LaneThreads
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
@@ -37,22 +37,21 @@ class TwoLaneEngine(Engine):
         self._prompt_recorder = parts.recorder.beside("prefill")
         self.steps: LaneClock = LaneClock()
         self._share = ALONE  # of the prompts that are computed now
-        self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
-        self._prefill = LaneThread("prefill-lane", parts.num_threads, self._on_step)
+        self._decode = LaneThreads("decode-lane", parts.num_threads, self._on_step)
+        self._prefill = LaneThreads("prefill-lane", parts.num_threads, self._on_step)
 
     @property
-    def _lanes(self) -> tuple[LaneThread, LaneThread]:
+    def _lanes(self) -> tuple[LaneThreads, LaneThreads]:
         return self._decode, self._prefill
 
     def is_healthy(self, max_silence_s: float) -> bool:
         oldest_s = time.monotonic() - max_silence_s
         return super().is_healthy(max_silence_s) and all(
-            lane.thread.is_alive() and lane.beat_s > oldest_s for lane in self._lanes
+            lane.is_alive and lane.beat_s > oldest_s for lane in self._lanes
         )
 
     def watched(self) -> dict[str, Watched]:
-        lanes = {lane.thread.name: Watched(lane.thread, partial(getattr, lane, "beat_s")) for lane in self._lanes}
-        return super().watched() | lanes
+        return super().watched() | self._decode.watched() | self._prefill.watched()
 
     # -- the lanes' threads ------------------------------------------------------------------------
 
