@@ -80,7 +80,8 @@ class TwoLaneEngine(Engine):
         self.last_beat_s = now_s
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
-        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
+        rows_step_s = self.steps.rates.decode_step_s / self._beside_rows.decode_rate
+        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held, rows_step_s=rows_step_s)
         self.calls.turned(turn)
         if turn.plan is not None:
             self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows))
@@ -96,6 +97,11 @@ class TwoLaneEngine(Engine):
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
 
+    def _wait(self, longest_s: float) -> None:
+        if (until_s := self.core.rows_held_until_s) is not None:
+            longest_s = max(0.0, min(longest_s, until_s - time.monotonic()))
+        super()._wait(longest_s)
+
     @property
     def _beside_rows(self) -> LaneShare:
         """The share of the prompts that are computed now."""
@@ -103,7 +109,7 @@ class TwoLaneEngine(Engine):
 
     def _commit_step(self, step: LaneStep) -> None:
         """A step has run. Raises what made it fail as a whole, and what the books raise."""
-        lane = self.core.lane_of(step)
+        lane = self.core.lane_of(step, step.ended_s)
         if lane is None:
             return  # it was abandoned
         if step.failure is not None:
