@@ -19,7 +19,6 @@ from scheduler.lane_split import LaneLoad, LaneRates
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 
-
 # From planning a step until the device has it: 1.5 ms on an H200's host, and a thread may have to wait for another.
 _LEAD_S = 0.003
 

@@ -33,7 +33,7 @@ _TOLERANCE = 1e-3  # of a log-probability; float32 sums of 30 layers in another 
 _NEAR_TIE = 2e-3  # of two scores: which one wins is then a matter of that order
 _NUM_TOP = 5
 _STOPS = frozenset({2, 28, 30, 198})
-_RULES = (
+RULES = (
     SamplingParams(repetition_penalty=1.4),
     SamplingParams(presence_penalty=1.0, frequency_penalty=0.7),
     SamplingParams(min_tokens=25, logit_bias=((28, 4.0), (30, 4.0))),
@@ -117,7 +117,7 @@ class Reference:
 def rule_specs(prompts: list[list[int]], num_tokens: int) -> dict[str, GenerationSpec]:
     """Every rule with every prompt: greedy, and sampled with three choices; some with log-probabilities."""
     specs = {}
-    for number, rule in enumerate(_RULES):
+    for number, rule in enumerate(RULES):
         greedy = replace(rule, temperature=0.0, num_logprobs=_NUM_TOP, num_prompt_logprobs=2)
         drawn = replace(rule, temperature=0.9, top_k=60, top_p=0.97, min_p=0.01, seed=10 + number, num_logprobs=1)
         for prompt in prompts:
