@@ -31,6 +31,7 @@ from benchmarks.gpu.shape_folder import make_shape_folder
 _ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("vllm_figures.json")
 _SHAPE = "llama-3.1-8b"
+_LOG_BYTES = 400_000  # of each, its end
 
 WORKLOADS = (
     Workload("2048/128", 2048, 128, Limits(400.0, 10.0), 300, 9.0),
@@ -87,7 +88,7 @@ class Budget:
         return seconds <= self.left_s
 
 
-def measure_alone(name: str, options: argparse.Namespace, record: CampaignRecord, budget: Budget) -> bool:
+def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: CampaignRecord, budget: Budget) -> bool:
     """Whether it is done now. In a process of its own: it leaves no memory on the card."""
     if record.of(name) is not None:
         return True
@@ -99,7 +100,9 @@ def measure_alone(name: str, options: argparse.Namespace, record: CampaignRecord
     if options.vllm_site is not None and name == "attention-long":
         paths.insert(0, str(options.vllm_site))
     started_s = time.monotonic()
-    with (options.out / f"{name}.log").open("w") as log:
+    path = logs / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as log:
         done = subprocess.run(
             command,
             stdout=subprocess.PIPE,
@@ -110,7 +113,7 @@ def measure_alone(name: str, options: argparse.Namespace, record: CampaignRecord
             cwd=_ROOT,
         )
     if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {(options.out / f'{name}.log').read_text()[-1500:]}")
+        raise RuntimeError(f"{name} ended with {done.returncode}: {path.read_text()[-1500:]}")
     line = {"piece": name, "workload": None, "took_s": round(time.monotonic() - started_s, 1)}
     record.add(line | json.loads(done.stdout.strip().splitlines()[-1]))
     print(json.dumps(record.lines[-1]), flush=True)
@@ -121,7 +124,7 @@ def run_piece(name: str, options: argparse.Namespace, place: Place, record: Camp
     """Whether it is done. What goes wrong in one piece costs that piece only."""
     try:
         if name in ALONE:
-            return measure_alone(name, options, record, budget)
+            return measure_alone(name, options, place.logs, record, budget)
         (piece,) = [piece for piece in _served(options) if piece.name == name]
         return serve_piece(piece, place, record)
     except Exception as error:
@@ -138,8 +141,7 @@ def _shape(options: argparse.Namespace) -> Path:
 def _served(options: argparse.Namespace) -> Sequence[ServedPiece]:
     if not options.small:
         return SERVED
-    rates = {8.0: 8.0, 12.0: 12.0, 4.0: 4.0}
-    return [replace(piece, runs=tuple((w, rates[r]) for w, r in piece.runs), start_s=60.0) for piece in SERVED]
+    return [replace(piece, start_s=60.0) for piece in SERVED]
 
 
 def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
@@ -218,11 +220,12 @@ def main() -> int:
 
 
 def keep_logs(logs: Path, out: Path) -> None:
-    """The end of each, one file a server: few and small files come back from a card."""
-    for log in logs.glob("*/*.log"):
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - (1 << 20)))
-            (out / f"{log.parent.name}-{log.name}").write_bytes(file.read())
+    """The end of each into one file: few files come back from a card."""
+    with (out / "logs.txt").open("ab") as kept:
+        for log in sorted(logs.rglob("*.log")):
+            with log.open("rb") as file:
+                file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+                kept.write(f"\n==== {log.relative_to(logs)}\n".encode() + file.read())
     shutil.rmtree(logs, ignore_errors=True)
 
 

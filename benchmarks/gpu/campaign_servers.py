@@ -78,7 +78,7 @@ class Place:
 
 def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> bool:
     """Whether all of it is done now. Raises what the server's start raises."""
-    if not (todo := list(_todo(piece, place, record))):
+    if not (todo := list(todo_of(piece, place, record))):
         return True
     if not place.is_time_for(piece.start_s + _run_s(place, todo[0])):
         return False
@@ -86,7 +86,7 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
     with _server(piece, place) as url:
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
-        while todo := list(_todo(piece, place, record)):
+        while todo := list(todo_of(piece, place, record)):
             workload, rate = todo[0]
             if not place.is_time_for(_run_s(place, todo[0])):
                 return False
@@ -98,7 +98,7 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
     return True
 
 
-def _todo(piece: ServedPiece, place: Place, record: CampaignRecord) -> Iterator[tuple[str, float]]:
+def todo_of(piece: ServedPiece, place: Place, record: CampaignRecord) -> Iterator[tuple[str, float]]:
     """What is still to be run. Of a search the next rate only."""
     yield from [run for run in piece.runs if record.of(piece.name, *run) is None]
     for name in piece.searches:

@@ -13,7 +13,7 @@ from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
-from scheduler.lane_split import LaneObjectives, LaneShare, measured_shares
+from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
 from scheduler.pool_limits import PoolLimits
 
 # Of the card whose rates are known: a simulation knows none of its own.
@@ -66,7 +66,7 @@ def shape_of(
     policy = admission_policy(pools.decode.admission)
     host_bytes = pools.decode.host_memory_bytes
     if config.layout == "two_lanes":
-        shares = measured_shares(_MEASURED_PROCESSORS) if pools.decode.device == "cuda" else ()
+        shares = estimated_shares(_MEASURED_PROCESSORS) if pools.decode.device == "cuda" else ()
         decode = replace(decode, lanes=by_names(LaneObjectives, pools.decode.lanes), shares=shares)
     return SystemShape(
         num_routers=config.ingress.first_replicas,

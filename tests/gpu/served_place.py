@@ -16,17 +16,19 @@ from typing import Any
 
 import pytest
 
+from tests.golden.golden_set import Golden, load_goldens
 from tests.server.running_server import RunningServer, run_server
-
-# Tokens of each pool: the longest golden fits, and 64 requests at once do not.
-_CAPACITY_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """device: as in the config. stride: every so many-th golden. num_requests: of the run with too little memory."""
+    """device: as in the config. stride: every so many-th golden. num_requests: of the run with too little memory.
+    capacity_tokens: of each pool; the longest golden fits, and num_at_once do not.
+    """
 
     device: str
+    max_model_len: int
+    capacity_tokens: int
     stride: int
     num_requests: int
     num_at_once: int
@@ -34,8 +36,8 @@ class Place:
     num_kills: dict[str, int]
 
 
-CARD = Place("cuda", 1, 1000, 64, 3, {"prefill": 5, "decode": 3})
-CPU = Place("cpu", 8, 60, 16, 1, {"prefill": 1, "decode": 1})
+CARD = Place("cuda", 2048, 4096, 1, 1000, 64, 3, {"prefill": 5, "decode": 3})
+CPU = Place("cpu", 768, 1024, 8, 60, 16, 1, {"prefill": 1, "decode": 1})
 PLACES = [pytest.param(CARD, id="cuda"), pytest.param(CPU, id="cpu", marks=pytest.mark.exhaustive)]
 
 
@@ -46,11 +48,12 @@ def serving(layout: str, place: Place, folder: Path, num_replicas: int = 1) -> I
     num_engines = num_replicas * len(pools)
     changes: dict[str, Any] = {"layout": layout, "routing.local_by_cost": False, "ingress.queue_timeout_s": 500.0}
     changes |= {"ingress.max_queued_requests": 2000, "limits.max_allowed_token_ids": 8192}
+    changes |= {"model.max_model_len": place.max_model_len}
     for pool in pools:
         changes |= {
             f"pools.{pool}.replicas": num_replicas,
             f"pools.{pool}.device": place.device,
-            f"pools.{pool}.kv_capacity_tokens": _CAPACITY_TOKENS,
+            f"pools.{pool}.kv_capacity_tokens": place.capacity_tokens,
             f"pools.{pool}.max_running_sequences": 64,
         }
         if place.device == "cuda":
@@ -70,3 +73,8 @@ def serving(layout: str, place: Place, folder: Path, num_replicas: int = 1) -> I
 def chosen(place: Place, values: Sequence[Any]) -> list[Any]:
     """Those of them that are tested there."""
     return list(values[:: place.stride])
+
+
+def goldens_of(place: Place) -> list[Golden]:
+    """Those that fit there."""
+    return [golden for golden in load_goldens() if len(golden.prompt_ids) + 64 <= place.max_model_len]

@@ -13,7 +13,7 @@ from benchmarks.gpu.golden_rules import RULES, Reference
 from scheduler.generation_spec import GenerationSpec
 from scheduler.sampling_params import SamplingParams
 from tests.golden.golden_set import Golden, load_goldens, load_sampled_requests
-from tests.gpu.served_place import Place, chosen
+from tests.gpu.served_place import Place, chosen, goldens_of
 from tests.model_folder import model_folder
 from tests.server.generate import golden_request, post_all
 from tests.server.running_server import RunningServer
@@ -27,7 +27,7 @@ _Body = dict[str, Any]
 
 def check_goldens(server: RunningServer, place: Place) -> None:
     """All at once: each text is that of transformers' generate, but for near ties of the reference."""
-    goldens = chosen(place, load_goldens())
+    goldens = chosen(place, goldens_of(place))
     answers = post_all(server, [golden_request(golden) for golden in goldens], place.num_at_once)
     ties = _check(goldens, [answer.token_ids for (answer,) in answers])
     print(f"{len(goldens)} goldens, near ties: {ties or 'none'}")
@@ -37,10 +37,10 @@ def check_goldens(server: RunningServer, place: Place) -> None:
 def check_preempted(server: RunningServer, place: Place) -> None:
     """Many more at once than memory holds: some give way and come back, and every text is the same."""
     rng = random.Random(0)
-    goldens = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 600]
+    goldens = [golden for golden in goldens_of(place) if len(golden.prompt_ids) <= 600]
     picked = [rng.choice(goldens) for _ in range(place.num_requests)]
     before = server.total("splitserve_preemptions_total")
-    shorts = [golden_request(goldens[0], _SHORT)] * 24  # so that outputs look short from the first on
+    shorts = [golden_request(goldens[0], _SHORT)] * 80  # so that outputs look short from the first on
     post_all(server, shorts, place.num_at_once)
     lengths = [_SHORT if number % 8 == 0 else 64 for number in range(place.num_requests)]
     requests = [golden_request(golden, length) for golden, length in zip(picked, lengths, strict=True)]
