@@ -49,7 +49,7 @@ def next_rate(points: Sequence[RatePoint], first: float) -> float | None:
         return _rounded(bad.rate / min(_MOST_AT_ONCE, max(1.12, bad.ratio**0.5)))
     if bad.rate <= good.rate * _NEAR:
         return None
-    guess = _rounded(_crossing(good, bad))
+    guess = _rounded(_between(good, bad, min(0.8, max(0.2, _share(good, bad)))))  # neither end is tried again
     return guess if good.rate < guess < bad.rate else None
 
 
@@ -63,20 +63,22 @@ def best(points: Sequence[RatePoint]) -> RatePoint | None:
 def crossing(points: Sequence[RatePoint]) -> float | None:
     """Where the ratio would be 1, between the good rate and the bad one. None: one of the two is not known."""
     good, bad = best(points), _lowest_bad(points)
-    return None if good is None or bad is None else round(_crossing(good, bad), 2)
+    return None if good is None or bad is None else round(_between(good, bad, _share(good, bad)), 2)
 
 
 def _lowest_bad(points: Sequence[RatePoint]) -> RatePoint | None:
     return min((point for point in points if point.ratio > 1.0), key=lambda point: point.rate, default=None)
 
 
-def _crossing(good: RatePoint, bad: RatePoint) -> float:
-    """Nearer to the middle than a straight line would have it: neither end is tried again."""
+def _share(good: RatePoint, bad: RatePoint) -> float:
+    """Of the way from one to the other, at which the ratio is 1; between 0 and 1."""
     if math.isinf(bad.ratio) or good.ratio <= 0.0:
-        share = 0.5
-    else:
-        share = math.log(1.0 / good.ratio) / math.log(bad.ratio / good.ratio)
-    return good.rate * (bad.rate / good.rate) ** min(0.8, max(0.2, share))
+        return 0.5
+    return math.log(1.0 / good.ratio) / math.log(bad.ratio / good.ratio)
+
+
+def _between(good: RatePoint, bad: RatePoint, share: float) -> float:
+    return good.rate * (bad.rate / good.rate) ** share
 
 
 def _rounded(rate: float) -> float:
