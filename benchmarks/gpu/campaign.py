@@ -54,6 +54,15 @@ SERVED = (
         (("2048/128", 8.0), ("2048/128", 12.0)),
         ("2048/128", "512/512", "8192/256"),
     ),
+    # Long prompts in one step each, by hand instead of by graphs: no row waits for it in two lanes.
+    ServedPiece(
+        "lanes-long",
+        "gpu-one-card.yaml",
+        _TWO_LANES_S,
+        (),
+        ("8192/256",),
+        changes={"pools.decode.max_batch_tokens": 8448},
+    ),
     ServedPiece(
         "colocated", "gpu-colocated.yaml", _ONE_LANE_S, (("2048/128", 4.0), ("2048/128", 8.0), ("2048/128", 12.0))
     ),
@@ -67,6 +76,8 @@ ALONE = {
     "steps-two": 100.0,
     "steps-one": 75.0,
     "shares": 70.0,
+    "logits": 110.0,
+    "chunks": 60.0,
     "attention-rows": 25.0,
     "attention-long": 30.0,
     "prompt-beside-rows": 60.0,

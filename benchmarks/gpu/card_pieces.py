@@ -10,6 +10,7 @@ import gc
 import json
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.step_plans import decode_step, set_up
+from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, device_ms
@@ -88,6 +89,45 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
         ],
         "start_s": round(engine.start_s, 1),
     }
+
+
+def logits(options: argparse.Namespace) -> dict[str, Any]:
+    """Errors of both lanes' logits, in thousandths, beside transformers' own in bf16, as `benchmarks.gpu.logits`."""
+    from benchmarks.gpu.logits import check
+
+    lengths = (
+        (5, 40, 100, 33, 64, 70) if options.small else (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
+    )
+    asked = argparse.Namespace(device=options.device, lanes=2, slack=0.1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = check(options.shape, lengths, asked)
+    everything = [way for way in found["ways"] if way["way"] == "all"]
+    errors = [[round(way["ours mean"], 3), round(way["HF mean"], 3)] for way in everything]
+    return {"is_good": found["is_good"], "ours_and_transformers": errors}
+
+
+def chunks_of_long_prompts(options: argparse.Namespace) -> dict[str, Any]:
+    """Ms of a prompt of 8,192, whole and in steps of so many tokens: what a lane's budget should be."""
+    length = 200 if options.small else 8192
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_shape_folder(options.shape, Path(name))
+        size = EngineSize(8, length + 64, length, _capacity(options), device=options.device)
+        runner = BareEngine(str(folder), options.dtype, "dummy", size, 1).runner
+    runner.prepare_thread(length)
+    for step_tokens in (2048, 2304, 4096, 8192):
+        budget = max(16, step_tokens * length // 8192)
+        plans = prefill_steps([100 + index % 300 for index in range(length)], budget, runner.pool.layout.block_size)
+
+        def once(plans: list[StepPlan] = plans) -> float:
+            started_s = time.perf_counter()
+            for handle in [runner.launch(plan) for plan in plans]:
+                handle.result()
+            return 1e3 * (time.perf_counter() - started_s)
+
+        once()
+        found[f"steps_of_{step_tokens}_ms"] = round(min(once() for _ in range(3)), 2)
+    return found
 
 
 def decode_attention(options: argparse.Namespace) -> dict[str, Any]:
@@ -172,6 +212,8 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps-one": lambda options: steps(options, 1),
     "steps-two": lambda options: steps(options, 2),
     "shares": shares,
+    "logits": logits,
+    "chunks": chunks_of_long_prompts,
     "attention-rows": decode_attention,
     "attention-long": long_prompts,
     "prompt-beside-rows": prompts_beside_rows,

@@ -24,6 +24,7 @@ from replicas.gguf.conversion import resolve_source
 from replicas.messages import GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.beam_search import BeamParams
+from scheduler.lane_split import LaneObjectives
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected
 
@@ -178,6 +179,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lag", type=int, default=1)
+    parser.add_argument("--lanes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--num-searches", type=int, default=1000, help="of the goldens', the first ones")
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--num-tokens", type=int, default=32, help="of each text with rules")
@@ -191,7 +193,8 @@ def main() -> int:
     searches = {uuid.uuid4().hex: search for search in of_golden}
     sender = ScoredSender()
     size = EngineSize(64, 2048, 512, capacity_tokens=32_768, device=options.device)
-    engine = BareEngine(folder, "float32", "auto", size, options.lag, sender)
+    lanes = LaneObjectives() if options.lanes == 2 else None
+    engine = BareEngine(folder, "float32", "auto", size, options.lag, sender, lanes)
     with engine:
         engine.run_specs(ruled | {request_id: spec for request_id, (spec, _) in searches.items()})
     reference = Reference(folder, options.device)

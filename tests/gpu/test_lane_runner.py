@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import NotDivisible
@@ -129,6 +130,24 @@ def test_prompts_of_one_lane_and_rows_of_the_other_are_those_of_one_runner(
     assert len(texts[0]) == 8
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
+
+
+@pytest.mark.timeout(900)
+@torch.inference_mode()
+def test_logits_of_both_lanes_are_as_exact_as_transformers(device: torch.device, tmp_path: Path) -> None:
+    runner = loaded_into(DividedRunner, tmp_path, device)
+    runner.warm_up()
+    cases = make_cases(LENGTHS, CONFIG["vocab_size"])
+    exact, rounded = (
+        reference_rows(str(tmp_path), cases, dtype, device, torch.float16) for dtype in (torch.float32, torch.float16)
+    )
+    for share in (*runner.shares[:1], WHOLE_CARD):
+        seen = SeenLogits(runner, cases, runner.beside(share))
+        with seen.watch():
+            seen.run()
+        for way in compare(seen.rows, exact, rounded):
+            assert way["ours mean"] <= 1.5 * way["HF mean"], (share, way)
+        assert 0 < seen.num_drawn == seen.num_best
 
 
 def shares_told(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
