@@ -36,6 +36,7 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
         costs.kv_bytes_per_token,
         tuple(options.replicas) if options.replicas else None,
         tuple(options.kv_tokens) if options.kv_tokens else None,
+        costs.lanes,
     )
     scale = TraceScale(
         rate=options.rate_scale,

@@ -102,7 +102,8 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
     path.write_text(yaml.safe_dump(config))
     port = free_port()
     log_file = folder / "server.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled"}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)],
