@@ -19,13 +19,13 @@ import yaml
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
 from benchmarks.gpu.served import our_config, vllm_server
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import run_load
-from benchmarks.load.report import summarise, warnings
-from benchmarks.load.workload import LengthRange
 from benchmarks.real_server import real_server
-from cluster.simulation.percentile import percentile
+from cluster.load.client import Target
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan
+from cluster.load.percentile import percentile
+from cluster.load.processes import run_load
+from cluster.load.report import summarise, warnings
 
 _MODEL = "shape"
 _PERCENTILES = (50, 90, 99)

@@ -9,23 +9,22 @@ transformers' own by more than --slack.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+from benchmarks.gpu.logits_reference import NUM_FORCED, Case, Rows, make_cases, reference_rows
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
 from replicas.model.model_runner import ModelRunner
@@ -39,59 +38,6 @@ BLOCK_SIZE = 16
 _SEEN = SamplingParams(temperature=0.0, num_logprobs=0)
 # Graphs of prompts, prompts beyond them, fresh heads with and without a rest, a prompt shorter than a block.
 _LENGTHS = (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
-_NUM_FORCED = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt and the tokens that follow it, whatever the model would have chosen. slot: where it runs."""
-
-    slot: int
-    prompt: tuple[int, ...]
-    forced: tuple[int, ...]
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.prompt, *self.forced]
-
-
-# By (case, index of the forced token that comes next; the prompt's own logits are 0): what computed it, and the row.
-Rows = dict[tuple[int, int], tuple[str, torch.Tensor]]
-
-
-def make_cases(lengths: tuple[int, ...], vocab_size: int) -> list[Case]:
-    rng = random.Random(7)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(vocab_size) for _ in range(count))
-
-    return [Case(slot, ids(length), ids(_NUM_FORCED)) for slot, length in enumerate(lengths)]
-
-
-@torch.inference_mode()
-def reference_rows(
-    folder: str, cases: list[Case], dtype: torch.dtype, device: torch.device, weights: torch.dtype = torch.bfloat16
-) -> list[torch.Tensor]:
-    """float32 [forced + 1, vocab_size] of each case, on the host, computed in dtype: float32, or that of the weights,
-    which are those of load_format dummy."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(folder)
-    # Eager attention: library kernels may round float32 on the way.
-    attention = "eager" if dtype is torch.float32 else "sdpa"
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention)
-    model = model.eval()
-    if dtype is torch.float32:
-        model = model.float()  # the same weights; not for bf16, where it would round the rotary frequencies too
-    rows = []
-    for case in cases:
-        ids = torch.tensor([case.ids], device=device)
-        rows.append(model(ids, use_cache=False, logits_to_keep=_NUM_FORCED + 1).logits[0].float().cpu())
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
 
 
 class SeenLogits:
@@ -190,10 +136,10 @@ class SeenLogits:
             self.step("prompt in chunks", [], [(case, cut, len(case.prompt))])
         late = [case for index, case in enumerate(cases) if not (index < third and index < len(cases) - 2 * third)]
         self.step("rows", [(case, 0) for case in late], [])
-        for index in range(1, _NUM_FORCED - 1):
+        for index in range(1, NUM_FORCED - 1):
             self.step(f"{len(cases)} rows", [(case, index) for case in cases], [])
         for case in cases:
-            self.step("one row", [(case, _NUM_FORCED - 1)], [])
+            self.step("one row", [(case, NUM_FORCED - 1)], [])
 
     def _draw(self, decoded: list[tuple[Case, int]], prompts: list[Case]) -> None:
         """The last step again, its tokens chosen by the drawing kernel where there is one."""
@@ -274,7 +220,7 @@ def _check_lane(
     seen = SeenLogits(runner, cases, None if share is None else runner.beside(share))
     with seen.watch():
         seen.run()
-    missing = [(c.slot, i) for c in cases for i in range(_NUM_FORCED + 1) if (c.slot, i) not in seen.rows]
+    missing = [(c.slot, i) for c in cases for i in range(NUM_FORCED + 1) if (c.slot, i) not in seen.rows]
     if missing:
         raise RuntimeError(f"no logits of {missing}")
     rows = compare(seen.rows, exact, rounded)

@@ -16,7 +16,6 @@ from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
 from cluster.http.serve_proxy import proxy_here
-from cluster.http.server_address import base_url, is_elsewhere
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -33,6 +32,7 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
+from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
-_ADDRESS_TIMEOUT_S = 5.0
 
 
 class Ingress:
@@ -131,7 +130,7 @@ class Ingress:
                 "server.proxy: this Ray was started for another",
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
-        await self._compare_address()
+        await warn_if_elsewhere(self.config.server)
         await self._router.start()
         if self.config.logging.throughput:
             self._throughput.start()
@@ -149,28 +148,6 @@ class Ingress:
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
-
-    async def _compare_address(self) -> None:
-        """A file that is deployed to a Serve that runs already does not move it: Serve itself only warns of that."""
-        import ray
-        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-        wanted = self.config.server
-        try:
-            controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-            found = await asyncio.wait_for(controller.get_http_config.remote(), _ADDRESS_TIMEOUT_S)
-        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:  # it is starting anew: serve all the same
-            logger.warning("Serve's address unknown", extra={"event": "address_unknown", "reason": repr(error)})
-            return
-        if is_elsewhere(wanted.host, wanted.port, found.host, found.port):
-            logger.error(
-                "server.host, server.port: Serve runs at another address and stays there until it is started anew",
-                extra={
-                    "event": "wrong_address",
-                    "config": base_url(wanted.host, wanted.port),
-                    "ray": base_url(found.host or "", found.port),
-                },
-            )
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
         """Serve's hook, at the start and whenever that part of the config changes (`cluster.config.parts.live_part`).

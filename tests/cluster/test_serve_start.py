@@ -106,23 +106,11 @@ def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(mon
 
 
 def test_a_ray_that_runs_elsewhere_is_not_joined(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     serve_command.run_server(config(port=free_port()))
     assert "RAY_ADDRESS" not in os.environ
     assert "RAY_ADDRESS is not heeded: serve starts a Ray of its own; for a cluster: splitserve deploy" in (
-        capsys.readouterr().err
+        capfd.readouterr().err
     )
-
-
-def test_pools_that_begin_empty_are_told_as_what_they_are() -> None:
-    replica = {"num_blocks": 512, "block_size": 16, "kv_bytes_per_token": 46_080}
-    empty = serve_command.ready_lines(config(), {"decode": [], "prefill": []})
-    assert "KV cache   known when the first replica runs\n" in empty
-    assert "capacity   none yet: the first request starts a decode replica\n" in empty
-    prefill_only = serve_command.ready_lines(config(), {"decode": [], "prefill": [replica]})
-    assert "KV cache   46,080 bytes a token\n" in prefill_only
-    full = serve_command.ready_lines(config(), {"decode": [replica, replica], "prefill": [replica]})
-    assert "KV cache   46,080 bytes a token\n" in full
-    assert "capacity   16,384 tokens in the decode pool: 8 requests of full length\n" in full

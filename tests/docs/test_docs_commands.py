@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config.file import config_of
-from cluster.serving import command_line
+from cluster.config.file import config_of, load_for_elsewhere
 from tests.docs.command_blocks import DOCUMENTS, ROOT, Block, Command, blocks, commands
 from tests.docs.command_table import EXAMPLES, TABLE, Trial, row_of
 from tests.helm.chart import render
@@ -78,7 +77,7 @@ def test_options(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_options_known(command, monkeypatch)
     assert_files_there(command.words)
     if command.words[:2] == ("splitserve", "serve") and command.words[2].endswith(".yaml"):
-        assert command_line.main(["check", str(ROOT / command.words[2])]) == 0
+        load_for_elsewhere(str(ROOT / command.words[2]))  # what is asked for is not on this machine: GPUs
 
 
 @of_trial(Trial.SERVER)
