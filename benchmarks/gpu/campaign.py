@@ -64,7 +64,19 @@ SERVED = (
         changes={"pools.decode.max_batch_tokens": 8448},
     ),
     ServedPiece(
-        "colocated", "gpu-colocated.yaml", _ONE_LANE_S, (("2048/128", 4.0), ("2048/128", 8.0), ("2048/128", 12.0))
+        "colocated",
+        "gpu-colocated.yaml",
+        _ONE_LANE_S,
+        (("2048/128", 4.0), ("2048/128", 8.0), ("2048/128", 12.0)),
+        has_records=True,
+    ),
+    # Two prompts in one step, as vLLM has them near saturation.
+    ServedPiece(
+        "colocated-4352",
+        "gpu-colocated.yaml",
+        _ONE_LANE_S,
+        (("2048/128", 12.0),),
+        changes={"pools.decode.max_batch_tokens": 4352},
     ),
     ServedPiece("split", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 4.0),), changes=_HALVES),
     ServedPiece("split-slow", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 4.0),), changes=_HALVES, reads_bytes_per_s=5e8),

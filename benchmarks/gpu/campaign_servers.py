@@ -18,6 +18,7 @@ import yaml
 
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
+from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
 from benchmarks.real_server import real_server
 from cluster.load.client import Target
@@ -49,7 +50,7 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
-    it is ready, about. reads_bytes_per_s: its transport is made so slow."""
+    it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told."""
 
     name: str
     config: str | None  # None: vLLM
@@ -58,6 +59,7 @@ class ServedPiece:
     searches: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     reads_bytes_per_s: float | None = None
+    has_records: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
             record.add(run_at(url, piece.name, place.workloads[workload], rate, place.num_processes))
         if piece.config is not None:
             record.add({"piece": piece.name, "workload": None, "metrics": _metrics(url)})
+    if piece.has_records:
+        steps = {pool: told(records) for pool, records in read_steps(_records_of(piece, place)).items()}
+        record.add({"piece": piece.name, "workload": None, "steps": steps})
     if piece.reads_bytes_per_s is not None and not (place.logs / piece.name / "faults" / "did.slow.reads").exists():
         record.add({"piece": piece.name, "workload": None, "error": "no read was slowed: nothing was tested"})
     return True
@@ -176,9 +181,16 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
         faults.mkdir(exist_ok=True)
         (faults / "slow.reads").write_text(f"{piece.reads_bytes_per_s:g}")
         _change(config, "testing.fault_dir", str(faults))
+    if piece.has_records:
+        _records_of(piece, place).mkdir(exist_ok=True)
+        _change(config, "testing.step_record_dir", str(_records_of(piece, place)))
     (logs / "given.yaml").write_text(yaml.safe_dump(config))
     with real_server(config, logs) as url:
         yield url
+
+
+def _records_of(piece: ServedPiece, place: Place) -> Path:
+    return place.logs / piece.name / "steps"
 
 
 def _change(config: dict[str, Any], key: str, value: object) -> None:
