@@ -56,8 +56,6 @@ TABLE = (
 COMMANDS_TO_COME = (
     "splitserve chat",
     "splitserve bench",
-    "splitserve serve MODEL --prefill 1 --decode 2 --port 9000 --set model.dtype=bfloat16",
-    "splitserve serve MODEL --print-config",
 )
 FILES_TO_COME = ("docs/terminal.md",)
 
