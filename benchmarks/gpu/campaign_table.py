@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
-from benchmarks.tables import table
+from cluster.load.tables import table
 
 _ANCHOR = ("vllm", "2048/128", 8.0)
 _ANCHOR_WITHIN = 0.03
