@@ -28,7 +28,7 @@ class Row:
 
 
 TABLE = (
-    Row(r"splitserve check configs/\S+", Trial.RUN),
+    Row(r"splitserve check (configs/\S+|MODEL)", Trial.RUN),
     Row(r"splitserve deploy .*", Trial.RUN),
     Row(r"splitserve simulate .*", Trial.RUN),
     Row(r"python -m benchmarks\.simulation --trace benchmarks/\S+ admission", Trial.RUN),
