@@ -104,13 +104,17 @@ def ready_to_serve(start: Start) -> Config:
 
 
 def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
-    settings = dict(typed.settings)
+    config = load_config(file, typed.settings)
+    if typed.prefill and config.pools.prefill is None:
+        raise ConfigError(f"--prefill {typed.prefill}: {file} has layout {config.layout}, without a prefill pool")
+    counts: dict[str, object] = {}
     for pool, count in (("prefill", typed.prefill), ("decode", typed.decode)):
         if count == 0:
             raise ConfigError(f"--{pool} 0: {file} says which pools there are; change layout and pools there")
         if count is not None:
-            settings[f"pools.{pool}.replicas"] = count
-    config = load_config(file, settings)
+            counts[f"pools.{pool}.replicas"] = count
+    if counts:
+        config = load_config(file, {**typed.settings, **counts})
     _refuse(_without_model(config, machine))
     return _checked(config, machine, *_look_at(config.model), chosen="")
 
