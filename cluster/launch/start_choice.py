@@ -160,7 +160,7 @@ def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype=why_dtype,
-        max_model_len=_length(said, model, _CPU_LENGTH),
+        max_model_len=_length(said, model, dtype, _CPU_LENGTH),
         replicas=replicas,
         num_threads=max(1, min(_MOST_THREADS, int(machine.num_cores // num_engines))),
         kv={},
@@ -202,7 +202,7 @@ def _for_gpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype="these cards have no bfloat16" if dtype == "float16" and is_old else "",
-        max_model_len=_length(said, model, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
+        max_model_len=_length(said, model, dtype, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
         replicas=replicas,
         num_threads=max(1, min(_GPU_THREADS, int(machine.num_cores // sum(replicas.values())))),
         kv={name: {} if said.has_size(name) else {"kv_memory_fraction": _GPU_MEMORY_SHARE} for name in replicas},
@@ -217,5 +217,17 @@ def gpu_kv_tokens(machine: Machine, model: ModelFacts, dtype: str, fraction: flo
     return int(free / per_token) // _BLOCK_SIZE * _BLOCK_SIZE if per_token and free > 0 else 0
 
 
-def _length(said: Said, model: ModelFacts, usual: int) -> int:
-    return int(said.number("model.max_model_len") or min(usual, model.longest_request() or usual))
+def _length(said: Said, model: ModelFacts, dtype: str, usual: int) -> int:
+    """As said; else the usual, or what the model can do, or what is allowed for by other keys, if that is less."""
+    given = said.number("model.max_model_len")
+    if given is not None:
+        return int(given)
+    bounds = [said.number(key) for key in ("limits.max_generated_tokens", "limits.max_text_chars")]
+    per_token = model.kv_bytes_per_token(dtype)
+    for pool in ("prefill", "decode"):
+        bounds.append(said.number(f"pools.{pool}.kv_capacity_tokens"))
+        num_bytes = said.number(f"pools.{pool}.kv_memory_bytes")
+        if num_bytes and per_token:
+            bounds.append(num_bytes // per_token // _BLOCK_SIZE * _BLOCK_SIZE)
+    known = [int(bound) for bound in (*bounds, model.longest_request()) if bound]
+    return min(usual, *known) if known else usual

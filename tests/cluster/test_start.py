@@ -72,6 +72,11 @@ def test_a_folder_is_served_under_its_name(folder: Path, monkeypatch: pytest.Mon
         assert config.model.max_model_len == 512
 
 
+def test_a_pool_too_small_for_usual_requests_is_enough_for_a_model_of_short_ones(folder: Path) -> None:
+    config = plan(str(folder), settings={"pools.decode.kv_capacity_tokens": 1024}).config
+    assert (config.model.max_model_len, config.pools.decode.kv_capacity_tokens) == (512, 1024)
+
+
 def test_a_folder_goes_before_a_model_of_the_hub_of_that_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent.parent)
     planned = plan("org/tiny")
