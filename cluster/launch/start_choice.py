@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.launch.machine import Machine, show_bytes
+from cluster.launch.machine import ENGINE_BYTES, RAY_BYTES, Machine, show_bytes
 from cluster.launch.model_facts import ModelFacts
 from cluster.user_error import ConfigError
 
@@ -21,8 +21,6 @@ _CPU_REQUESTS = {"prefill": 4, "decode": 8}
 _MOST_THREADS = 16
 _GPU_THREADS = 4
 _BLOCK_SIZE = 16
-# What is not weights or KV: Ray, ingress and HTTP; an engine's libraries and the work of a step.
-_RAY_BYTES, _ENGINE_BYTES = 1_000_000_000, 750_000_000
 # Of the memory that is free: the rest is for what the user does beside.
 _MEMORY_SHARE = 0.8
 _GPU_MEMORY_SHARE = 0.9
@@ -137,11 +135,11 @@ def _replicas(said: Said, layout: str, num_cards: int = 0) -> dict[str, int]:
 
 
 def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) -> StartChoice:
-    room = machine.available_bytes * _MEMORY_SHARE - _RAY_BYTES
+    room = machine.available_bytes * _MEMORY_SHARE - RAY_BYTES
     dtype = said.text("model.dtype") or "float32"
 
     def fits(layout: str) -> bool:
-        return sum(_replicas(said, layout).values()) * (model.weights_bytes(dtype) + _ENGINE_BYTES) <= room
+        return sum(_replicas(said, layout).values()) * (model.weights_bytes(dtype) + ENGINE_BYTES) <= room
 
     layout, why = _said_layout(said, single="colocated"), "as you said"
     if layout is None:
@@ -165,7 +163,7 @@ def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         num_threads=max(1, min(_MOST_THREADS, int(machine.num_cores // num_engines))),
         kv={},
     )
-    room_for_kv = room - num_engines * (model.weights_bytes(dtype) + _ENGINE_BYTES)
+    room_for_kv = room - num_engines * (model.weights_bytes(dtype) + ENGINE_BYTES)
     return replace(choice, kv=_cpu_sizes(said, choice, model.kv_bytes_per_token(dtype), room_for_kv))
 
 

@@ -167,6 +167,15 @@ def test_check_takes_what_serve_takes(folder: Path, served: list[Config], capsys
     assert served == []
 
 
+def test_a_whole_section_may_be_set(served: list[Config]) -> None:
+    """What is chosen for its other keys stays."""
+    section = "pools.decode={max_running_sequences: 16, admission: {output_length: quantile}}"
+    assert main(["serve", "--set", section, "--set", "pools.decode.lag=0"]) == 0
+    decode = served[0].pools.decode
+    assert (decode.max_running_sequences, decode.admission.output_length) == (16, "quantile")
+    assert (decode.kv_capacity_tokens, decode.num_threads) == (16384, 1)
+
+
 def test_warnings_are_told_and_do_not_stop_a_start(served: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", LOCAL, "--set", "pools.decode.num_threads=8"]) == 0
     assert capsys.readouterr().err.startswith(

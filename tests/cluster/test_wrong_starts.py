@@ -166,6 +166,9 @@ WRONG: dict[str, Wrong] = {
     "--set of no key": Wrong("--set server.prot=1", ("--set server.prot: unknown key", "did you mean server.port?")),
     "--set of a key elsewhere": Wrong("--set max_model_len=1", ("unknown key", "did you mean model.max_model_len?")),
     "--set of no section": Wrong("--set foo.bar=1", ("--set foo.bar: unknown key; there are model,",)),
+    "--set of a section with no such key": Wrong(
+        '--set server={"prot":1}', ("--set server.prot: unknown key", "did you mean server.port?")
+    ),
     "--set of the wrong type": Wrong(
         "--set model.max_model_len=8k", ('model.max_model_len: "8k" is text', "whole number")
     ),
