@@ -108,9 +108,11 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
 def run_serve(
     arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """Likewise, with what is typed behind `splitserve serve`. folder: its log, and its faults if it is told of any."""
+    """Likewise, with what is typed behind `splitserve serve`. folder: its log; and if it is told of
+    them its replicas' log and its faults.
+    """
     port = free_port()
-    log_file, fault_dir = folder / "server.log", folder / "faults"
+    log_file, replica_log, fault_dir = (folder / name for name in ("server.log", "replicas.log", "faults"))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", **(variables or {})}
     with log_file.open("wb") as log:
