@@ -84,6 +84,7 @@ def test_it_is_fetched_once_and_served_from_its_folder(tmp_path: Path) -> None:
     assert (found["name"], found["length"], found["warnings"], found["refusal"]) == ("tiny", 512, [], "")
     assert "source: org/tiny\n" in found["printed"]
     assert "org/tiny, float32, 512 tokens a request" in found["chosen"]
+    assert "weights 2 x 256 MB" in found["chosen"], "what the Hub says, before anything is fetched"
     assert found["heavy"] == []
     # The Hub is away: what was fetched is served, and that is said.
     again = answer(run({"HF_ENDPOINT": "http://127.0.0.1:9"}, tmp_path))

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +100,24 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
         section[name] = value
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
+    with run_serve([str(path)], folder) as server:
+        yield server
+
+
+@contextmanager
+def run_serve(
+    arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """Likewise, with what is typed behind `splitserve serve`. folder: its log; and if it is told of
+    them its replicas' log and its faults.
+    """
     port = free_port()
-    log_file = folder / "server.log"
+    log_file, replica_log, fault_dir = (folder / name for name in ("server.log", "replicas.log", "faults"))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", **(variables or {})}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)],
+            [sys.executable, "-m", "cluster.serving.command_line", "serve", *arguments, "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
