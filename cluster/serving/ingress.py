@@ -42,6 +42,7 @@ from cluster.text.work_threads import WorkThreads
 from cluster.user_error import ConfigError
 from cluster.version import VERSION
 from replicas.channels.listening import node_address
+from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.model.identity_digests import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -275,8 +276,9 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, st
 
 
 def _grammar_compiler(tokenizer: Tokenizer, config: ServingConfig) -> GrammarCompiler:
-    ends = tuple(sorted(tokenizer.eos_token_ids))
-    return GrammarCompiler(Settings(tokenizer.to_json(), ends, by_names(GrammarBounds, config.limits)))
+    ends = tuple(sorted(id_ for id_ in tokenizer.eos_token_ids if id_ < tokenizer.vocab_size))
+    bounds, fuel = by_names(GrammarBounds, config.limits), by_names(GrammarFuel, config.structured_outputs.fuel)
+    return GrammarCompiler(Settings(tokenizer.to_json(), ends, bounds, fuel))
 
 
 def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:
