@@ -14,8 +14,10 @@ from typing import Any
 
 NUM_SCHEMAS = 200
 FILE = Path(__file__).parent / "schemas.json"
-_NAMES = ("name", "city", "country", "age", "count", "kind", "tags", "price", "active", "date", "owner", "items", "note",
-          "größe", "x-y", "first name", "id", "email", "level", "parts")  # fmt: skip
+_NAMES = (
+    *("name", "city", "country", "age", "count", "kind", "tags", "price", "active", "date", "owner", "items", "note"),
+    *("größe", "x-y", "first name", "id", "email", "level", "parts"),
+)
 _WORDS = ("red", "green", "blue", "small", "large", "open", "closed", "käse", "日本", 'a"b', "back\\slash")
 _FORMATS = ("date", "time", "date-time", "ipv4", "uuid")
 _PATTERNS = ("^[A-Z][a-z]{2,6}$", "^[0-9]{3}-[0-9]{4}$", "^(yes|no|perhaps)$", "[aeiou]{2}", "^#[0-9a-f]{6}$")
