@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
+from typing import Literal
 
 import instructor
 import openai
@@ -17,16 +17,11 @@ url, key = sys.argv[1:]
 MODEL, MESSAGES = "SmolLM2-135M-Instruct", [{"role": "user", "content": "What is the capital of France?"}]
 
 
-class Kind(StrEnum):
-    CITY = "city"
-    TOWN = "town"
-
-
 class Capital(BaseModel):
     """The capital of a country."""
 
     name: str = Field(max_length=20)
-    kind: Kind
+    kind: Literal["city", "town"]
     inhabitants: int = Field(ge=0, le=99_999_999)
     nickname: str | None = Field(max_length=12)
 
