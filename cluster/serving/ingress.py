@@ -31,6 +31,7 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.text.no_torch import no_torch
+from cluster.text.response.answer_parser import AnswerParser
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from cluster.user_error import ConfigError
@@ -82,6 +83,7 @@ class Ingress:
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
+        parser = _answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -105,7 +107,7 @@ class Ingress:
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, parser
         )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
@@ -261,6 +263,17 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, st
     if tokenizer_digest(folder) != digest:
         raise ValueError(f"the tokenizer's files in {folder} changed while they were read; start again")
     return tokenizer, digest
+
+
+def _answer_parser(config: ServingConfig, tokenizer: Tokenizer) -> AnswerParser:
+    """Raises ConfigError where a checkpoint's own response template can't be used."""
+    try:
+        parser = AnswerParser(tokenizer, config.model.answer_parser)
+    except ValueError as error:
+        raise ConfigError(f"model.answer_parser: {error}") from error
+    extra = {"event": "answer_parser", "parser": parser.name, "shows_tools": tokenizer.shows_tools}
+    logger.info("how answers are taken apart", extra=extra)
+    return parser
 
 
 def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:

@@ -16,10 +16,12 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class CallCounts:
-    """Calls of one answer so far. num_valid: with arguments that are a JSON object. num_malformed: with others, or text
-    that began as a call and went on as none. is_open: the last one is not complete.
+    """Calls of one answer so far. num_calls: that the client was told of. num_valid: with arguments that are a JSON
+    object. num_malformed: with others, or text that began as a call and went on as none. is_open: the last one is not
+    complete.
     """
 
+    num_calls: int = 0
     num_valid: int = 0
     num_malformed: int = 0
     is_open: bool = False
@@ -45,8 +47,8 @@ class AnswerSplitter(Protocol):
 class TagSplitter:
     """An AnswerSplitter by tags and syntaxes of `format_table`.
 
-    - Reasoning is what stands in its tags at the very beginning; everything is, up to the closing tag, if the prompt has
-      opened them (is_in_reasoning).
+    - Reasoning is what stands in its tags at the very beginning; everything is, up to the closing tag, if the prompt
+      has opened them (is_in_reasoning).
     - A call is one as soon as its name and the beginning of its arguments have been read. What goes wrong before makes
       it content, as it stands; what goes wrong later ends it, and the rest is content. Nothing but tags is lost.
     - White space around reasoning and around calls belongs to the tags; an answer with neither is content as it is.
@@ -83,7 +85,8 @@ class TagSplitter:
 
     @property
     def counts(self) -> CallCounts:
-        return CallCounts(self._sink.num_valid, self._sink.num_malformed + self._num_broken, self._sink.is_begun)
+        sink = self._sink
+        return CallCounts(sink.num_calls, sink.num_valid, sink.num_malformed + self._num_broken, sink.is_begun)
 
     def push(self, text: str) -> list[AnswerPart]:
         self._text += text

@@ -10,12 +10,8 @@ from cluster.text.response.answer_format import CallBody, CallSyntax, FormatRow,
 
 THINK = ReasoningTags("<think>", "</think>")
 
-HERMES = CallSyntax(
-    "hermes", CallBody.JSON, "<tool_call>", "</tool_call>", before_body="\n", after_body="\n"
-)
-_QWEN3_CODER = CallSyntax(
-    "qwen3_coder", CallBody.XML, "<tool_call>", "</tool_call>", before_body="\n", after_body="\n"
-)
+HERMES = CallSyntax("hermes", CallBody.JSON, "<tool_call>", "</tool_call>", before_body="\n", after_body="\n")
+_QWEN3_CODER = CallSyntax("qwen3_coder", CallBody.XML, "<tool_call>", "</tool_call>", before_body="\n", after_body="\n")
 _LLAMA3_JSON = CallSyntax(
     "llama3_json", CallBody.JSON, "<|python_tag|>", between="; ", arguments_key="parameters", is_bare=True
 )
