@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.text.response.answer_format import CallBody, CallSyntax
+from cluster.answers.answer_format import CallBody, CallSyntax
 
 # As models are taught to write JSON: as Python's json.dumps does.
 _AS_TAUGHT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
@@ -28,8 +28,8 @@ class CallGrammar:
     _rules: list[str] = field(default_factory=list)
 
     def whole(self, tools: Sequence[Mapping[str, Any]], several: bool, answer: str | None = None) -> str:
-        """One call or several, and nothing else. tools: as OpenAI writes them. answer: the right side of a rule that may
-        come in place of calls.
+        """One call or several, and nothing else. tools: as OpenAI writes them. answer: the right side of a rule that
+        may come in place of calls.
         """
         calls = self._calls(tools, several)
         start = calls if answer is None else f"({calls}) | {answer}"

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from cluster.answers.answer_part import PartKind
 from cluster.openai.response import json_bytes, sse_event
-from cluster.text.response.answer_part import PartKind
 
 if TYPE_CHECKING:
     from cluster.openai.response import Answer

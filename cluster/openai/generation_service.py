@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.openai.sampling_defaults import SamplingDefaults
-    from cluster.text.response.answer_parser import AnswerParser, AnswerReading
+    from cluster.text.answer_parser import AnswerParser, AnswerReading
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_threads import WorkThreads
     from scheduler.sampling_params import SamplingParams

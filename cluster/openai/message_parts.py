@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.text.response.answer_part import AnswerPart, PartKind
+from cluster.answers.answer_part import AnswerPart, PartKind
 
 _LETTERS = string.ascii_letters + string.digits
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import orjson
 
+from cluster.answers.answer_part import AnswerPart
 from cluster.api_error import ApiError
 from cluster.openai.logprobs import LogprobsReport, chat_logprobs, completion_logprobs
 from cluster.openai.message_parts import part_delta, whole_message
-from cluster.text.response.answer_part import AnswerPart
 from cluster.text.scored_token import ScoredToken
 from cluster.text.usage import Usage
 

@@ -9,9 +9,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cluster.answers.answer_part import AnswerPart
 from cluster.openai.logprobs import prompt_logprobs
 from cluster.openai.response import Choice
-from cluster.text.response.answer_part import AnswerPart
 from cluster.text.scored_token import ScoredToken
 
 if TYPE_CHECKING:

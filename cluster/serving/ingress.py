@@ -30,8 +30,8 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
+from cluster.text.answer_parser import AnswerParser
 from cluster.text.no_torch import no_torch
-from cluster.text.response.answer_parser import AnswerParser
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from cluster.user_error import ConfigError

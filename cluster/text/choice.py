@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.answers.answer_part import AnswerPart, joined
+from cluster.answers.answer_splitter import CallCounts
 from cluster.text.detokenizer import IncrementalDetokenizer
-from cluster.text.response.answer_part import AnswerPart, joined
-from cluster.text.response.answer_splitter import CallCounts
 from cluster.text.scored_token import ScoredToken
 from cluster.text.stop_strings import StopMatch, StopMatcher
 
 if TYPE_CHECKING:
+    from cluster.text.answer_parser import AnswerReading
     from cluster.text.prompt_echo import PromptEcho
-    from cluster.text.response.answer_parser import AnswerReading
     from cluster.text.tokenizer import Tokenizer
     from replicas.messages import Token, TokenLogprobs
 

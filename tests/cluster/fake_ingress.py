@@ -21,9 +21,9 @@ from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
 from cluster.routing.slow_transfers import SlowestRead
+from cluster.text.answer_parser import AnswerParser
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
-from cluster.text.response.answer_parser import AnswerParser
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from replicas.messages import FinishReason, GenerationSpec, Token

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from cluster.text.response.answer_part import AnswerPart, PartKind, joined
-from cluster.text.response.answer_splitter import CallCounts
+from cluster.answers.answer_part import AnswerPart, PartKind, joined
+from cluster.answers.answer_splitter import CallCounts
 
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 

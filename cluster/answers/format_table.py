@@ -6,7 +6,7 @@ Sources: the families' published chat templates and model cards, and vLLM's list
 
 from __future__ import annotations
 
-from cluster.text.response.answer_format import CallBody, CallSyntax, FormatRow, ReasoningTags
+from cluster.answers.answer_format import CallBody, CallSyntax, FormatRow, ReasoningTags
 
 THINK = ReasoningTags("<think>", "</think>")
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.text.response.answer_format import CallSyntax, ReasoningTags
-from cluster.text.response.answer_part import AnswerPart, PartKind, joined
-from cluster.text.response.call_reader import CallSink, MalformedCall, Reading, read_calls
-
-_SPACE = " \t\r\n"
+from cluster.answers.answer_format import CallSyntax, ReasoningTags
+from cluster.answers.answer_part import AnswerPart, PartKind, joined
+from cluster.answers.call_reader import read_calls
+from cluster.answers.call_sink import CallSink
+from cluster.answers.characters import SPACE, MalformedCall, Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class TagSplitter:
     def _begin(self, is_last: bool) -> bool:
         """Before anything is known but the prompt."""
         tags = self.reasoning
-        rest = self._text.lstrip(_SPACE)
+        rest = self._text.lstrip(SPACE)
         if tags is not None and not is_last and len(rest) < len(tags.opener) and tags.opener.startswith(rest):
             return False
         if tags is not None and rest.startswith(tags.opener):
@@ -130,12 +130,12 @@ class TagSplitter:
         closer = self.reasoning.closer
         end = self._text.find(closer)
         if end >= 0:
-            self._emit(PartKind.REASONING, self._text[:end].rstrip(_SPACE))
+            self._emit(PartKind.REASONING, self._text[:end].rstrip(SPACE))
             self._text = self._text[end + len(closer) :]
             self._state, self._drops_space = self._speak_first, True
             return True
         held = 0 if is_last else _num_begun(self._text, closer)
-        certain = self._text[: len(self._text) - held].rstrip(_SPACE)
+        certain = self._text[: len(self._text) - held].rstrip(SPACE)
         self._emit(PartKind.REASONING, certain)
         self._text = "" if is_last else self._text[len(certain) :]
         return False
@@ -145,7 +145,7 @@ class TagSplitter:
         if self.calls is None or not self.calls.is_bare:
             self._state = self._speak
             return True
-        rest = self._text.lstrip(_SPACE + (";," if self._sink.num_calls else ""))
+        rest = self._text.lstrip(SPACE + (";," if self._sink.num_calls else ""))
         if not rest and not is_last:
             return False
         if rest.startswith("{"):
@@ -161,7 +161,7 @@ class TagSplitter:
         if found is None or self.calls is None:
             self._emit_content(is_last)
             return False
-        before = self._text[: found.start()].rstrip(_SPACE)
+        before = self._text[: found.start()].rstrip(SPACE)
         self._emit(PartKind.CONTENT, before)
         tag, self._text = self._text[len(before) : found.end()], self._text[found.end() :]
         if found[0] == self.calls.opener:
@@ -225,7 +225,7 @@ class TagSplitter:
         """Whether what was read since the last call is no more than the beginning of what ends it."""
         assert self.calls is not None
         has_called = self._sink.num_calls > self._num_before
-        return has_called and self.calls.closer.startswith(raw.strip(_SPACE + ","))
+        return has_called and self.calls.closer.startswith(raw.strip(SPACE + ","))
 
     def _take_from_sink(self) -> None:
         self._parts += self._sink.parts
@@ -237,13 +237,13 @@ class TagSplitter:
         if self._markers is not None and not is_last:
             longest = max(map(len, self._beginnings), default=0)
             held = next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in self._beginnings), 0)
-            text = text[: len(text) - held].rstrip(_SPACE)
+            text = text[: len(text) - held].rstrip(SPACE)
         self._text = self._text[len(text) :]
         self._emit(PartKind.CONTENT, text)
 
     def _emit(self, kind: PartKind, text: str) -> None:
         if self._drops_space:
-            text = text.lstrip(_SPACE)
+            text = text.lstrip(SPACE)
         if text:
             self._drops_space = False
             self._parts.append(AnswerPart(kind, text))

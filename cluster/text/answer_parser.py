@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from cluster.text.response.answer_format import CallSyntax, FormatRow, ReasoningTags
-from cluster.text.response.answer_splitter import AnswerSplitter, TagSplitter
-from cluster.text.response.format_table import HERMES, ROWS, calls_in, reasoning_in
-from cluster.text.response.template_splitter import TemplateSplitter
+from cluster.answers.answer_format import CallSyntax, FormatRow, ReasoningTags
+from cluster.answers.answer_splitter import AnswerSplitter, TagSplitter
+from cluster.answers.format_table import HERMES, ROWS, calls_in, reasoning_in
+from cluster.answers.template_splitter import TemplateSplitter
 
 if TYPE_CHECKING:
     from cluster.text.tokenizer import Tokenizer
