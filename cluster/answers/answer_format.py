@@ -55,6 +55,11 @@ class CallSyntax:
     has_short_ids: bool = False
 
     @property
+    def first_marker(self) -> str:
+        """What comes first, wherever calls come."""
+        return self.around[0] or self.opener
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """What may be a special token, which text is shown without."""
         texts = (self.opener, self.closer, self.before_name, self.name_end, *self.around)

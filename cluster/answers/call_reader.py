@@ -1,4 +1,4 @@
-"""Reads calls of tools by their syntax. A reader raises MalformedCall where the text is no call, or goes on after one."""
+"""Reads calls of tools by their syntax. Readers raise MalformedCall where a text is no call, or goes on after one."""
 
 from __future__ import annotations
 

@@ -40,6 +40,8 @@ LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
+GRAMMAR_CHECKS = ("known", "new")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
 
 
 class IngressMetrics(MetricSet):
@@ -54,6 +56,7 @@ class IngressMetrics(MetricSet):
         self._add_tokens()
         self._add_objectives()
         self._add_scaling()
+        self._add_grammars()
 
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
@@ -163,6 +166,21 @@ class IngressMetrics(MetricSet):
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
+    def _add_grammars(self) -> None:
+        self.grammar_checks = self.counter(
+            "splitserve_grammar_checks",
+            "Requests whose answers shall follow a schema or grammar; known: compiled before",
+            {"result": GRAMMAR_CHECKS},
+        )
+        self.grammar_refusals = self.counter(
+            "splitserve_grammar_refusals", "Those that were refused for it", {"reason": GRAMMAR_REFUSALS}
+        )
+        self.grammar_check_time = self.histogram(
+            "splitserve_grammar_check_seconds",
+            "Compiling a new schema or grammar, the wait for its turn included",
+            metric_buckets.FIRST_TOKEN_S,
         )
 
     def _add_tokens(self) -> None:

@@ -17,6 +17,8 @@ from cluster.monitoring.ingress_metrics import (
     DECISIONS,
     ENDPOINTS,
     FINISH_REASONS,
+    GRAMMAR_CHECKS,
+    GRAMMAR_REFUSALS,
     LOSSES,
     OBJECTIVES,
     OUTCOMES,
@@ -111,6 +113,8 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
     "generation_tokens": {},
+    "grammar_checks": {"result": GRAMMAR_CHECKS},
+    "grammar_refusals": {"reason": GRAMMAR_REFUSALS},
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": buckets.FIRST_TOKEN_S,
@@ -120,6 +124,7 @@ _REQUEST_HISTOGRAMS = {
     "request_prompt_tokens": buckets.TOKENS,
     "request_generation_tokens": buckets.TOKENS,
     "cold_start_wait_seconds": buckets.REQUEST_S,
+    "grammar_check_seconds": buckets.FIRST_TOKEN_S,
 }
 _ENGINE_COUNTERS: dict[str, Labels] = {
     "prefilled_tokens": {"pool": None},

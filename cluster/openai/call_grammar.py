@@ -1,136 +1,104 @@
-"""Grammars by which a model writes calls of the tools that it was offered, in the way that it was taught."""
+"""Grammars by which a model writes calls of the tools that it was offered, in the way that it was taught. Pure."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
 
 from cluster.answers.answer_format import CallBody, CallSyntax
+from cluster.openai.grammar_builder import GrammarBuilder, joined
 
-# As models are taught to write JSON: as Python's json.dumps does.
-_AS_TAUGHT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PARAMETER_END = "\n</parameter>\n"
 
 
-@dataclass(slots=True)
-class CallGrammar:
-    """Builds one grammar, in llguidance's dialect of Lark. Use once.
+@dataclass(frozen=True, slots=True)
+class CallParameter:
+    """A parameter in tags. grammar: the text of one for its value; None: any text."""
 
-    syntax: how calls are written. token_ids: of markers that are one token: the model writes them as such.
+    name: str
+    grammar: str | None
+    is_required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallFunction:
+    """A function that may be called. arguments: the text of a grammar for all of them, as JSON; or parameters, in tags,
+    in their order.
     """
 
+    name: str
+    arguments: str = ""
+    parameters: tuple[CallParameter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """Adds rules to a grammar that is being built. What its methods return is the right side of a rule."""
+
     syntax: CallSyntax
-    token_ids: Mapping[str, int]
-    _rules: list[str] = field(default_factory=list)
+    builder: GrammarBuilder
 
-    def whole(self, tools: Sequence[Mapping[str, Any]], several: bool, answer: str | None = None) -> str:
-        """One call or several, and nothing else. tools: as OpenAI writes them. answer: the right side of a rule that
-        may come in place of calls.
-        """
-        calls = self._calls(tools, several)
-        start = calls if answer is None else f"({calls}) | {answer}"
-        return self._text(start)
-
-    def behind_opener(self, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-        """What is left of a call, or of a list of calls, when its first marker has been written."""
-        opener = self.syntax.around[0] or self.syntax.opener
-        return self._text(self._calls(tools, several and not self._is_one_each, behind=opener))
-
-    @property
-    def _is_one_each(self) -> bool:
-        """Whether each call has an opener of its own, which comes first."""
-        return self.syntax.body is not CallBody.JSON_LIST and not self.syntax.around[0]
-
-    def _text(self, start: str) -> str:
-        return "\n".join([f"start: {start}", *self._rules, ""])
-
-    def _calls(self, tools: Sequence[Mapping[str, Any]], several: bool, behind: str = "") -> str:
-        """behind: the marker that has been written already."""
+    def calls(self, functions: Sequence[CallFunction], several: bool) -> str:
+        """A call, or several: from their first character to their last."""
         syntax = self.syntax
-        call = " | ".join([self._function(index, tool["function"]) for index, tool in enumerate(tools)])
         if syntax.body is CallBody.JSON_LIST:
-            more = f"({self._literal(syntax.between)} call)*" if several else ""
-            self._rules.append(f"call: {call}")
-            opener = "" if behind else self._literal(syntax.opener)
-            return _joined(opener, '"["', "call", more, '"]"')
-        opener = "" if syntax.is_bare else syntax.opener
-        before = self._literal(opener + syntax.before_name + syntax.before_body)
-        after = self._literal(syntax.after_body + syntax.closer)
-        self._rules.append(_joined("call:", before, f"({call})", after))
-        more = f"({_joined(self._literal(syntax.between), 'call')})*" if several else ""
-        if behind == syntax.opener:
-            rest = self._literal(syntax.before_name + syntax.before_body)
-            return _joined(rest, f"({call})", after)
-        first, last = syntax.around
-        return _joined("" if behind else self._literal(first), "call", more, self._literal(last))
+            return joined(self._literal(syntax.opener), self._list(functions, several))
+        call = self._call_rule(functions)
+        before, after = (self._literal(text) for text in syntax.around)
+        return joined(before, call, self._more(call) if several else "", after)
 
-    def _function(self, index: int, function: Mapping[str, Any]) -> str:
-        """The name of a rule for the call of one function, between what all calls have in common."""
-        name, schema = function["name"], function.get("parameters") or {"type": "object", "properties": {}}
+    def behind_opener(self, functions: Sequence[CallFunction], several: bool) -> str:
+        """What is left when the first marker has been written: `CallSyntax.first_marker`."""
+        syntax = self.syntax
+        if syntax.body is CallBody.JSON_LIST:
+            return self._list(functions, several)
+        if not syntax.around[0]:
+            return self._body(functions)
+        call = self._call_rule(functions)
+        return joined(call, self._more(call) if several else "", self._literal(syntax.around[1]))
+
+    def _list(self, functions: Sequence[CallFunction], several: bool) -> str:
+        call = self.builder.rule("call", self._functions(functions))
+        return joined('"["', call, self._more(call) if several else "", '"]"')
+
+    def _call_rule(self, functions: Sequence[CallFunction]) -> str:
+        opener = "" if self.syntax.is_bare else self._literal(self.syntax.opener)
+        return self.builder.rule("call", joined(opener, self._body(functions)))
+
+    def _more(self, call: str) -> str:
+        return f"({joined(self._literal(self.syntax.between), call)})*"
+
+    def _body(self, functions: Sequence[CallFunction]) -> str:
+        """Of one call, between its opener and what follows its end."""
+        syntax = self.syntax
+        before = self._literal(syntax.before_name + syntax.before_body)
+        return joined(before, f"({self._functions(functions)})", self._literal(syntax.after_body + syntax.closer))
+
+    def _functions(self, functions: Sequence[CallFunction]) -> str:
+        return " | ".join(
+            self.builder.rule(f"f{index}", self._function(f"f{index}", function))
+            for index, function in enumerate(functions)
+        )
+
+    def _function(self, rule: str, function: CallFunction) -> str:
         if self.syntax.body is CallBody.XML:
-            rule = self._xml(index, name, schema)
-        elif self.syntax.body is CallBody.NAMED:
-            rule = _joined(self._literal(name + self.syntax.name_end), _json(schema))
-        else:
-            key = json.dumps(self.syntax.arguments_key)
-            rule = _joined(self._literal(f'{{"name": {json.dumps(name)}, {key}: '), _json(schema), '"}"')
-        self._rules.append(f"f{index}: {rule}")
-        return f"f{index}"
+            parameters = [self._parameter(f"{rule}_{i}", each) for i, each in enumerate(function.parameters)]
+            return joined(self._literal(f"<function={function.name}>\n"), *parameters, self._literal("</function>"))
+        arguments = self.builder.use(function.arguments)
+        if self.syntax.body is CallBody.NAMED:
+            return joined(self._literal(function.name + self.syntax.name_end), arguments)
+        name, key = (orjson.dumps(text).decode() for text in (function.name, self.syntax.arguments_key))
+        return joined(self._literal(f'{{"name": {name}, {key}: '), arguments, '"}"')
 
-    def _xml(self, index: int, name: str, schema: Mapping[str, Any]) -> str:
-        """Parameters in the order of the schema. Of strings only an enum is enforced."""
-        parts = [self._literal(f"<function={name}>\n")]
-        properties = schema.get("properties")
-        required = schema.get("required")
-        for number, (key, item) in enumerate((properties if isinstance(properties, Mapping) else {}).items()):
-            value = f"f{index}_{number}"
-            self._rules += _xml_value(value, item)
-            begin, end = self._literal(f"<parameter={key}>\n"), self._literal(_PARAMETER_END)
-            is_required = isinstance(required, Iterable) and key in required
-            parameter = _joined(begin, value, "" if _is_text(item) else end)
-            parts.append(parameter if is_required else f"({parameter})?")
-        return _joined(*parts, self._literal("</function>"))
+    def _parameter(self, rule: str, parameter: CallParameter) -> str:
+        before = self._literal(f"<parameter={parameter.name}>\n")
+        if parameter.grammar is None:
+            value = self.builder.ends_with(rule, _PARAMETER_END)
+        else:
+            value = joined(self.builder.use(parameter.grammar), self._literal(_PARAMETER_END))
+        return joined(before, value) if parameter.is_required else f"({joined(before, value)})?"
 
     def _literal(self, text: str) -> str:
-        """Markers by their token ids, the rest as it stands; nothing for no text."""
-        known = [re.escape(marker) for marker in self.syntax.markers if marker in self.token_ids]
-        pieces = re.split(f"({'|'.join(known)})", text) if known else [text]
-        shown = [f"<[{self.token_ids[p]}]>" if p in self.token_ids else json.dumps(p) for p in pieces if p]
-        return " ".join(shown)
-
-
-def with_object(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool with any object for arguments."""
-    return {**tool, "function": {**tool["function"], "parameters": _ANY_OBJECT}}
-
-
-def arguments_grammar(tool: Mapping[str, Any]) -> str:
-    """A grammar of the arguments of one tool alone."""
-    return f"start: {_json(tool['function'].get('parameters') or _ANY_OBJECT)}\n"
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    """Arguments are an object, whether the schema says so or not."""
-    of_object = schema if "type" in schema else {**schema, "type": "object"}
-    return f"%json {json.dumps({**of_object, **_AS_TAUGHT})}"
-
-
-def _is_text(schema: Any) -> bool:
-    return not isinstance(schema, Mapping) or ("enum" not in schema and schema.get("type", "string") == "string")
-
-
-def _xml_value(rule: str, schema: Any) -> list[str]:
-    """Rules for a parameter's value as text; a free text takes its end along, as it goes as far as that."""
-    if _is_text(schema):
-        return [f"{rule}[suffix={json.dumps(_PARAMETER_END)}]: /(.|\\n)*/"]
-    if all(isinstance(value, str) for value in schema.get("enum", [0])):
-        return [f"{rule}: {' | '.join(json.dumps(value) for value in schema['enum'])}"]
-    return [f"{rule}: %json {json.dumps({**schema, **_AS_TAUGHT})}"]
-
-
-def _joined(*parts: str) -> str:
-    return " ".join(part for part in parts if part)
+        return self.builder.literal(text, self.syntax.markers)

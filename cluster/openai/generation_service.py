@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
 from cluster.monitoring.request_timer import RequestTimer
+from cluster.openai.chat_grammar import ChatGrammars
 from cluster.openai.engine_params import beam_params, sampling_params
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.logprobs import LogprobsReport, TokenNames
@@ -33,10 +34,12 @@ from scheduler.thinking_budget import ThinkingBudget
 if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
+    from cluster.openai.answer_grammar import AnswerGrammars
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.answer_parser import AnswerParser, AnswerReading
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_threads import WorkThreads
+    from scheduler.grammar import Grammar
     from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ class GenerationService:
         metrics: IngressMetrics,
         threads: WorkThreads,
         defaults: SamplingDefaults,
+        grammars: AnswerGrammars,
         parser: AnswerParser,
     ) -> None:
         """parser: takes the answers of chats apart."""
@@ -62,7 +66,9 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._source = source
         self._metrics = metrics
+        self._grammars = grammars
         self._parser = parser
+        self._chat_grammars = ChatGrammars(grammars, parser, config.limits, metrics)
 
     async def chat(
         self, body: ChatCompletionBody, timer: RequestTimer, client: str = ""
@@ -92,7 +98,8 @@ class GenerationService:
         in_play = [tool.for_template() for tool in body.tools_in_play]
         reading = self._parser.reading(ids, in_play, is_forced, body.continued_text)
         thinking = self._thinking(body, reading)
-        generation = await self._generation(body, [ids], [None], default, timer, client, reading, thinking)
+        grammar = await self._chat_grammars.of(body, reading)
+        generation = await self._generation(body, [ids], [None], default, timer, client, grammar, reading, thinking)
         answer = self._answer(ChatAnswer, new_chat_id(), body)
         return generation, replace(answer, has_short_ids=self._parser.calls.has_short_ids)
 
@@ -112,7 +119,8 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        generation = await self._generation(body, prompts, echoes, default, timer, client)
+        grammar = await self._grammars.of(body)
+        generation = await self._generation(body, prompts, echoes, default, timer, client, grammar)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
     def _thinking(self, body: ChatCompletionBody, reading: AnswerReading | None) -> ThinkingBudget | None:
@@ -165,16 +173,16 @@ class GenerationService:
         default_max_tokens: int | None,
         timer: RequestTimer,
         client: str,
+        grammar: Grammar | None,
         reading: AnswerReading | None = None,
         thinking: ThinkingBudget | None = None,
     ) -> TextGeneration:
         body = self._defaults.complete(body)
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
-        stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, client) for ids in prompts]
+        specs = [self._spec(body, ids, bad_words, default_max_tokens, client, grammar) for ids in prompts]
         if thinking is not None:
             specs = [replace(spec, sampling=replace(spec.sampling, thinking=thinking)) for spec in specs]
         self._check_product(body, specs)
@@ -206,23 +214,30 @@ class GenerationService:
         self,
         body: GenerationBody,
         ids: list[int],
-        stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
         client: str,
+        grammar: Grammar | None,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
+        # A grammar says where an answer may end, and where it must: nothing else could come there.
+        has_ends = (grammar is not None and not grammar.repeats) or not body.ignore_eos
+        stop_ids = frozenset(body.stop_token_ids) | (self._tokenizer.eos_token_ids if has_ends else frozenset())
+        sampling = self._sampling(body, stop_ids, bad_words, max_tokens)
+        if grammar is not None:
+            sampling = replace(sampling, min_tokens=0)
         beam = beam_params(body)
         return GenerationSpec(
             prompt_ids=tuple(ids),
             choices=tuple(range(body.num_generated_choices)),
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
-            sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
+            sampling=sampling,
             priority=-body.priority,  # a client's smaller number goes first, as in vLLM
             client=client,
             beam=beam,
             num_returned=0 if beam is None else body.n,
+            grammar=grammar,
         )
 
     def _sampling(

@@ -67,7 +67,10 @@ class TokenizeBody(OpenAIObject):
     )
 
     tools: Annotated[list[Tool], FailFast()] = Field(
-        default_factory=list, max_length=MAX_TOOLS, description="As in /v1/chat/completions; only for messages."
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description="As in /v1/chat/completions; only for messages.",
+        examples=[[]],
     )
 
     @model_validator(mode="after")

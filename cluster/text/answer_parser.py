@@ -28,12 +28,14 @@ class AnswerReading:
 
     splitter: makes one for a choice. shown: special tokens that it must see, though text is shown without them.
     parser: by which of the table's syntaxes calls are read, for metrics. is_in_reasoning: the prompt has opened it.
+    may_think: the answer may begin with reasoning: the model thinks, and the prompt has not closed it already.
     """
 
     splitter: Callable[[], AnswerSplitter]
     shown: Mapping[int, bytes]
     parser: str
     is_in_reasoning: bool = False
+    may_think: bool = False
 
 
 class AnswerParser:
@@ -41,7 +43,7 @@ class AnswerParser:
 
     name: what the config says, or what "auto" has found. reasoning: None: the model does not think. calls: how it
     writes calls when it is forced to, which is some way in any case. reads_calls: whether calls are found in what it
-    writes of itself.
+    writes of itself. knows_calls: and it is known that it writes them as `calls`.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str = "auto") -> None:
@@ -59,6 +61,7 @@ class AnswerParser:
         self._template = _loaded(tokenizer.response_template) if is_auto and tokenizer.response_template else None
         self.calls: CallSyntax = found or HERMES
         self.reads_calls = found is not None or self._template is not None
+        self.knows_calls = found is not None and self._template is None
         names = [self.reasoning.opener if self.reasoning else None, found.name if found else None]
         described = " and ".join(part for part in names if part) or "none"
         self.name = "the checkpoint's response template" if self._template else described if is_auto else name
@@ -74,9 +77,9 @@ class AnswerParser:
         return None if opener is None or closer is None else (opener, closer)
 
     @property
-    def call_opener_id(self) -> int | None:
-        """The token that opens a call, where the opener is one. Behind it, and nowhere else, comes a call."""
-        return self._tokenizer.added_ids.get(self.calls.around[0] or self.calls.opener)
+    def token_ids(self) -> Mapping[str, int]:
+        """Of tokens that stand for a text of their own, by that text."""
+        return self._tokenizer.added_ids
 
     def reading(
         self,
@@ -101,7 +104,11 @@ class AnswerParser:
         shown = self._special([*tags, *(calls.markers if calls is not None else ())])
         parser = "none" if calls is None else calls.name
         return AnswerReading(
-            lambda: TagSplitter(self.reasoning, calls, offered, is_in_reasoning), shown, parser, is_in_reasoning
+            lambda: TagSplitter(self.reasoning, calls, offered, is_in_reasoning),
+            shown,
+            parser,
+            is_in_reasoning,
+            self._may_think(prompt_ids, continued),
         )
 
     def _by_template(self, prompt_ids: Sequence[int], tools: list[Any], is_in_reasoning: bool) -> AnswerReading:
@@ -114,6 +121,7 @@ class AnswerParser:
             self._special(named),
             "response_template",
             is_in_reasoning,
+            self.reasoning is not None,
         )
 
     def _special(self, texts: Sequence[str]) -> dict[int, bytes]:
@@ -130,12 +138,13 @@ class AnswerParser:
         tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(self.reasoning.opener)
 
-    def has_answered_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends with reasoning that has been closed: the model will not think."""
+    def _may_think(self, prompt_ids: Sequence[int], continued: str | None) -> bool:
         if self.reasoning is None:
-            return True
+            return False
+        if continued is not None:
+            return not continued.strip() or self._is_in_reasoning(prompt_ids, continued)
         tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-        return tail.rstrip().endswith(self.reasoning.closer)
+        return not tail.rstrip().endswith(self.reasoning.closer)
 
 
 def _loaded(template: Any) -> Any:

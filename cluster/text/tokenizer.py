@@ -85,6 +85,12 @@ class Tokenizer:
         """Whether the chat template tells the model of a request's tools."""
         return self._chat_template.shows_tools
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that encodes and decodes likewise; some megabytes. Control tokens in a text
+        count as such."""
+        text: str = self._plain.to_str()
+        return text
+
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         """Token ids of a text.
 

@@ -11,25 +11,32 @@ from starlette.types import ASGIApp
 from cluster.api_error import ApiError
 from cluster.config.root import Config
 from cluster.config.service import LimitsConfig
+from cluster.grammars.compile_process import Settings
+from cluster.grammars.grammar_compiler import GrammarCompiler
+from cluster.grammars.grammar_source import GrammarSource
+from cluster.grammars.known_grammars import KnownGrammars
+from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.app import build_http_app
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
+from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
 from cluster.routing.slow_transfers import SlowestRead
+from cluster.same_names import by_names
 from cluster.text.answer_parser import AnswerParser
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from replicas.messages import FinishReason, GenerationSpec, Token
+from tests.cluster.byte_tokenizer import EOS, byte_tokenizer_json
 
 MODEL = "the-model"
-EOS = 256
 HANG = "hang"
 Step = Token | Exception | str
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -51,7 +58,7 @@ class ByteTokenizer:
 
     def __init__(self, template: str = "", special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
         """special, plain: added tokens, special ones and others, of ids from 257 on."""
-        self.template = template
+        self.template, self.special, self.plain = template, special, plain
         self.shows_tools = "tools" in template
         self.added_ids = {text: EOS + 1 + index for index, text in enumerate((*special, *plain))}
         self.vocab_size = EOS + 1 + len(self.added_ids)
@@ -142,6 +149,25 @@ class ScriptedSource:
                 self.open_prompts.remove(prompt)
 
 
+class ByteCompiler:
+    """Compiles grammars for ByteTokenizer, in a process that starts with the first of them."""
+
+    def __init__(self, bounds: GrammarBounds, special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
+        """special, plain: the tokenizer's added tokens."""
+        self._bounds = bounds
+        self._json = byte_tokenizer_json(special, plain)
+        self._compiler: GrammarCompiler | None = None
+
+    async def compile(self, source: GrammarSource) -> str:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(Settings(self._json, (EOS,), self._bounds))
+        return await self._compiler.compile(source)
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
 class FakeIngress:
     """An HttpBackend without Serve."""
 
@@ -177,8 +203,11 @@ class FakeIngress:
         self.tokenizer = tokenizer or ByteTokenizer()
         real = cast("Tokenizer", self.tokenizer)
         self.threads = WorkThreads()
+        self.compiler = ByteCompiler(by_names(GrammarBounds, self.limits), self.tokenizer.special, self.tokenizer.plain)
+        grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
+        answers = AnswerParser(real, parser)
         self.service = GenerationService(
-            config, real, source, self.metrics, self.threads, self.sampling_defaults, AnswerParser(real, parser)
+            config, real, source, self.metrics, self.threads, self.sampling_defaults, grammars, answers
         )
         self.tokenize_service = TokenizeService(config, real, self.threads)
 
