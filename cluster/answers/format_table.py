@@ -52,9 +52,9 @@ CALL_ROWS = (
     FormatRow("llama3_json", ("<|start_header_id|>", "tool_calls", '"parameters": '), None, _LLAMA3_JSON),
 )
 REASONING_ROWS = (
-    FormatRow("think", ("</think>",), THINK),
-    FormatRow("magistral", ("[/THINK]",), ReasoningTags("[THINK]", "[/THINK]")),
-    FormatRow("seed_think", ("</seed:think>",), ReasoningTags("<seed:think>", "</seed:think>")),
+    FormatRow("think", (), THINK),
+    FormatRow("magistral", (), ReasoningTags("[THINK]", "[/THINK]")),
+    FormatRow("seed_think", (), ReasoningTags("<seed:think>", "</seed:think>")),
 )
 # For the config only: both at once, by the name of a family.
 _NAMED_ROWS = (FormatRow("qwen3", (), THINK, HERMES),)
@@ -69,8 +69,9 @@ def calls_in(template: str) -> CallSyntax | None:
 
 
 def reasoning_in(template: str) -> ReasoningTags | None:
-    """How a model with this chat template writes what it thinks; None: it does not think."""
-    return next((row.reasoning for row in REASONING_ROWS if _has(template, row)), None)
+    """How a model with this chat template writes what it thinks; None: it does not think. Either tag will do."""
+    tags = (row.reasoning for row in REASONING_ROWS if row.reasoning is not None)
+    return next((each for each in tags if each.opener in template or each.closer in template), None)
 
 
 def _has(template: str, row: FormatRow) -> bool:

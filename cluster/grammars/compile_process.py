@@ -110,9 +110,7 @@ def _answer_all(
     return 0
 
 
-def _answer(
-    source: GrammarSource, tokenizer: LLTokenizer, bounds: GrammarBounds, fuel: GrammarFuel
-) -> dict[str, str]:
+def _answer(source: GrammarSource, tokenizer: LLTokenizer, bounds: GrammarBounds, fuel: GrammarFuel) -> dict[str, str]:
     try:
         text = grammar_text(source, bounds)
         warnings = compile_grammar(tokenizer, text, fuel).matcher.get_grammar_warnings()

@@ -98,9 +98,7 @@ _NotSupported = Annotated[None, PlainValidator(_not_supported), WithJsonSchema({
 class JsonSchemaFormat(OpenAIObject):
     """The schema that an answer follows."""
 
-    name: str = Field(
-        pattern=_NAME, description="Your name for the schema; it changes nothing.", examples=["capital"]
-    )
+    name: str = Field(pattern=_NAME, description="Your name for the schema; it changes nothing.", examples=["capital"])
     text: _Schema = Field(
         alias="schema",
         description="The JSON Schema (2020-12). The answer has the keys in the schema's order. A keyword that can't be "
