@@ -31,6 +31,8 @@ from cluster.monitoring.ingress_metrics import (
 from replicas.metrics import metric_buckets as buckets
 from replicas.metrics.pool_metrics import (
     BLOCK_STATES,
+    GRAMMAR_FAILURES,
+    GRAMMAR_LOOKUPS,
     LANES,
     OPEN_TRANSFERS,
     PACES,
@@ -137,6 +139,9 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "kv_transfer_busy_seconds": {"backend": None},
     "lane_steps": {"pool": None, "lane": LANES},
     "lane_busy_seconds": {"pool": None, "lane": LANES},
+    "grammar_lookups": {"pool": None, "result": GRAMMAR_LOOKUPS},
+    "grammar_failures": {"pool": None, "reason": GRAMMAR_FAILURES},
+    "masks": {"pool": None},
 }
 _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_blocks": {"pool": None, "state": BLOCK_STATES},
@@ -155,4 +160,6 @@ _ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], Labels]] = {
     "kv_transfer_seconds": (buckets.TRANSFER_S, {"backend": None}),
     "decode_time_seconds": (buckets.REQUEST_S, {}),
     "step_seconds": (buckets.STEP_S, {"pool": None}),
+    "grammar_compile_seconds": (buckets.COMPILE_S, {"pool": None}),
+    "mask_seconds": (buckets.MASK_S, {"pool": None}),
 }

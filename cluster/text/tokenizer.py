@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 
 from cluster.api_error import ApiError
-from cluster.text.answer_ends import MODEL_FILE, answer_ends
 from cluster.text.chat_template import ChatTemplate, TemplateOptions
-from cluster.text.checkpoint_file import checkpoint_file
 from cluster.text.control_tokens import ControlTokens
 from cluster.text.length import check_length
 from cluster.text.token_bytes import token_bytes
+from replicas.answer_ends import MODEL_FILE, answer_ends
+from replicas.checkpoint_file import checkpoint_file
 
 # Normalizers that keep every byte or replace it one for one; others (NFC, NFKC) shorten text, up to this factor.
 _EXACT_NORMALIZERS = {"Prepend", "Replace"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from numpy.typing import NDArray
 
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.joined_patterns import num_joined_patterns
@@ -21,9 +19,10 @@ class GrammarRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """matcher: at the beginning, and it stays there: `start` copies it."""
+    """matcher: at the beginning, and it stays there: `start` copies it. num_ends: tokens that end an answer."""
 
     matcher: LLMatcher
+    num_ends: int
 
     def start(self) -> LLMatcher:
         """What follows one text from its beginning. Some microseconds. Any thread."""
@@ -50,17 +49,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
         if not tried.is_stopped():
             tried.compute_bitmask()
     _refuse_failed(tried)
-    return CompiledGrammar(matcher)
-
-
-def mask_words(tokenizer: LLTokenizer) -> int:
-    """int32 words of one mask: a bit for each token, the lowest bit first."""
-    return -(-tokenizer.vocab_size // 32)
-
-
-def new_masks(num_rows: int, tokenizer: LLTokenizer) -> NDArray[np.int32]:
-    """int32 [num_rows, words], all tokens allowed."""
-    return np.full((num_rows, mask_words(tokenizer)), -1, dtype=np.int32)
+    return CompiledGrammar(matcher, len(tokenizer.eos_tokens))
 
 
 def _refuse_failed(matcher: LLMatcher) -> None:

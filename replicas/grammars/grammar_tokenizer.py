@@ -15,7 +15,7 @@ def grammar_tokenizer(
 
     vocab_size: how many logits the model gives; more than the tokenizer knows are never allowed. If the tokenizer knows
     more, masks are wider than the logits, and what is beyond these counts for nothing. eos_token_ids: all that end an
-    answer; unknown ones are left out.
+    answer, to which the tokenizer's own end is added; unknown ones are left out.
 
     Blocks: a second for 128k tokens, and imports transformers. Raises OSError when there is no tokenizer; ValueError
     when it has no Rust implementation, is one that grammars can't be made for, or knows none of the ends.
@@ -29,7 +29,8 @@ def grammar_tokenizer(
     backend.no_truncation()
     backend.no_padding()
     num_known = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    ends = sorted({id_ for id_ in eos_token_ids if 0 <= id_ < min(num_known, vocab_size)})
+    own = () if loaded.eos_token_id is None else (loaded.eos_token_id,)
+    ends = sorted({id_ for id_ in (*eos_token_ids, *own) if 0 <= id_ < min(num_known, vocab_size)})
     if not ends:
         raise ValueError("the model has no token that ends an answer: a grammar could not end one")
     return LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, num_known), eos_token=ends)

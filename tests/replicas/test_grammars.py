@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,9 +89,18 @@ def test_every_end_and_no_unknown_token_is_allowed(vocab_size: int) -> None:
     assert allowed(matcher) == [EOS, IM_END]
 
 
-def test_a_model_without_ends_has_no_grammars() -> None:
+def test_a_model_without_ends_has_no_grammars(tmp_path: Path) -> None:
+    for file in Path(model_folder()).glob("*token*.json"):
+        said = json.loads(file.read_text())
+        said.pop("eos_token", None)
+        (tmp_path / file.name).write_text(json.dumps(said))
+    shutil.copy(Path(model_folder()) / "config.json", tmp_path)
     with pytest.raises(ValueError, match="no token that ends"):
-        grammar_tokenizer(model_folder(), VOCAB_SIZE, (VOCAB_SIZE,))
+        grammar_tokenizer(str(tmp_path), VOCAB_SIZE, (VOCAB_SIZE,))
+
+
+def test_the_tokenizers_own_end_is_one_too() -> None:
+    assert grammar_tokenizer(model_folder(), VOCAB_SIZE, ()).eos_tokens == [IM_END]
 
 
 OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
