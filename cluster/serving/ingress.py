@@ -20,6 +20,7 @@ from cluster.grammars.grammar_compiler import GrammarCompiler
 from cluster.grammars.known_grammars import KnownGrammars
 from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.serve_proxy import proxy_here
+from cluster.http.server_address import base_url, is_elsewhere
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
+_ADDRESS_TIMEOUT_S = 5.0
 
 
 class Ingress:
@@ -70,6 +72,7 @@ class Ingress:
         from ray import serve
 
         from replicas.gguf.conversion import resolve_source
+        from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
         from replicas.structured_log import configure_logging
 
@@ -86,6 +89,7 @@ class Ingress:
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
+        await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
@@ -128,6 +132,7 @@ class Ingress:
                 "server.proxy: this Ray was started for another",
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
+        await self._compare_address()
         await self._router.start()
         start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
         loop = asyncio.get_running_loop()
@@ -142,6 +147,28 @@ class Ingress:
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
+
+    async def _compare_address(self) -> None:
+        """A file that is deployed to a Serve that runs already does not move it: Serve itself only warns of that."""
+        import ray
+        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+        wanted = self.config.server
+        try:
+            controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            found = await asyncio.wait_for(controller.get_http_config.remote(), _ADDRESS_TIMEOUT_S)
+        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:  # it is starting anew: serve all the same
+            logger.warning("Serve's address unknown", extra={"event": "address_unknown", "reason": repr(error)})
+            return
+        if is_elsewhere(wanted.host, wanted.port, found.host, found.port):
+            logger.error(
+                "server.host, server.port: Serve runs at another address and stays there until it is started anew",
+                extra={
+                    "event": "wrong_address",
+                    "config": base_url(wanted.host, wanted.port),
+                    "ray": base_url(found.host or "", found.port),
+                },
+            )
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
         """Serve's hook, at the start and whenever that part of the config changes (`cluster.config.parts.live_part`).
