@@ -12,6 +12,7 @@ from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaul
 from cluster.same_names import by_names
 from cluster.text.answer_parser import AnswerParser
 from cluster.user_error import ConfigError
+from replicas.grammars.grammar_fuel import GrammarFuel
 
 if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
@@ -33,8 +34,9 @@ def answer_parser(config: ServingConfig, tokenizer: Tokenizer) -> AnswerParser:
 
 def grammar_compiler(tokenizer: Tokenizer, config: ServingConfig) -> GrammarCompiler:
     """Its process is started later."""
-    ends = tuple(sorted(tokenizer.eos_token_ids))
-    return GrammarCompiler(Settings(tokenizer.to_json(), ends, by_names(GrammarBounds, config.limits)))
+    ends = tuple(sorted(id_ for id_ in tokenizer.eos_token_ids if id_ < tokenizer.vocab_size))
+    bounds, fuel = by_names(GrammarBounds, config.limits), by_names(GrammarFuel, config.structured_outputs.fuel)
+    return GrammarCompiler(Settings(tokenizer.to_json(), ends, bounds, fuel))
 
 
 def load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:
