@@ -29,6 +29,8 @@ def grammar_text(source: GrammarSource, bounds: GrammarBounds) -> str:
 
     Work for a process that may be killed: converting GBNF holds the interpreter, and may be long.
     """
+    if source.kind == "text":
+        return source.text
     if source.kind == "json_object":
         return texts.any_json_object()
     if source.kind == "json_schema":

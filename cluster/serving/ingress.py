@@ -34,7 +34,7 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
-from cluster.serving.checkpoint_parts import grammar_compiler, load_defaults
+from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
 from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
@@ -93,6 +93,7 @@ class Ingress:
         with start_step("loading the tokenizer"):
             tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
+        parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -120,7 +121,7 @@ class Ingress:
         self.compiler = grammar_compiler(tokenizer, config)
         grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
         )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
