@@ -32,9 +32,10 @@ class ChoiceEvents:
         """The choice's next events, often a single one; empty when this delta shows nothing. Mutates."""
         if self._is_plain and self._opening is None and delta.text and delta.finish_reason is None:
             return b"".join((self._before, json_bytes(delta.text), self._after))
-        return b"".join([sse_event(chunk) for chunk in self._chunks(delta)])
+        return b"".join([sse_event(chunk) for chunk in self.chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """The same before it is written: for whoever makes other events of it. Mutates."""
         chunks: list[dict[str, Any]] = []
         if self._opening is not None:
             chunks.append(self._opening)

@@ -54,7 +54,7 @@ def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, 
     """
     for name, neutral in (*NEUTRAL_VALUES.items(), *others.items()):
         value = body.get(name)
-        if value is None or any(_same(value, candidate) for candidate in neutral):
+        if value is None or any(same(value, candidate) for candidate in neutral):
             continue
         allowed = " or ".join(orjson.dumps(candidate).decode() for candidate in neutral)
         hint = f": it may only be {allowed}, or left out" if neutral else ""
@@ -73,6 +73,6 @@ def _check_offer(name: str, value: Any) -> None:
         raise ApiError(400, message, param=name, code="invalid_value")
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def same(value: Any, neutral: Any) -> bool:
     """Equal in JSON: 0.0 is 0, but false is not."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -22,6 +22,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
@@ -107,6 +108,7 @@ class Ingress:
         self.service = GenerationService(
             config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults
         )
+        self.responses_service = ResponsesService(self.service, config.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
 

@@ -17,6 +17,7 @@ from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
@@ -163,6 +164,7 @@ class FakeIngress:
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.threads = WorkThreads()
         self.service = GenerationService(config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults)
+        self.responses_service = ResponsesService(self.service, self.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
 
     def app(self) -> ASGIApp:
