@@ -16,6 +16,7 @@ from cluster.openai.responses.input_items import (
     InputMessage,
     InputReasoning,
 )
+from cluster.openai.responses.refused import REFUSED
 from cluster.openai.responses.request import LOGPROBS, ResponsesBody
 
 if TYPE_CHECKING:
@@ -69,30 +70,35 @@ _NAMES: tuple[tuple[re.Pattern[str], Callable[[FieldNames, re.Match[str]], str]]
 
 
 def chat_request(body: ResponsesBody, limits: LimitsConfig) -> ChatRequest:
-    """Raises ApiError 400, in the words of responses. Fields of chat completions that responses have no other word for
-    go through as they are.
+    """Raises ApiError 400, in the words of responses."""
+    fields, names = chat_fields(body)
+    try:
+        return ChatRequest(valid_body(fields, ChatCompletionBody, limits), names)
+    except ApiError as error:
+        raise names.error(error) from None
+
+
+def chat_fields(body: ResponsesBody) -> tuple[dict[str, Any], FieldNames]:
+    """What a chat completion of the same would be asked for with. Fields that responses have no other word for go
+    through as they are. Raises ApiError 400 for an output of a function that was not called.
     """
     messages = _Messages()
     messages.add(body)
     tools = _kept_tools(body)
-    names = FieldNames(tuple(messages.origins), tuple(tools))
     fields: dict[str, Any] = {
-        **(body.model_extra or {}),
+        **{name: value for name, value in (body.model_extra or {}).items() if name not in REFUSED},
         "model": body.model,
         "messages": messages.messages,
         "max_completion_tokens": body.max_output_tokens,
         "stream": body.stream,
         "response_format": _response_format(body),
-        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         **_tool_fields(body, tools),
     }
     if LOGPROBS in body.include:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
     given = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return ChatRequest(valid_body(given, ChatCompletionBody, limits), names)
-    except ApiError as error:
-        raise names.error(error) from None
+    return given, FieldNames(tuple(messages.origins), tuple(tools))
 
 
 def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
