@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from cluster.openai.object import AtMost, Integer, OpenAIObject, invalid, not_together, unsupported
 from cluster.openai.responses.input_items import Input
-from cluster.openai.responses.refused import HOSTED_TOOLS, refuse
+from cluster.openai.responses.options import ReasoningOptions, ResponseStreamOptions, TextOptions
+from cluster.openai.responses.refused import refuse
+from cluster.openai.responses.tools import Tool, ToolChoice
 from cluster.openai.unsupported import MAX_OFFERS
 
 LOGPROBS = "message.output_text.logprobs"
@@ -39,55 +41,6 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _tool(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in HOSTED_TOOLS:
-        raise unsupported(f"is of type {kind}, which is not run here: offer a function, and call the tool yourself")
-    if kind is not None and kind != "function":
-        raise unsupported("has a type that is not supported: it may be function")
-    return value
-
-
-def _tool_choice(value: Any) -> str | dict[str, Any]:
-    """A mode, a named function, or allowed functions; what else such an object has is left out."""
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return value
-    if not isinstance(value, dict):
-        raise invalid('must be "none", "auto", "required" or an object')
-    if value.get("type") == "function":
-        if not isinstance(value.get("name"), str):
-            raise invalid("needs the function's name as a string")
-        return {"type": "function", "name": value["name"]}
-    if value.get("type") != "allowed_tools":
-        raise unsupported("has a type that is not supported: it may be function or allowed_tools")
-    tools = value.get("tools")
-    if value.get("mode") not in ("auto", "required"):
-        raise invalid('needs the mode "auto" or "required"')
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-        raise invalid("needs an array of functions as its tools")
-    if not all(tool.get("type") == "function" and isinstance(tool.get("name"), str) for tool in tools):
-        raise invalid("may have only functions, with their names, as its tools")
-    names = [{"type": "function", "name": tool["name"]} for tool in tools]
-    return {"type": "allowed_tools", "mode": value["mode"], "tools": names}
-
-
-_NAMED = {"type": {"const": "function"}, "name": {"type": "string"}}
-_NAMED_FUNCTION = {"type": "object", "properties": _NAMED, "required": ["type", "name"]}
-_TOOL_CHOICE_SCHEMA = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required"]},
-        _NAMED_FUNCTION,
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "allowed_tools"},
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": _NAMED_FUNCTION, "minItems": 1},
-            },
-            "required": ["type", "mode", "tools"],
-        },
-    ]
-}
 _METADATA_SCHEMA = {
     "type": "object",
     "additionalProperties": {"type": "string", "maxLength": _MOST_VALUE_CHARS},
@@ -95,113 +48,6 @@ _METADATA_SCHEMA = {
     "maxProperties": _MOST_PAIRS,
 }
 _Text = Annotated[str, Field(max_length=_MOST_VALUE_CHARS)]
-
-
-class FunctionTool(OpenAIObject):
-    """A function that the model may call. What runs it is the client."""
-
-    type: Literal["function"] = Field(description="The kind of tool.", examples=["function"])
-    name: str = Field(min_length=1, description="Name of the function.", examples=["get_weather"])
-    description: str | None = Field(default=None, description="What it does.", examples=["The weather in a city"])
-    parameters: dict[str, Any] | None = Field(
-        default=None,
-        description="JSON schema of its arguments.",
-        examples=[{"type": "object", "properties": {"city": {"type": "string"}}}],
-    )
-    strict: bool | None = Field(
-        default=None, description="Whether the arguments must be as the schema has them.", examples=[True]
-    )
-    defer_loading: Literal[False] = Field(
-        default=False, description="Every function is in the prompt from the beginning.", examples=[False]
-    )
-
-    def shown(self) -> dict[str, Any]:
-        """As a response repeats it."""
-        return self.model_dump(include={"type", "name", "description", "parameters", "strict"})
-
-
-class TextFormat(OpenAIObject):
-    """What the text must look like."""
-
-    type: Literal["text", "json_object", "json_schema"] = Field(
-        description="Any text, any JSON object, or JSON by a schema.", examples=["text"]
-    )
-    name: str | None = Field(default=None, description="For json_schema: its name.", examples=["city"])
-    description: str | None = Field(default=None, description="For json_schema: what it is for.", examples=["A city"])
-    json_schema: dict[str, Any] | None = Field(
-        default=None, alias="schema", description="For json_schema: the schema.", examples=[{"type": "object"}]
-    )
-    strict: bool | None = Field(default=None, description="For json_schema: as OpenAI has it.", examples=[True])
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> Self:
-        for name, value in (("name", self.name), ("schema", self.json_schema)):
-            if self.type == "json_schema" and value is None:
-                raise not_together(name, "is required together with type json_schema")
-        return self
-
-    def shown(self) -> dict[str, Any]:
-        """As a response repeats it."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        return self.model_dump(by_alias=True)
-
-
-def _verbosity(value: Any) -> Any:
-    if value in ("low", "high"):
-        raise unsupported("may only be medium: say in the instructions how much to write")
-    return value
-
-
-class TextOptions(OpenAIObject):
-    """The form of the text."""
-
-    format: TextFormat = Field(
-        default=TextFormat(type="text"), description="What the text must look like.", examples=[{"type": "text"}]
-    )
-    verbosity: Annotated[Literal["medium"], BeforeValidator(_verbosity)] = Field(
-        default="medium", description="Only the usual one: say in the instructions how much to write.",
-        examples=["medium"],
-    )  # fmt: skip
-
-
-def _summary(value: Any) -> Any:
-    if value in ("concise", "detailed"):
-        raise unsupported("may only be auto: reasoning comes as it is, not summarised")
-    return value
-
-
-_Summary = Annotated[Literal["auto"], BeforeValidator(_summary)]
-
-
-class ReasoningOptions(OpenAIObject):
-    """How the model thinks, if it is one that does."""
-
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None,
-        description="As reasoning_effort in chat completions: for the model's chat template, which heeds it or not.",
-        examples=["low"],
-    )
-    summary: _Summary | None = Field(
-        default=None,
-        description="Nothing is summarised here: the reasoning itself comes, as content of an item.",
-        examples=["auto"],
-    )
-    generate_summary: _Summary | None = Field(default=None, description="Older name of summary.", examples=["auto"])
-    context: Literal["auto"] | None = Field(
-        default=None, description="Which reasoning of earlier turns counts is up to the template.", examples=["auto"]
-    )
-    mode: Literal["standard"] | None = Field(
-        default=None, description="There is only the usual one.", examples=["standard"]
-    )
-
-
-class ResponseStreamOptions(OpenAIObject):
-    """Options of a stream."""
-
-    include_obfuscation: Literal[False] = Field(
-        default=False, description="Events are not padded: only false.", examples=[False]
-    )
 
 
 class ResponsesBody(OpenAIObject):
@@ -232,20 +78,20 @@ class ResponsesBody(OpenAIObject):
         default=None, description="Only together with stream.", examples=[{"include_obfuscation": False}]
     )
     text: TextOptions = Field(
-        default=TextOptions(), description="What the text must look like.", examples=[{"format": {"type": "text"}}]
+        default_factory=TextOptions,
+        description="What the text must look like.",
+        examples=[{"format": {"type": "text"}}],
     )
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_tool)]], FailFast()] = Field(
+    tools: Annotated[list[Tool], FailFast()] = Field(
         default_factory=list,
         max_length=MAX_OFFERS,
         description="Functions that the model may call. Tools that a server runs, such as web_search, are refused.",
         examples=[[]],
     )
-    tool_choice: Annotated[str | dict[str, Any], PlainValidator(_tool_choice), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = (
-        Field(
-            default="auto",
-            description="Whether the model may, must or must not call functions, and which of them.",
-            examples=["auto"],
-        )
+    tool_choice: ToolChoice = Field(
+        default="auto",
+        description="Whether the model may, must or must not call functions, and which of them.",
+        examples=["auto"],
     )
     parallel_tool_calls: bool = Field(
         default=True, description="Whether there may be several calls in one answer.", examples=[True]
