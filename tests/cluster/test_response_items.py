@@ -160,7 +160,37 @@ def test_one_that_failed_shows_what_came() -> None:
     assert [(item["status"], text_of(item)) for item in items.failed()] == [("completed", "a"), ("incomplete", '{"a')]
 
 
-def test_scores_stay_with_their_message() -> None:
-    items, score = OutputItems(), [{"token": "a", "bytes": [97], "logprob": -1.0, "top_logprobs": []}]
-    events = [*items.add(content("a"), score), *items.add(content(""), score), *items.end("completed")]
-    assert told(events)[0]["content"][0]["logprobs"] == score * 2
+def score(token: str) -> list[dict[str, Any]]:
+    return [{"token": token, "bytes": list(token.encode()), "logprob": -1.0, "top_logprobs": []}]
+
+
+def test_log_probabilities_are_of_the_messages_tokens() -> None:
+    """A token whose text comes later, or never, has its place; those of tags, thoughts and calls have none."""
+    items = OutputItems()
+    deltas = [
+        (content(""), "<think>"),
+        (reasoning("hm"), "hm"),
+        (content(""), "</think>"),
+        (reasoning("."), "."),
+        (content(""), "\xc3"),
+        (content("é"), "\xa9"),
+        (content(""), "<tool_call>"),
+        (call(0, "", "f"), "f"),
+        (content("b"), "b"),
+        (content(""), "<eos>"),
+    ]
+    events = [event for delta, token in deltas for event in items.add(delta, score(token))]
+    events += items.end("completed")
+    told(events)
+    messages = [item for item in items.items if item["type"] == "message"]
+    got = [[entry["token"] for entry in item["content"][0]["logprobs"]] for item in messages]
+    assert got == [["\xc3", "\xa9"], ["b", "<eos>"]]
+    streamed = [entry["token"] for event in events if event["type"].endswith("text.delta")
+                for entry in event.get("logprobs", [])]  # fmt: skip
+    assert streamed == [token for tokens in got for token in tokens]
+
+
+def test_an_empty_message_has_the_log_probabilities_of_its_end() -> None:
+    items = OutputItems()
+    told([*items.add(content(""), score("<eos>")), *items.end("completed")])
+    assert items.items[0]["content"][0]["logprobs"] == score("<eos>")

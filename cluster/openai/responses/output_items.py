@@ -21,34 +21,42 @@ class OutputItems:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open: _TextItem | _CallItem | None = None
+        self._held: list[dict[str, Any]] = []  # log-probabilities of text that has not come yet
 
     def add(self, delta: Mapping[str, Any], logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
-        """delta: of one chat chunk, of any of reasoning_content, content and tool_calls. logprobs: of its content."""
+        """delta: of one chat chunk, of any of reasoning_content, content and tool_calls. logprobs: of its tokens; those
+        of reasoning and of calls are left out.
+        """
         events: list[Event] = []
         if reasoning := delta.get("reasoning_content"):
             events += self._text_item("reasoning", events).add(reasoning, [])
-        if (text := delta.get("content")) or logprobs:
-            events += self._text_item("message", events).add(text or "", logprobs or [])
+            logprobs = self._held = []
+        self._held += logprobs or []
+        if text := delta.get("content"):
+            events += self._text_item("message", events).add(text, self._taken())
         for call in delta.get("tool_calls") or ():
             events += self._call_item(call, events).add(call["function"].get("arguments") or "")
+            self._held = []
         return events
 
     def end(self, status: str) -> list[Event]:
         """The last item has this status. There is at least one: an empty message, if nothing came."""
         events: list[Event] = []
-        if not self.items:
-            self._text_item("message", events)
+        if not self.items or (self._held and self._is_open("message")):
+            events += self._text_item("message", events).add("", self._taken())
         return events + self._close(status)
-
-    def plain_text(self) -> tuple[str, int] | None:
-        """Id and index of an open message: text added to it is a single event. None while there is none."""
-        is_message = isinstance(self._open, _TextItem) and self._open.kind == "message"
-        return (self._open.item["id"], self._open.index) if is_message and self._open is not None else None
 
     def failed(self) -> list[dict[str, Any]]:
         """The items with what came so far, the open one as incomplete. Changes the open one."""
         self._close("incomplete")
         return self.items
+
+    def _taken(self) -> list[dict[str, Any]]:
+        held, self._held = self._held, []
+        return held
+
+    def _is_open(self, kind: str) -> bool:
+        return isinstance(self._open, _TextItem) and self._open.kind == kind
 
     def _text_item(self, kind: str, events: list[Event]) -> _TextItem:
         if isinstance(self._open, _TextItem) and self._open.kind == kind:
@@ -103,6 +111,8 @@ class _TextItem:
         return [{"type": "response.content_part.added", **self._at, "part": self._part("", [])}]
 
     def add(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        if not text and not logprobs:
+            return []
         self._texts.append(text)
         self._logprobs += logprobs
         return [{"type": f"{self._words}.delta", **self._at, "delta": text, **self._scores(logprobs)}]
