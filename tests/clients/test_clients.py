@@ -59,6 +59,7 @@ def test_langchain(server: RunningServer) -> None:
     assert got["streamed"] == got["answer"] == got["batch"][0]
     assert got["usage"] == got["num_scored"] > 0
     assert got["completion"]
+    assert got["responses"] == got["responses_streamed"] == got["answer"]
 
 
 def test_litellm(server: RunningServer) -> None:
@@ -68,6 +69,22 @@ def test_litellm(server: RunningServer) -> None:
     assert got["usage"] > 0
     assert got["completion"]
     assert "messages must" in got["error"]
+
+
+def test_openai_agents(server: RunningServer) -> None:
+    got = drive("drive_openai_agents.py", server.url, API_KEY)
+    assert "Paris" in got["answer"]
+    assert got["streamed"] == got["deltas"] == got["answer"]
+    assert got["second"]
+    assert got["usage"] > 0
+
+
+def test_anthropics_client_is_told_what_to_use(server: RunningServer) -> None:
+    errors = drive("drive_anthropic.py", server.url, API_KEY)
+    assert len(errors) == 3
+    for kind, message in errors:
+        assert kind == "not_found_error"
+        assert "/v1/chat/completions" in message
 
 
 def test_lm_eval_gives_the_log_likelihoods_of_its_own_backend(server: RunningServer) -> None:
