@@ -30,9 +30,13 @@ class ChoiceEvents:
 
     def of(self, delta: TextDelta) -> bytes:
         """The choice's next events, often a single one; empty when this delta shows nothing. Mutates."""
-        if self._is_plain and self._opening is None and delta.text and delta.finish_reason is None:
-            return b"".join((self._before, json_bytes(delta.text), self._after))
+        if text := self.only_text(delta):
+            return b"".join((self._before, json_bytes(text), self._after))
         return b"".join([sse_event(chunk) for chunk in self.chunks(delta)])
+
+    def only_text(self, delta: TextDelta) -> str:
+        """What it adds to the content, where that is all that its chunks would tell; else nothing."""
+        return delta.text if self._is_plain and self._opening is None and delta.finish_reason is None else ""
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
         """The same before it is written: for whoever makes other events of it. Mutates."""

@@ -10,11 +10,18 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.api_error import ApiError
+from cluster.openai.response import ChatAnswer
+from cluster.openai.responses.response_events import ResponseEvents
+from cluster.openai.responses.response_object import ResponseObject
 from cluster.openai.sampling_defaults import SamplingDefaults
+from cluster.text.choice import TextDelta
+from cluster.text.usage import Usage
 from tests.cluster.fake_ingress import HANG, LENGTH, MODEL, STOP, FakeIngress, ScriptedSource, Step, text
 from tests.cluster.letter_source import LetterSource
 
@@ -352,3 +359,27 @@ async def test_anthropics_clients_read_why_not(path: str) -> None:
         assert (answer["type"], answer["error"]["type"]) == ("error", "not_found_error")
         assert "/v1/chat/completions" in answer["error"]["message"]
         assert answer["request_id"] == response.headers["x-request-id"]
+
+
+@given(st.lists(st.text() | st.text(alphabet='"\\\n\r\u2028\x00{}:, event🔥é0'), max_size=6))
+def test_events_made_by_filling_in_are_the_bytes_of_the_whole_event(pieces: list[str]) -> None:
+    """The independent reference: every event of the same items, dumped, which JSON reads back."""
+    events = ResponseEvents(ResponseObject({"id": "resp_1"}), ChatAnswer("id", "model", 7), lambda: Usage(1, 1))
+    content = b"".join([events.of([TextDelta(0, piece, None, 5)]) for piece in pieces])
+    content += events.of([TextDelta(0, "end", "stop", 5)]) + events.end()
+    told = [json.loads(block.split(b"\ndata: ")[1]) for block in content.split(b"\n\n")[:-1]]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    assert [event["delta"] for event in deltas] == [piece for piece in [*pieces, "end"] if piece]
+    same = {json.dumps({**event, "delta": "", "sequence_number": 0}) for event in deltas}
+    assert len(same) == 1
+    assert list(deltas[0]) == [
+        "type",
+        "sequence_number",
+        "item_id",
+        "output_index",
+        "content_index",
+        "delta",
+        "logprobs",
+    ]
+    assert told[-1]["response"]["output"][0]["content"][0]["text"] == "".join(pieces) + "end"

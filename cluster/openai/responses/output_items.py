@@ -39,6 +39,18 @@ class OutputItems:
             self._held = []
         return events
 
+    def more_text(self, text: str) -> bool:
+        """Adds to an open message, if there is one: for whoever writes the event by itself. False: nothing is done."""
+        if self._held or not isinstance(self._open, _TextItem) or self._open.kind != "message":
+            return False
+        self._open.add_text(text)
+        return True
+
+    def text_event(self, text: str) -> Event:
+        """What tells of more text in the open message. Changes nothing."""
+        assert isinstance(self._open, _TextItem)
+        return self._open.event(text, [])
+
     def end(self, status: str) -> list[Event]:
         """The last item has this status. There is at least one: an empty message, if nothing came."""
         events: list[Event] = []
@@ -115,7 +127,13 @@ class _TextItem:
             return []
         self._texts.append(text)
         self._logprobs += logprobs
-        return [{"type": f"{self._words}.delta", **self._at, "delta": text, **self._scores(logprobs)}]
+        return [self.event(text, logprobs)]
+
+    def add_text(self, text: str) -> None:
+        self._texts.append(text)
+
+    def event(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+        return {"type": f"{self._words}.delta", **self._at, "delta": text, **self._scores(logprobs)}
 
     def close(self, status: str) -> list[Event]:
         text = "".join(self._texts)
