@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from replicas.grammars.grammar_fuel import GrammarFuel
 from scheduler.admission import AdmissionPolicy
 from scheduler.lane_split import LaneObjectives
 
@@ -74,6 +75,16 @@ class FaultSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSettings:
+    """How texts are held against grammars. cache_entries, cache_bytes: of compiled ones that are kept."""
+
+    num_threads: int = 2
+    cache_entries: int = 512
+    cache_bytes: int = 256_000_000
+    fuel: GrammarFuel = field(default_factory=GrammarFuel)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Sections of the config, and the keys of the pool. pool: "prefill" | "decode". kv_memory_bytes is used when
     kv_capacity_tokens is None.
@@ -98,6 +109,7 @@ class EngineSettings:
     host_memory_bytes: int | None = None
     lanes: LaneObjectives = field(default_factory=LaneObjectives)  # decode only, with two lanes
     lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
+    structured_outputs: GrammarSettings = field(default_factory=GrammarSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     testing: FaultSettings = field(default_factory=FaultSettings)
     idle_frame_s: float = unconfigured(0.5)

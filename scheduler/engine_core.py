@@ -64,6 +64,11 @@ class EngineCore(Generic[StepT]):
         while self.in_flight and (turn.plan is None or len(self.in_flight) > self.scheduler.lag):
             yield self.in_flight.popleft()
 
+    def in_front(self) -> Iterator[StepT]:
+        """The steps in flight, one by one, to be committed now: the next one's tokens depend on theirs. Mutates."""
+        while self.in_flight:
+            yield self.in_flight.popleft()
+
     def commit(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> StepEvents:
         """A due step has run: what it brought. lane: whose step it was; None: there is one. Mutates."""
         return self.scheduler.commit(output, now_s, lane)

@@ -61,7 +61,7 @@ def test_imports_go_in_no_circle(is_of_folders: bool) -> None:
             below[upper].add(lower)
     assert len(below) > 15
     order = list(TopologicalSorter(below).static_order())  # raises CycleError, which names the circle
-    assert order.index(ROOT / "scheduler" if is_of_folders else ROOT / "scheduler/plan.py") < len(order) // 3
+    assert order.index(ROOT / "scheduler" if is_of_folders else ROOT / "scheduler/plan.py") < len(order) // 2
 
 
 def test_scheduler_is_standard_library_only() -> None:

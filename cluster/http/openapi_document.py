@@ -18,7 +18,7 @@ from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.responses.refused import REFUSED
 from cluster.openai.responses.request import ResponsesBody
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
-from cluster.openai.unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
+from cluster.openai.unsupported import NEUTRAL_VALUES
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
@@ -203,7 +203,6 @@ def _schemas(limits: LimitsConfig, model_name: str, defaults: Mapping[str, float
         schema["properties"]["model"] |= {"examples": [model_name]}
         if issubclass(model, GenerationBody):
             schema["properties"] |= {name: _refused(neutral) for name, neutral in NEUTRAL_VALUES.items()}
-            schema["properties"] |= {name: _offer() for name in OFFERS}
             for name, value in defaults.items():
                 schema["properties"][name] |= {"default": value}
     _add_fields_of_chat(requests)
@@ -234,16 +233,6 @@ def _accept_nulls(schema: dict[str, Any]) -> None:
             continue
         outside = {key: field.pop(key) for key in ("description", "examples", "default", "title") if key in field}
         schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **outside}
-
-
-def _offer() -> dict[str, Any]:
-    """What the model may call, and never does here."""
-    return {
-        "anyOf": [{"type": "array", "items": {"type": "object"}, "maxItems": MAX_OFFERS}, {"type": "null"}],
-        "description": "Accepted and ignored: the model may call them and here never does. What asks for a call "
-        "(tool_choice, function_call) is refused.",
-        "examples": [[]],
-    }
 
 
 def _refused(neutral: tuple[Any, ...], instead: str = "only values that ask for nothing.") -> dict[str, Any]:

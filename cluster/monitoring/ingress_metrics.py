@@ -13,7 +13,18 @@ ENDPOINTS = (
     "/v1/responses",
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "tool_calls")
+CALL_PARSERS = (
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "mistral_named",
+    "deepseek_r1",
+    "deepseek_v31",
+    "response_template",
+)
+CALL_RESULTS = ("valid", "malformed")
 REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
 DECISIONS = (
     "local",
@@ -30,6 +41,8 @@ LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
+GRAMMAR_CHECKS = ("known", "new")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
 
 
 class IngressMetrics(MetricSet):
@@ -44,6 +57,7 @@ class IngressMetrics(MetricSet):
         self._add_tokens()
         self._add_objectives()
         self._add_scaling()
+        self._add_grammars()
 
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
@@ -78,6 +92,17 @@ class IngressMetrics(MetricSet):
         )
         self.successes = self.counter(
             "splitserve_request_success", "Choices generated to their end", {"finish_reason": FINISH_REASONS}
+        )
+        self.tool_calls = self.counter(
+            "splitserve_tool_calls",
+            "Calls of tools in answers, and what began as one and was none",
+            {"parser": CALL_PARSERS, "result": CALL_RESULTS},
+        )
+        self.unseen_tools = self.counter(
+            "splitserve_unseen_tools", "Requests with tools that the model's chat template does not show to it"
+        )
+        self.unenforced_tools = self.counter(
+            "splitserve_unenforced_tools", "Tools, not strict, whose parameters no grammar can be made of"
         )
         self.rejections = self.counter(
             "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool
@@ -142,6 +167,21 @@ class IngressMetrics(MetricSet):
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
+    def _add_grammars(self) -> None:
+        self.grammar_checks = self.counter(
+            "splitserve_grammar_checks",
+            "Requests whose answers shall follow a schema or grammar; known: compiled before",
+            {"result": GRAMMAR_CHECKS},
+        )
+        self.grammar_refusals = self.counter(
+            "splitserve_grammar_refusals", "Those that were refused for it", {"reason": GRAMMAR_REFUSALS}
+        )
+        self.grammar_check_time = self.histogram(
+            "splitserve_grammar_check_seconds",
+            "Compiling a new schema or grammar, the wait for its turn included",
+            metric_buckets.FIRST_TOKEN_S,
         )
 
     def _add_tokens(self) -> None:

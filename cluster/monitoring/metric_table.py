@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.monitoring.ingress_metrics import (
+    CALL_PARSERS,
+    CALL_RESULTS,
     DECISIONS,
     ENDPOINTS,
     FINISH_REASONS,
+    GRAMMAR_CHECKS,
+    GRAMMAR_REFUSALS,
     LOSSES,
     OBJECTIVES,
     OUTCOMES,
@@ -27,6 +31,8 @@ from cluster.monitoring.ingress_metrics import (
 from replicas.metrics import metric_buckets as buckets
 from replicas.metrics.pool_metrics import (
     BLOCK_STATES,
+    GRAMMAR_FAILURES,
+    GRAMMAR_LOOKUPS,
     LANES,
     OPEN_TRANSFERS,
     PACES,
@@ -100,12 +106,17 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "requests": {"endpoint": ENDPOINTS, "outcome": OUTCOMES},
     "request_success": {"finish_reason": FINISH_REASONS},
     "request_rejections": {"pool": None, "reason": REJECTIONS},
+    "tool_calls": {"parser": CALL_PARSERS, "result": CALL_RESULTS},
+    "unseen_tools": {},
+    "unenforced_tools": {},
     "slo_requests": {"slo": OBJECTIVES},
     "slo_violations": {"slo": OBJECTIVES},
     "router_decisions": {"policy": None, "result": DECISIONS},
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
     "generation_tokens": {},
+    "grammar_checks": {"result": GRAMMAR_CHECKS},
+    "grammar_refusals": {"reason": GRAMMAR_REFUSALS},
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": buckets.FIRST_TOKEN_S,
@@ -115,6 +126,7 @@ _REQUEST_HISTOGRAMS = {
     "request_prompt_tokens": buckets.TOKENS,
     "request_generation_tokens": buckets.TOKENS,
     "cold_start_wait_seconds": buckets.REQUEST_S,
+    "grammar_check_seconds": buckets.FIRST_TOKEN_S,
 }
 _ENGINE_COUNTERS: dict[str, Labels] = {
     "prefilled_tokens": {"pool": None},
@@ -127,6 +139,9 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "kv_transfer_busy_seconds": {"backend": None},
     "lane_steps": {"pool": None, "lane": LANES},
     "lane_busy_seconds": {"pool": None, "lane": LANES},
+    "grammar_lookups": {"pool": None, "result": GRAMMAR_LOOKUPS},
+    "grammar_failures": {"pool": None, "reason": GRAMMAR_FAILURES},
+    "masks": {"pool": None},
 }
 _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_blocks": {"pool": None, "state": BLOCK_STATES},
@@ -145,4 +160,6 @@ _ENGINE_HISTOGRAMS: dict[str, tuple[tuple[float, ...], Labels]] = {
     "kv_transfer_seconds": (buckets.TRANSFER_S, {"backend": None}),
     "decode_time_seconds": (buckets.REQUEST_S, {}),
     "step_seconds": (buckets.STEP_S, {"pool": None}),
+    "grammar_compile_seconds": (buckets.COMPILE_S, {"pool": None}),
+    "mask_seconds": (buckets.MASK_S, {"pool": None}),
 }

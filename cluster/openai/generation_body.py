@@ -8,17 +8,17 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
+from cluster.openai.answer_format import FormatFields, check_formats
 from cluster.openai.object import Integer, invalid, limit, limits_of, not_together
 from cluster.openai.output import OutputFields
 from cluster.openai.sampling import SamplingFields
-from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
+from cluster.openai.unsupported import NEUTRAL_VALUES
 from scheduler.sampling_params import SamplingParams
 
 # Known, without effect here, and no reason for a log line.
 _TOLERATED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "safety_identifier",
@@ -56,7 +56,7 @@ _Priority = Annotated[
 ]
 
 
-class GenerationBody(SamplingFields, OutputFields, ABC):
+class GenerationBody(SamplingFields, OutputFields, FormatFields, ABC):
     """What both endpoints have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -110,13 +110,13 @@ class GenerationBody(SamplingFields, OutputFields, ABC):
         """Names of ignored fields, for the log: sorted, shortened, the first few."""
         extra = self.model_extra or {}
         names = extra.keys() - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
-        names -= {name for name in OFFERS if not extra.get(name)}
         return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         _check_choices(self)
         _check_output(self)
+        check_formats(self)
         _check_beam_search(self)
         return self
 
@@ -149,6 +149,8 @@ def _check_beam_search(body: GenerationBody) -> None:
             if not _is_default(body, name):
                 raise not_together(name, "is only allowed together with use_beam_search")
         return
+    if body.answer_format is not None:
+        raise not_together(body.answer_format[0], "is not supported together with use_beam_search")
     if "temperature" in body.model_fields_set and body.temperature != 0:
         raise not_together("temperature", "must be 0 or left out together with use_beam_search")
     for name in _NOT_WITH_BEAMS:

@@ -11,9 +11,9 @@ from pydantic import Field, ValidationError
 from cluster.openai.body import what_is_wrong
 from cluster.openai.object import Integer
 from cluster.openai.sampling import SamplingFields
-from cluster.text.answer_ends import GENERATION_FILE
-from cluster.text.checkpoint_file import checkpoint_file
 from cluster.user_error import ConfigError
+from replicas.answer_ends import GENERATION_FILE
+from replicas.checkpoint_file import checkpoint_file
 
 if TYPE_CHECKING:
     from cluster.openai.generation_body import GenerationBody

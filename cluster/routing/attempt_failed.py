@@ -60,7 +60,10 @@ class AttemptFailed(Exception):
         if self.status is CallStatus.REJECTED:
             return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
         if self.status is CallStatus.NOTHING_ALLOWED:
-            text = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to choose; relax one of them"
+            text = (
+                "allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar or schema together leave no "
+                "token to choose; relax one of them"
+            )
             return ApiError(400, text, code="nothing_allowed")
         if self.status is CallStatus.GRAMMAR_LIMIT:
             text = "following the grammar or schema took more work than one request may cause; make it simpler"

@@ -15,22 +15,29 @@ from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
 from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
+from cluster.grammars.compile_process import Settings
+from cluster.grammars.grammar_compiler import GrammarCompiler
+from cluster.grammars.known_grammars import KnownGrammars
+from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.serve_proxy import proxy_here
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
+from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
+from cluster.routing.detached_tasks import start_detached
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
+from cluster.text.answer_parser import AnswerParser
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
@@ -83,6 +90,7 @@ class Ingress:
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
+        parser = _answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -105,8 +113,10 @@ class Ingress:
         self._scaling_rules: ScalingRules | None = None
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
+        self._compiler = _grammar_compiler(tokenizer, config)
+        grammars = AnswerGrammars(KnownGrammars(self._compiler, self.metrics))
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
         )
         self.responses_service = ResponsesService(self.service, config.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
@@ -121,6 +131,7 @@ class Ingress:
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
         await self._router.start()
+        start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
@@ -197,7 +208,9 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
-        tracing = getattr(self, "tracing", None)  # it may not have started
+        if (compiler := getattr(self, "_compiler", None)) is not None:  # it may not have started
+            await asyncio.to_thread(compiler.close)
+        tracing = getattr(self, "tracing", None)
         if tracing is not None:
             self.tracing = None  # the garbage collector comes too
             await asyncio.to_thread(tracing.stop)
@@ -263,6 +276,22 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, st
     if tokenizer_digest(folder) != digest:
         raise ValueError(f"the tokenizer's files in {folder} changed while they were read; start again")
     return tokenizer, digest
+
+
+def _answer_parser(config: ServingConfig, tokenizer: Tokenizer) -> AnswerParser:
+    """Raises ConfigError where a checkpoint's own response template can't be used."""
+    try:
+        parser = AnswerParser(tokenizer, config.model.answer_parser)
+    except ValueError as error:
+        raise ConfigError(f"model.answer_parser: {error}") from error
+    extra = {"event": "answer_parser", "parser": parser.name, "shows_tools": tokenizer.shows_tools}
+    logger.info("how answers are taken apart", extra=extra)
+    return parser
+
+
+def _grammar_compiler(tokenizer: Tokenizer, config: ServingConfig) -> GrammarCompiler:
+    ends = tuple(sorted(tokenizer.eos_token_ids))
+    return GrammarCompiler(Settings(tokenizer.to_json(), ends, by_names(GrammarBounds, config.limits)))
 
 
 def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:

@@ -27,6 +27,7 @@ from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, NotDivisible, StepHandle
 from replicas.model.shared_weights import twin_of
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.lane_split import WHOLE_CARD, LaneShare, measured_shares
 from scheduler.plan import StepPlan
 
@@ -82,9 +83,9 @@ class LaneRunner(CudaRunner):
             return super().forward(plan)
 
     @torch.inference_mode()
-    def choose(self, forwarded: ForwardHandle, forbidden: torch.Tensor | None = None) -> StepHandle:
+    def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         with self._on_stream():
-            return super().choose(forwarded, forbidden)
+            return super().choose(forwarded, masks)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

@@ -30,6 +30,7 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores
+from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
@@ -76,8 +77,8 @@ class CudaRunner(ModelRunner):
         return self.choose(self._run_passes(passes, plan))
 
     @torch.inference_mode()
-    def choose(self, forwarded: ForwardHandle, forbidden: torch.Tensor | None = None) -> StepHandle:
-        return self._keeping_fed(forwarded.plan, lambda: super(CudaRunner, self).choose(forwarded, forbidden))
+    def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
+        return self._keeping_fed(forwarded.plan, lambda: super(CudaRunner, self).choose(forwarded, masks))
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
         return self._run_passes(self._passes(plan), plan)

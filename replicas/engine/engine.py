@@ -16,6 +16,7 @@ put actions into its inbox and wait on futures.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -45,6 +46,7 @@ from replicas.messages import (
 )
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.engine_core import EngineCore
 from scheduler.lane import Lane
 from scheduler.plan import StepOutput, StepPlan
@@ -79,7 +81,8 @@ class Engine:
         self.runner = parts.runner
         self.faults, self.metrics, self.recorder = parts.faults, parts.metrics, parts.recorder
         self._num_threads = parts.num_threads
-        self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load)
+        self._grammars = parts.grammars
+        self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load, parts.grammars)
         self.steps = StepClock()
         self._timer = StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
@@ -119,7 +122,12 @@ class Engine:
 
     def _take(self, call: GenerateCall | PrefillCall) -> Future[Any]:
         opened = open_call(call, time.monotonic())
+        if (grammar := call.spec.grammar) is not None and self._grammars is not None:
+            opened.compiled = self._grammars.cache.get(grammar.text)
         self._inbox.put(partial(self.calls.submit, opened))
+        if opened.compiled is not None:  # behind `submit`, also if it is known already
+            ready = partial(self.calls.grammar_compiled, call.request_id)
+            opened.compiled.add_done_callback(lambda _: self._inbox.put(ready, call.request_id))
         return opened.future
 
     def on_transfer_event(self, event: Event) -> None:
@@ -143,7 +151,11 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
-        return self.status.ledger.is_idle and not (self.frames is not None and self.frames.sender.owes_tokens)
+        return (
+            self.status.ledger.is_idle
+            and not self.calls.is_compiling
+            and not (self.frames is not None and self.frames.sender.owes_tokens)
+        )
 
     @property
     def transfers(self) -> TransferThread:
@@ -202,7 +214,7 @@ class Engine:
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
-        self.calls.turned(turn)
+        self.calls.turned(turn, now_s)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))
         has_committed = bool(self.core.in_flight)
@@ -218,21 +230,47 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> StepHandle | StepOutput:
         started_s = time.monotonic()
-        try:
-            handle: StepHandle | StepOutput = self.runner.launch(plan)
-        except Exception as error:
-            extra = {"event": "step_failed", "step": plan.step_id}
-            logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-            isolated = run_isolated(self.runner, plan)
-            for request_id, failed_by in isolated.errors.items():
-                self.calls.fail(request_id, failed_by)
-            handle = isolated.output
+        handle: StepHandle | StepOutput
+        if self.calls.constrained.concern(plan):
+            handle = self._launch_constrained(plan)
+        else:
+            try:
+                handle = self.runner.launch(plan)
+            except Exception as error:
+                handle = self._launch_in_pieces(plan, error)
         self.recorder.launched(plan, started_s)
         if isinstance(handle, StepHandle) and handle.is_running:
             self._timer.launched(plan, started_s)
         else:
             self._count(plan, time.monotonic() - started_s)
         return handle
+
+    def _launch_constrained(self, plan: StepPlan) -> StepHandle | StepOutput:
+        """While the pass runs, the tokens of the steps in front of it are taken, and the masks are made that depend on
+        them; then the tokens are chosen."""
+        forwarded, failure = None, None
+        try:
+            forwarded = self.runner.forward(plan)
+        except Exception as error:
+            failure = error
+        for step in self.core.in_front():
+            self._commit(step)
+        masks = self.calls.masks(plan)
+        if forwarded is not None:
+            try:
+                return self.runner.choose(forwarded, masks)
+            except Exception as error:
+                failure = error
+        assert failure is not None
+        return self._launch_in_pieces(plan, failure, masks)
+
+    def _launch_in_pieces(self, plan: StepPlan, error: Exception, masks: TokenMasks | None = None) -> StepOutput:
+        extra = {"event": "step_failed", "step": plan.step_id}
+        logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
+        isolated = run_isolated(self.runner, plan, masks)
+        for request_id, failed_by in isolated.errors.items():
+            self.calls.fail(request_id, failed_by)
+        return isolated.output
 
     def _count(self, plan: StepPlan, duration_s: float) -> None:
         self.steps.count(plan, duration_s)
@@ -258,8 +296,8 @@ class Engine:
 
     def _wait(self, longest_s: float) -> None:
         """Sleep until something arrives, the next deadline, or `longest_s`."""
-        deadline_s = self.scheduler.next_deadline_s
-        if deadline_s is not None:
+        deadline_s = min(self.scheduler.next_deadline_s or math.inf, self.calls.next_deadline_s)
+        if deadline_s < math.inf:
             longest_s = max(0.0, min(longest_s, deadline_s - time.monotonic()))
         self._inbox.wait(min(longest_s, self._idle_s()))
 

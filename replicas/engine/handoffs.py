@@ -97,7 +97,9 @@ class Handoffs:
             self.transfers.cancel(request_id)
             return
         self._scheduler.end(request_id, state, time.monotonic())
-        if opened is not None and opened.is_read:
+        if opened is not None and opened.is_kv_read:
+            self._scheduler.transfer_ended(request_id)  # the read is over, also if it waited for its grammar then
+        elif opened is not None and opened.is_read:
             entered_s = opened.request.entered_s
             if RequestState.ADMITTED in entered_s and RequestState.RUNNING not in entered_s:
                 self.transfers.cancel(request_id)
@@ -136,12 +138,23 @@ class Handoffs:
             return
         opened = self._calls.by_id[transfer_id]
         assert opened.handoff is not None, "KV was read without a handoff"
+        opened.is_kv_read = True
+        if opened.compiled is not None and opened.texts is None:
+            return  # it runs when its grammar is there, too
         try:
             self._join_batch(opened.request, opened.handoff)
+            if opened.texts is not None:
+                for token in opened.handoff.first_tokens:
+                    opened.texts.of(token.choice).take(token.token_id)
         except ValueError as error:  # the handoff's first tokens are not those of this request
             self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
             return
         self._on_joined(opened)
+
+    def grammar_compiled(self, opened: OpenCall) -> None:
+        """Of a call whose KV comes from a source: if that is here, it runs."""
+        if opened.is_kv_read:
+            self._on_kv_ready(opened.request.request_id)
 
     def _join_batch(self, request: Request, handoff: Handoff) -> None:
         """Raises ValueError."""

@@ -19,24 +19,28 @@ import torch
 
 from replicas.engine.step_isolation import run_isolated
 from replicas.model.model_runner import ModelRunner, StepHandle
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.lane_split import ALONE, LaneShare
 from scheduler.plan import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # at whether the thread still lives
+_LOOK_FOR_MASKS_S = 0.1  # at whether they will still come
 
 
 @dataclass(eq=False, slots=True)
 class LaneStep:
     """A plan in a lane, and what came of it: its output and the error of each request that failed in it; or failure,
     after which its blocks cannot be trusted. share: of the prompts in it, or beside it when it was launched. started_s:
-    when it was launched or the one before it had ended.
+    when it was launched or the one before it had ended. masks: of its rows, when the tokens in front of it are taken;
+    None: no row has one.
     """
 
     plan: StepPlan
     runner: ModelRunner
     share: LaneShare = ALONE
+    masks: Future[TokenMasks | None] | None = None
     started_s: float = 0.0
     ended_s: float = 0.0
     output: StepOutput | None = None
@@ -69,9 +73,18 @@ class LaneThread:
         self.thread.start()
         self._prepared.result()
 
-    def submit(self, plan: StepPlan, runner: ModelRunner, share: LaneShare) -> LaneStep:
-        """Have the runner do the plan, behind what was submitted before. Does not block."""
-        step = LaneStep(plan, runner, share)
+    def submit(
+        self,
+        plan: StepPlan,
+        runner: ModelRunner,
+        share: LaneShare,
+        masks: Future[TokenMasks | None] | None = None,
+    ) -> LaneStep:
+        """Have the runner do the plan, behind what was submitted before. Does not block.
+
+        masks: its tokens are chosen when they are there. The steps in front of it have been told by then.
+        """
+        step = LaneStep(plan, runner, share, masks)
         with self._idle:
             if not self._num_open:
                 self._progress_s = time.monotonic()
@@ -133,16 +146,48 @@ class LaneThread:
                 self._has_failed = True
         self._launched.append((step, handle))
 
-    @staticmethod
-    def _launched_step(step: LaneStep) -> StepHandle | StepOutput:
+    def _launched_step(self, step: LaneStep) -> StepHandle | StepOutput:
+        if step.masks is not None:
+            return self._constrained(step, step.masks)
         try:
             return step.runner.launch(step.plan)
         except Exception as error:
-            extra = {"event": "step_failed", "step": step.plan.step_id}
-            logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-            isolated = run_isolated(step.runner, step.plan)
-            step.errors = isolated.errors
-            return isolated.output
+            return self._in_pieces(step, error)
+
+    def _constrained(self, step: LaneStep, coming: Future[TokenMasks | None]) -> StepHandle | StepOutput:
+        """The pass runs while the steps in front of it are told, and the masks made that depend on their tokens."""
+        forwarded, failure = None, None
+        try:
+            forwarded = step.runner.forward(step.plan)
+        except Exception as error:
+            failure = error
+        while self._launched:
+            self._await_oldest()
+        masks = self._awaited(coming)
+        if forwarded is not None:
+            try:
+                return step.runner.choose(forwarded, masks)
+            except Exception as error:
+                failure = error
+        assert failure is not None
+        return self._in_pieces(step, failure, masks)
+
+    def _awaited(self, masks: Future[TokenMasks | None]) -> TokenMasks | None:
+        """Blocks until they are there. Raises if they will not come, as everything is given up."""
+        while True:
+            try:
+                return masks.result(_LOOK_FOR_MASKS_S)
+            except TimeoutError:
+                if self._has_failed:
+                    raise
+
+    @staticmethod
+    def _in_pieces(step: LaneStep, error: Exception, masks: TokenMasks | None = None) -> StepOutput:
+        extra = {"event": "step_failed", "step": step.plan.step_id}
+        logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
+        isolated = run_isolated(step.runner, step.plan, masks)
+        step.errors = isolated.errors
+        return isolated.output
 
     def _await_oldest(self) -> None:
         step, handle = self._launched.popleft()

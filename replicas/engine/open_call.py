@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from replicas.grammars.choice_texts import ChoiceTexts
+from replicas.grammars.compiled_grammar import CompiledGrammar
 from replicas.messages import (
     CallStatus,
     EngineLoad,
@@ -28,10 +30,14 @@ class OpenCall:
     call: GenerateCall | PrefillCall
     request: Request
     future: Future[Any] = field(default_factory=Future)  # of the call's kind of reply
+    # Of one with a grammar: the compiled one, and the texts once it is there.
+    compiled: Future[CompiledGrammar] | None = None
+    texts: ChoiceTexts | None = None
     # Of a GenerateCall.
     router_id: str = ""  # whose token channel its tokens take
     first_token_s: float | None = None  # when the first token of a prompt that was computed here was known
     handoff: Handoff | None = None  # once it has arrived
+    is_kv_read: bool = False  # and so has its KV
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
     # Of a PrefillCall.
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply

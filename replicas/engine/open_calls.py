@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from replicas.channels.wire import encode_scores
+from replicas.engine.constrained_rows import ConstrainedRows, Grammars
 from replicas.engine.handoffs import Handoffs
 from replicas.engine.open_call import OpenCall
 from replicas.engine.token_frames import TokenFrames
+from replicas.grammars.compiled_grammar import GrammarRefused
 from replicas.messages import CallStatus, EngineLoad, GenerateCall, PromptLogprobs, Token
 from replicas.metrics.engine_metrics import EngineMetrics
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.lane import Lane
-from scheduler.outcome import NeverFits, PromptDone
-from scheduler.plan import StepOutput
+from scheduler.outcome import DuplicateRequest, NeverFits, PromptDone
+from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import RequestState
 
 logger = logging.getLogger(__name__)
@@ -32,9 +36,13 @@ class OpenCalls:
         metrics: EngineMetrics,
         frames: TokenFrames | None,
         load: Callable[[], EngineLoad],
+        grammars: Grammars | None = None,
     ) -> None:
-        """engine: its name in logs. frames: what tokens leave by. load: the engine's, as far as it is known."""
+        """engine: its name in logs. frames: what tokens leave by. load: the engine's, as far as it is known. grammars:
+        None where calls with one are refused."""
         self.by_id: dict[str, OpenCall] = {}
+        self.constrained = ConstrainedRows(grammars, metrics, self.by_id)
+        self._compiling: dict[str, float] = {}  # deadlines of those that wait for their grammar, and for nothing else
         self.handoffs = Handoffs(core.scheduler, self, self._joined)
         self._finished: list[OpenCall] = []  # to be answered after this iteration's frames
         self._engine, self._core, self._scheduler = engine, core, core.scheduler
@@ -45,6 +53,8 @@ class OpenCalls:
     def submit(self, opened: OpenCall) -> None:
         """A call has come. Answers it if it cannot be taken."""
         call, request = opened.call, opened.request
+        if request.spec.grammar is not None and not self._may_begin(opened):
+            return
         try:
             if self._frames is not None and isinstance(call, GenerateCall):
                 self._frames.sender.open(call.channel)
@@ -58,9 +68,74 @@ class OpenCalls:
         else:
             self.by_id[request.request_id] = opened
 
-    def turned(self, turn: Turn) -> None:
+    def _may_begin(self, opened: OpenCall) -> bool:
+        """Whether one with a grammar may be queued. One whose KV is read is, while its grammar is compiled; another one
+        waits here. Answers it if it cannot be taken."""
+        request_id = opened.request.request_id
+        if opened.compiled is None:
+            self.reply(opened, CallStatus.ERROR, "this model has no grammars: see the replica's log")
+            return False
+        if opened.compiled.done():
+            return self._take_grammar(opened)
+        if opened.is_read:
+            return True
+        if request_id in self.by_id:
+            self.reply(opened, CallStatus.ERROR, str(DuplicateRequest(request_id)))
+            return False
+        self.by_id[request_id] = opened
+        self._compiling[request_id] = opened.request.deadline_s
+        return False
+
+    def grammar_compiled(self, request_id: str) -> None:
+        """Its grammar is there, or refused. Mutates."""
+        opened = self.by_id.get(request_id)
+        if opened is None or opened.texts is not None:
+            return
+        if self._compiling.pop(request_id, None) is not None:
+            del self.by_id[request_id]
+            self.submit(opened)
+        elif self._take_grammar(opened):
+            self.handoffs.grammar_compiled(opened)
+
+    def _take_grammar(self, opened: OpenCall) -> bool:
+        """Of a call whose grammar has been compiled. Ends or answers it if that was refused."""
+        assert opened.compiled is not None
+        error = opened.compiled.exception()
+        if error is None:
+            self.constrained.follow(opened, opened.compiled.result())
+            return True
+        status = CallStatus.GRAMMAR_LIMIT if isinstance(error, GrammarRefused) else CallStatus.ERROR
+        extra = {"event": "grammar_refused", "request": opened.request.request_id, "reason": str(error)}
+        logger.warning("a grammar is refused", extra=extra)
+        self._metrics.grammar_failed("refused")
+        if self.by_id.get(opened.request.request_id) is opened:
+            self.end(opened.request.request_id, RequestState.FAILED, status, str(error))
+        else:
+            self.reply(opened, status, str(error))
+        return False
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether somebody is here whom the scheduler does not know yet. Any thread."""
+        return bool(self._compiling)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The earliest of those who wait for their grammars, or infinity."""
+        return min(self._compiling.values(), default=math.inf)
+
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """Of the plan's rows; those who can't follow their grammars are ended. Mutates."""
+        masks, strayed = self.constrained.masks(plan)
+        for one in strayed:
+            self._metrics.grammar_failed("strayed" if one.status is CallStatus.ERROR else "limit")
+            self.end(one.request_id, RequestState.FAILED, one.status, one.detail)
+        return masks
+
+    def turned(self, turn: Turn, now_s: float) -> None:
         """What a turn decided is told to those concerned."""
-        for request_id in turn.expired:
+        late = [request_id for request_id, deadline_s in self._compiling.items() if deadline_s <= now_s]
+        for request_id in (*turn.expired, *late):
             self.end(request_id, RequestState.FAILED, CallStatus.TIMEOUT, "the request's time is up")
         for request in turn.admitted:
             try:
@@ -91,6 +166,7 @@ class OpenCalls:
             except Exception as error:
                 self.fail(prompt.request_id, error)
         events = self._core.commit(output, now_s, lane)
+        self.constrained.took(events.tokens)
         for token in events.tokens:
             try:
                 self._send_token(token)
@@ -160,6 +236,7 @@ class OpenCalls:
         Its call is answered in any case; raises what the scheduler raises: then its books are wrong.
         """
         opened = self.by_id.pop(request_id, None)
+        self._compiling.pop(request_id, None)
         try:
             self.handoffs.let_go(request_id, opened, state)
         finally:
@@ -197,6 +274,7 @@ class OpenCalls:
         for opened in self._finished:
             self.by_id.setdefault(opened.request.request_id, opened)
         self._finished.clear()
+        self._compiling.clear()
         while self.by_id:
             request_id, opened = self.by_id.popitem()
             try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from replicas.model.model_runner import ModelRunner
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.plan import StepOutput, StepPlan
 
 
@@ -22,19 +23,21 @@ class IsolatedOutput:
     errors: dict[str, Exception]
 
 
-def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
-    """Run the plan piece by piece. Blocks for all of them; never raises for a piece's own failure.
+def run_isolated(runner: ModelRunner, plan: StepPlan, masks: TokenMasks | None = None) -> IsolatedOutput:
+    """Run the plan piece by piece. Blocks for all of them; never raises for a piece's own failure. masks: the plan's.
 
     Raises when what goes before the pass fails: that is nobody's own, and blocks may have got lost.
     """
     runner.launch(replace(plan, slices=()))
     outputs: list[StepOutput] = []
     errors: dict[str, Exception] = {}
-    for request_id, piece in _pieces(plan):
+    for request_id, piece, first_row in _pieces(plan):
         if request_id in errors:
             continue
+        own = None if masks is None else masks.of_rows(first_row, _num_rows(piece))
         try:
-            outputs.append(runner.launch(piece).result())
+            handle = runner.launch(piece) if own is None else runner.choose(runner.forward(piece), own)
+            outputs.append(handle.result())
         except Exception as error:  # whatever it is, it ends this request only
             errors[request_id] = error
     tokens = tuple(token for output in outputs for token in output.tokens)
@@ -43,9 +46,17 @@ def run_isolated(runner: ModelRunner, plan: StepPlan) -> IsolatedOutput:
     return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts, accepted), errors)
 
 
-def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan]]:
-    """One request's part each, without what goes before the pass: repeated, a slot init would undo a token just
-    sampled, and a copy or a swap would undo what an earlier piece wrote into it."""
+def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan, int]]:
+    """One request's part each, and its first row of logits in the whole step's. Without what goes before the pass:
+    repeated, a slot init would undo a token just sampled, and a copy or a swap what an earlier piece wrote into it."""
     plan = replace(plan, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
+    first_row = 0
     for part in plan.slices:
-        yield part.request_id, replace(plan, slices=(part,))
+        piece = replace(plan, slices=(part,))
+        yield part.request_id, piece, first_row
+        first_row += _num_rows(piece)
+
+
+def _num_rows(plan: StepPlan) -> int:
+    """How many rows of logits it has."""
+    return sum([part.num_sampled + len(part.forks) for part in plan.slices])

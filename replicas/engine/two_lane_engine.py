@@ -9,6 +9,7 @@ committed, its blocks and slots are the decode lane's.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from functools import partial
 
 from replicas.engine.engine import Engine
@@ -18,7 +19,9 @@ from replicas.engine.lane_thread import LaneStep, LaneThread
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.lane_split import ALONE, LaneShare, choose_share
+from scheduler.plan import StepPlan
 from scheduler.two_lane_core import TwoLaneCore
 
 _HELD_POLL_S = 0.01
@@ -82,13 +85,19 @@ class TwoLaneEngine(Engine):
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
-        self.calls.turned(turn)
+        self.calls.turned(turn, now_s)
         if turn.plan is not None:
-            self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows))
+            masks = self._masks_to_come(turn.plan)
+            self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows, masks))
+            self._make_masks()
         if turn.prompts is not None:
             load = self.core.prompt_load(turn.prompts, now_s, self.steps.rates)
             self._share = choose_share(load, self._objectives, self.runner.shares)
-            self.core.prefill_launched(self._prefill.submit(turn.prompts, self.runner.beside(self._share), self._share))
+            masks = self._masks_to_come(turn.prompts)
+            runner = self.runner.beside(self._share)
+            self.core.prefill_launched(self._prefill.submit(turn.prompts, runner, self._share, masks))
+            if masks is not None:  # a prompt's first token has no step in front of it
+                masks.set_result(self.calls.masks(turn.prompts))
         self._flush(now_s)
         is_planned = turn.plan is not None or turn.prompts is not None
         if not is_planned or self.steps.due_for_status(now_s):
@@ -96,6 +105,16 @@ class TwoLaneEngine(Engine):
         # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
+
+    def _masks_to_come(self, plan: StepPlan) -> Future[TokenMasks | None] | None:
+        return Future() if self.calls.constrained.concern(plan) else None
+
+    def _make_masks(self) -> None:
+        """Of the decode lane's oldest step that has not run: what is in front of it has been committed."""
+        if self.core.in_flight:
+            oldest = self.core.in_flight[0]
+            if oldest.masks is not None and not oldest.masks.done():
+                oldest.masks.set_result(self.calls.masks(oldest.plan))
 
     @property
     def _beside_rows(self) -> LaneShare:
@@ -119,3 +138,4 @@ class TwoLaneEngine(Engine):
         recorder = self._prompt_recorder if step.plan.chunks else self.recorder
         recorder.ran(step.plan, step.started_s, step.ended_s)
         self._take_output(step.output, lane)
+        self._make_masks()

@@ -41,11 +41,29 @@ class EngineMetrics:
     def step_done(self, duration_s: float) -> None:
         self._pool.step_time.observe(duration_s)
 
+    def grammar_compiled(self, duration_s: float) -> None:
+        """A grammar was compiled or refused. On a thread of the cache."""
+        self._pool.grammar_compile_time.observe(duration_s)
+
+    def masks_made(self, num_masks: int, duration_s: float) -> None:
+        """A step's choice waited so long for masks. num_masks: how many of its rows have one."""
+        self._pool.mask_time.observe(duration_s)
+        self._pool.masks.add(num_masks)
+
+    def grammar_failed(self, reason: str) -> None:
+        """A request ended because of its grammar. reason: one of GRAMMAR_FAILURES."""
+        self._pool.grammar_failures.add(1, reason=reason)
+
     def preempted(self, num_swapped: int, num_evicted: int, num_host_blocks: int) -> None:
         """Preemptions so far, by what became of them, and host blocks in use. Like `snapshot`, on the event loop."""
         self._pool.preemptions.count_to(num_swapped, kind="swap")
         self._pool.preemptions.count_to(num_evicted, kind="recompute")
         self._pool.host_blocks.set(num_host_blocks)
+
+    def grammars_looked_up(self, num_hits: int, num_misses: int) -> None:
+        """Of the cache, so far. On the event loop."""
+        self._pool.grammar_lookups.count_to(num_hits, result="hit")
+        self._pool.grammar_lookups.count_to(num_misses, result="miss")
 
     def snapshot(
         self, status: EngineStatus, steps: StepClock, transfers: TransferSnapshot, forwarded: int, surplus: int

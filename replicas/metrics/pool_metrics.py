@@ -21,6 +21,9 @@ TRANSFER_RESULTS = (
 )
 TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "internal")
 PACES = tuple(Pace)
+GRAMMAR_LOOKUPS = ("hit", "miss")
+# refused: not compiled; limit: took too much work in mid-answer; strayed: the answer was none of it, a bug.
+GRAMMAR_FAILURES = ("refused", "limit", "strayed")
 
 
 class PoolMetrics(MetricSet):
@@ -37,6 +40,7 @@ class PoolMetrics(MetricSet):
         self._add_times()
         self._add_tokens()
         self._add_lanes()
+        self._add_grammars()
 
     def set_kv_blocks(self, num_by_state: Mapping[str, int]) -> None:
         """Blocks in each of BLOCK_STATES (missing: 0), which add up to the pool, and the usage that follows."""
@@ -157,3 +161,30 @@ class PoolMetrics(MetricSet):
             "Multiprocessors of the prefill lane in its last step; 0: the whole card",
             fixed=self.of_pool,
         )
+
+    def _add_grammars(self) -> None:
+        self.grammar_compile_time = self.histogram(
+            "splitserve_grammar_compile_seconds",
+            "How long it takes to compile the grammar of a request, or to refuse it",
+            metric_buckets.COMPILE_S,
+            fixed=self.of_pool,
+        )
+        self.grammar_lookups = self.counter(
+            "splitserve_grammar_lookups",
+            "Grammars of requests; hit: it was compiled before",
+            {"result": GRAMMAR_LOOKUPS},
+            fixed=self.of_pool,
+        )
+        self.grammar_failures = self.counter(
+            "splitserve_grammar_failures",
+            "Requests ended because of their grammar; limit: following it took too much work; strayed: a bug",
+            {"reason": GRAMMAR_FAILURES},
+            fixed=self.of_pool,
+        )
+        self.mask_time = self.histogram(
+            "splitserve_mask_seconds",
+            "How long a step's choice of tokens waited for masks, of steps that have some",
+            metric_buckets.MASK_S,
+            fixed=self.of_pool,
+        )
+        self.masks = self.counter("splitserve_masks", "Tokens chosen under a mask", fixed=self.of_pool)

@@ -19,6 +19,7 @@ from replicas.model.paged_context import PagedStep
 from replicas.model.step_inputs import build_step_inputs
 from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
+from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace, accepted_of, counting
 from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from replicas.sampling.slot_state import SlotState
@@ -117,16 +118,15 @@ class ModelRunner:
         return self._run(plan)
 
     @torch.inference_mode()
-    def choose(self, forwarded: ForwardHandle, forbidden: Tensor | None = None) -> StepHandle:
+    def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         """The second phase: a token for each row of logits, which the slots keep too. Mutates the slots and the logits.
 
-        forbidden: bool [num_samples, vocab_size] on the logits' device: tokens that are not chosen, besides those that
-        the slots' rules forbid.
+        masks: of the rows whose grammars allow some tokens only.
         """
         plan = forwarded.plan
         if forwarded.logits is None:
             return StepHandle(plan)
-        choice = sample_tokens(forwarded.logits, SamplePlace.all_of(plan), self._slots, forbidden)
+        choice = sample_tokens(forwarded.logits, SamplePlace.all_of(plan), self._slots, masks)
         return StepHandle(plan, *self._on_the_way(choice, forwarded.prompts))
 
     @property

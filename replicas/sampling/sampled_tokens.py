@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from replicas.sampling.draw import sample
+from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.slot_state import SlotState
 from replicas.sampling.token_scores import TokenScores
@@ -51,19 +52,16 @@ class SampledTokens:
 
 
 def sample_tokens(
-    logits: Tensor, places: Sequence[SamplePlace], slots: SlotState, forbidden: Tensor | None = None
+    logits: Tensor, places: Sequence[SamplePlace], slots: SlotState, masks: TokenMasks | None = None
 ) -> SampledTokens:
     """One token for each row of logits, float32 [R, V]. Mutates the logits, and the slots: they remember the tokens.
 
-    forbidden: bool [R, V], tokens that are not chosen, whatever the rules say. A slot with neither rules nor logprobs
+    masks: what grammars allow; the rules cannot add to it. A slot with neither rules nor logprobs, and without a mask,
     costs what sampling costs. Does not synchronise with the host, but for guesses (on a CPU).
     """
     scored = tuple(i for i, p in enumerate(places) if p.slot in slots.num_logprobs) if slots.num_logprobs else ()
     own_logits = logits[list(scored)] if scored else None  # a copy, before the rules
-    ruled = slots.rules.apply(logits, places)
-    if forbidden is not None:
-        logits.masked_fill_(forbidden, -torch.inf)
-        ruled = list(range(len(places)))
+    ruled = slots.rules.apply(logits, places, masks)
     tokens = _checked(sample(logits, slots.sampling_batch(places)), logits, ruled)
     if own_logits is None:
         choice = SampledTokens(tokens)

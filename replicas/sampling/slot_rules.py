@@ -10,6 +10,7 @@ from torch import Tensor
 
 from replicas.device_copy import to_device
 from replicas.sampling.rules.rule_order import RULES
+from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.rules.token_rule import RuledRow, TokenRule
 from replicas.sampling.sample_place import SamplePlace
 from scheduler.plan import SlotInit
@@ -39,20 +40,27 @@ class SlotRules:
             ids = [*init.context.prompt_ids, *([] if init.last_token is None else [init.last_token])]
             self._history[init.slot, : len(ids)] = to_device(torch.tensor(ids, dtype=torch.int32), self._device)
 
-    def apply(self, logits: Tensor, places: Sequence[SamplePlace]) -> list[int]:
-        """Change the rows of logits, float32 [R, V], that have rules; which rows these are. Mutates logits.
+    def apply(self, logits: Tensor, places: Sequence[SamplePlace], masks: TokenMasks | None = None) -> list[int]:
+        """Change the rows of logits, float32 [R, V], that have rules or masks; which rows these are. Mutates logits.
 
         places: one for each row. Guesses are history to the places behind them: mutates it, too, beyond what is known.
         Does not synchronise with the host.
         """
-        if not self._rules:
-            return []
+        changed = self._apply_rules(logits, places, masks) if self._rules else []
+        if masks is not None:
+            masks.forbid(logits)
+            changed = sorted({*changed, *masks.rows})
+        return changed
+
+    def _apply_rules(self, logits: Tensor, places: Sequence[SamplePlace], masks: TokenMasks | None) -> list[int]:
         self._look_back_at_guesses(places)
         by_kind: defaultdict[type[TokenRule], list[RuledRow[TokenRule]]] = defaultdict(list)
         changed = []
         for index, place in enumerate(places):
             rules = self._rules.get(place.slot, ())
             for rule in rules:
+                if masks is not None and rule.yields_to(masks, index):
+                    continue
                 by_kind[type(rule)].append(RuledRow(index, place.slot, place.position, rule))
             if rules:
                 changed.append(index)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from replicas.channels.token_sender import TokenSender
+from replicas.engine.constrained_rows import Grammars
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
@@ -37,6 +38,7 @@ from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
 from replicas.pool_size import num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
+from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
@@ -62,6 +64,7 @@ class BuiltEngine:
     settings: EngineSettings
     layout: KvLayout
     metrics: EngineMetrics
+    grammars: Grammars | None
 
     def start(self) -> None:
         self.engine.start()
@@ -82,6 +85,8 @@ class BuiltEngine:
     def stop(self) -> None:
         """End the engine, then its transfers: a read in flight still writes into the pool. Blocks for seconds."""
         self.engine.stop()
+        if self.grammars is not None:
+            self.grammars.cache.close()
         self.transfers.stop()
 
     def metadata(self) -> dict[str, Any]:
@@ -100,6 +105,9 @@ class BuiltEngine:
         if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
+        if self.grammars is not None:
+            looked_up = self.grammars.cache.counts
+            self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
         return self.metrics.snapshot(
             self.engine.status,
             self.engine.steps,
@@ -153,6 +161,7 @@ class _Base:
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
         _progress("weights loaded", started_s, identity=str(loaded.identity))
+        opening = GrammarsOpening(settings, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size)
         self.limits = _limits(settings, self.layout)
         num_blocks = self.limits.num_blocks
@@ -187,6 +196,8 @@ class _Base:
             )
         )
 
+        self.grammars = opening.result(self.metrics.grammar_compiled)
+
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
         settings = self.settings
@@ -207,8 +218,9 @@ class _Base:
         settings = self.settings
         recorder = StepRecorder(settings.testing.step_record_dir, settings.pool)
         return EngineParts(
-            scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder, settings.lanes
-        )
+            scheduler, self.runner, self.faults, self.metrics, settings.num_threads, recorder, settings.lanes,
+            self.grammars,
+        )  # fmt: skip
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
@@ -232,7 +244,7 @@ class _Base:
 
     def built(self, engine: Engine) -> BuiltEngine:
         peer = engine.transfers.start()
-        return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics)
+        return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics, self.grammars)
 
 
 def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:

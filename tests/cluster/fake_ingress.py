@@ -11,25 +11,33 @@ from starlette.types import ASGIApp
 from cluster.api_error import ApiError
 from cluster.config.root import Config
 from cluster.config.service import LimitsConfig
+from cluster.grammars.compile_process import Settings
+from cluster.grammars.grammar_compiler import GrammarCompiler
+from cluster.grammars.grammar_source import GrammarSource
+from cluster.grammars.known_grammars import KnownGrammars
+from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.app import build_http_app
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
+from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
 from cluster.routing.slow_transfers import SlowestRead
+from cluster.same_names import by_names
+from cluster.text.answer_parser import AnswerParser
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from replicas.messages import FinishReason, GenerationSpec, Token
+from tests.cluster.byte_tokenizer import EOS, byte_tokenizer_json
 
 MODEL = "the-model"
-EOS = 256
 HANG = "hang"
 Step = Token | Exception | str
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -43,13 +51,23 @@ def text(choice: int, content: str | bytes, end: FinishReason | None = None, *, 
 
 
 class ByteTokenizer:
-    """Token ids are bytes, and one that ends an answer."""
+    """Token ids are bytes, and one that ends an answer. Markers that a test adds come behind it."""
 
     eos_token_ids = frozenset({EOS})
-    special_ids = eos_token_ids
-    vocab_size = 257
     visible_bytes: Mapping[int, bytes] = {value: bytes([value]) for value in range(256)}
-    bytes_of_token: Mapping[int, bytes] = {**visible_bytes, EOS: b"<eos>"}
+    response_template: Any = None
+
+    def __init__(self, template: str = "", special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
+        """special, plain: added tokens, special ones and others, of ids from 257 on."""
+        self.template, self.special, self.plain = template, special, plain
+        self.shows_tools = "tools" in template
+        self.added_ids = {text: EOS + 1 + index for index, text in enumerate((*special, *plain))}
+        self.vocab_size = EOS + 1 + len(self.added_ids)
+        added = {id_: text.encode() for text, id_ in self.added_ids.items()}
+        self.special_ids = frozenset({EOS, *(self.added_ids[text] for text in special)})
+        self.bytes_of_token: Mapping[int, bytes] = {**self.visible_bytes, EOS: b"<eos>", **added}
+        self.visible_bytes = {id_: text for id_, text in self.bytes_of_token.items() if id_ not in self.special_ids}
+        self.rendered: list[tuple[list[Mapping[str, Any]], TemplateOptions | None]] = []
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
@@ -91,6 +109,7 @@ class ByteTokenizer:
         keep_last: int | None = None,
         max_chars: int | None = None,
     ) -> list[int]:
+        self.rendered.append((list(messages), options))
         prompt = "".join(message["content"] for message in messages)
         return self.encode_prompt(prompt, max_tokens, keep_last, max_chars, "messages")
 
@@ -131,6 +150,25 @@ class ScriptedSource:
                 self.open_prompts.remove(prompt)
 
 
+class ByteCompiler:
+    """Compiles grammars for ByteTokenizer, in a process that starts with the first of them."""
+
+    def __init__(self, bounds: GrammarBounds, special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
+        """special, plain: the tokenizer's added tokens."""
+        self._bounds = bounds
+        self._json = byte_tokenizer_json(special, plain)
+        self._compiler: GrammarCompiler | None = None
+
+    async def compile(self, source: GrammarSource) -> str:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(Settings(self._json, (EOS,), self._bounds))
+        return await self._compiler.compile(source)
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
 class FakeIngress:
     """An HttpBackend without Serve."""
 
@@ -141,9 +179,11 @@ class FakeIngress:
         source: Any,
         sections: dict[str, Any] | None = None,
         defaults: SamplingDefaults | None = None,
+        tokenizer: ByteTokenizer | None = None,
+        parser: str = "auto",
         **limits: float,
     ) -> None:
-        """sections: of the config, beside its limits. defaults: of the checkpoint."""
+        """sections: of the config, beside its limits. defaults: of the checkpoint. parser: model.answer_parser."""
         self.sampling_defaults = defaults or SamplingDefaults()
         self.config = config = Config.model_validate(
             {
@@ -161,11 +201,17 @@ class FakeIngress:
         self.slowest_read: SlowestRead | None = None
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
-        tokenizer = cast("Tokenizer", ByteTokenizer())
+        self.tokenizer = tokenizer or ByteTokenizer()
+        real = cast("Tokenizer", self.tokenizer)
         self.threads = WorkThreads()
-        self.service = GenerationService(config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults)
+        self.compiler = ByteCompiler(by_names(GrammarBounds, self.limits), self.tokenizer.special, self.tokenizer.plain)
+        grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
+        answers = AnswerParser(real, parser)
+        self.service = GenerationService(
+            config, real, source, self.metrics, self.threads, self.sampling_defaults, grammars, answers
+        )
         self.responses_service = ResponsesService(self.service, self.limits, self.threads, self.sampling_defaults)
-        self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
+        self.tokenize_service = TokenizeService(config, real, self.threads)
 
     def app(self) -> ASGIApp:
         return build_http_app(self)

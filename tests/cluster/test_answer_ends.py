@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from cluster.text.answer_ends import answer_ends
 from cluster.text.tokenizer import Tokenizer
+from replicas.answer_ends import answer_ends
 
 NUM_IDS = 16
 PAD = NUM_IDS - 1  # never chosen, so what follows it is no part of an answer

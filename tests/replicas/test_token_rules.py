@@ -21,6 +21,7 @@ from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED, sampl
 from replicas.sampling.slot_state import SlotState
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
+from scheduler.thinking_budget import ThinkingBudget
 from tests.replicas.rule_reference import Row, expected
 from tests.replicas.test_sampling import chi_square, chi_square_limit
 
@@ -36,6 +37,9 @@ RULES = {
     "presence": SamplingParams(presence_penalty=1.5),
     "frequency": SamplingParams(frequency_penalty=-0.3),
     "presence and frequency": SamplingParams(presence_penalty=-0.5, frequency_penalty=0.8),
+    "thinking": SamplingParams(thinking=ThinkingBudget(2, 3, 4)),
+    "thinking that the prompt opened": SamplingParams(thinking=ThinkingBudget(4, 3, 9, True)),
+    "no thinking": SamplingParams(thinking=ThinkingBudget(0, 3, 4, True), allowed_token_ids=(5, 17)),
     "all": SamplingParams(
         logit_bias=((3, 7.5), (1, -2.0)),
         bad_words=((9,), (1, 2), (2, 1, 2)),
@@ -44,6 +48,7 @@ RULES = {
         repetition_penalty=1.2,
         presence_penalty=0.4,
         frequency_penalty=0.6,
+        thinking=ThinkingBudget(1, 9, 40),
     ),
     "none": SamplingParams(),
 }

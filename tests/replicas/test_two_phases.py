@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner
+from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sampled_tokens import NOTHING_ALLOWED
 from scheduler.plan import BlockSwap, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -44,6 +46,14 @@ def begun(loaded: LoadedModel) -> ModelRunner:
 ROWS = StepPlan(1, (), (), (), tuple(Slice(f"r{slot}", 0, slot, len(ids)) for slot, ids in enumerate(PROMPTS)))
 
 
+def all_but(forbidden: list[list[int]]) -> TokenMasks:
+    """Of the first rows: all but these tokens. A tokenizer may know more than the model has logits for."""
+    bits = np.ones((len(forbidden), 512 + 64), dtype=np.uint8)
+    for row, ids in enumerate(forbidden):
+        bits[row, ids] = 0
+    return TokenMasks(tuple(range(len(forbidden))), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
 def test_apart_they_do_what_one_launch_does(loaded: LoadedModel) -> None:
     together, apart = begun(loaded), begun(loaded)
     expected = together.launch(ROWS).result()
@@ -61,10 +71,8 @@ def test_what_is_forbidden_in_between_is_not_chosen(loaded: LoadedModel) -> None
     forwarded = runner.forward(ROWS)
     assert forwarded.logits is not None
     logits = forwarded.logits.clone()
-    forbidden = torch.zeros(logits.shape, dtype=torch.bool)
-    for row in (0, 1):
-        forbidden[row, expected[row].token_id] = True
-    tokens = runner.choose(forwarded, forbidden).result().tokens
+    masks = all_but([[expected[row].token_id] for row in (0, 1)])
+    tokens = runner.choose(forwarded, masks).result().tokens
     assert tokens[0].token_id == int(logits[0].topk(2).indices[1])
     assert tokens[1].token_id != expected[1].token_id
     assert tokens[1].logprobs is not None
@@ -77,9 +85,8 @@ def test_what_is_forbidden_in_between_is_not_chosen(loaded: LoadedModel) -> None
 
 def test_a_row_with_everything_forbidden_says_so(loaded: LoadedModel) -> None:
     runner = begun(loaded)
-    forbidden = torch.zeros(len(WAYS), 512, dtype=torch.bool)
-    forbidden[1] = True
-    tokens = runner.choose(runner.forward(ROWS), forbidden).result().tokens
+    nothing = TokenMasks((1,), np.zeros((1, 16), dtype=np.int32))
+    tokens = runner.choose(runner.forward(ROWS), nothing).result().tokens
     assert [token.token_id == NOTHING_ALLOWED for token in tokens] == [False, True, False]
 
 

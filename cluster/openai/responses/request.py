@@ -12,7 +12,7 @@ from cluster.openai.responses.input_items import Input
 from cluster.openai.responses.options import ReasoningOptions, ResponseStreamOptions, TextOptions
 from cluster.openai.responses.refused import refuse
 from cluster.openai.responses.tools import Tool, ToolChoice
-from cluster.openai.unsupported import MAX_OFFERS
+from cluster.openai.tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 # Reasoning is given in plain text, and taken back so: who asks for it encrypted, to send it back, has what that is for.
@@ -84,7 +84,7 @@ class ResponsesBody(OpenAIObject):
     )
     tools: Annotated[list[Tool], FailFast()] = Field(
         default_factory=list,
-        max_length=MAX_OFFERS,
+        max_length=MAX_TOOLS,
         description="Functions that the model may call. Tools that a server runs, such as web_search, are refused.",
         examples=[[]],
     )

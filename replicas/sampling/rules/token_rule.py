@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replicas.device_copy import to_device
+from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.plan import SlotInit
 
 RuleT = TypeVar("RuleT", bound="TokenRule")
@@ -38,6 +39,10 @@ class TokenRule(ABC):
     @abstractmethod
     def asked_by(cls, init: SlotInit, device: torch.device) -> Self | None:
         """The rule of a sequence that takes a slot, or None when its parameters leave the logits alone."""
+
+    def yields_to(self, masks: TokenMasks, row: int) -> bool:
+        """Whether it does not count for this row of logits, as its mask leaves nothing else to choose."""
+        return False
 
     @classmethod
     @abstractmethod

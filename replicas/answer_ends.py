@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.text.checkpoint_file import checkpoint_file
+from replicas.checkpoint_file import checkpoint_file
 
 GENERATION_FILE = "generation_config.json"
 MODEL_FILE = "config.json"

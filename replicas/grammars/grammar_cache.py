@@ -1,0 +1,102 @@
+"""Compiled grammars by their texts, the last used ones, and the threads that compile the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from llguidance import LLTokenizer
+
+from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
+from replicas.grammars.grammar_fuel import GrammarFuel
+
+# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
+_BYTES_PER_CHAR = 50
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Since the start. refused: texts that were not compiled. compile_s: seconds of all that were tried."""
+
+    hits: int = 0
+    misses: int = 0
+    refused: int = 0
+    compile_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    future: Future[CompiledGrammar] = field(default_factory=Future)
+    num_bytes: int = 0
+
+
+class GrammarCache:
+    """Any thread. A refusal is kept as well: who sends a bad schema sends it again."""
+
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        fuel: GrammarFuel,
+        *,
+        num_threads: int,
+        max_entries: int,
+        max_bytes: int,
+        compiled: Callable[[float], None] = lambda duration_s: None,
+    ) -> None:
+        """compiled: told how long each text took, on a thread of the cache."""
+        self.tokenizer = tokenizer
+        self.fuel = fuel
+        self.counts = CacheCounts()
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="grammars")
+        self._compiled = compiled
+
+    def get(self, text: str) -> Future[CompiledGrammar]:
+        """Done at once if it is known, else when it is compiled; ends in GrammarRefused for a text that is refused.
+        Does not block. Nobody may cancel it: others wait for the same."""
+        with self._lock:
+            if (known := self._kept.get(text)) is not None:
+                self.counts.hits += 1
+                self._kept.move_to_end(text)
+                return known.future
+            self.counts.misses += 1
+            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text))
+            self._kept[text] = kept
+            self._num_bytes += kept.num_bytes
+            self._forget_old()
+        self._threads.submit(self._compile, text, kept.future)
+        return kept.future
+
+    def close(self) -> None:
+        """Does not wait. What waits to be compiled ends as cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _forget_old(self) -> None:
+        """All but the newest are forgotten, the longest unused first, until the rest is within the bounds."""
+        while len(self._kept) > 1 and (len(self._kept) > self._max_entries or self._num_bytes > self._max_bytes):
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+
+    def _compile(self, text: str, future: Future[CompiledGrammar]) -> None:
+        started_s = time.monotonic()
+        try:
+            grammar, error = compile_grammar(self.tokenizer, text, self.fuel), None
+        except Exception as failed:  # who waits must hear of it, whatever it is
+            grammar, error = None, failed
+        duration_s = time.monotonic() - started_s
+        with self._lock:
+            self.counts.compile_s += duration_s
+            self.counts.refused += isinstance(error, GrammarRefused)
+        self._compiled(duration_s)
+        if grammar is None:
+            future.set_exception(error)
+        else:
+            future.set_result(grammar)

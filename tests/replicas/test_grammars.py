@@ -1,0 +1,232 @@
+"""Grammars: what their texts describe, what is refused and why, and what is kept of those that were compiled."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from replicas.grammars import grammar_text
+from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
+from replicas.grammars.grammar_cache import GrammarCache
+from replicas.grammars.grammar_fuel import GrammarFuel
+from replicas.grammars.grammar_tokenizer import grammar_tokenizer
+from replicas.grammars.joined_patterns import num_joined_patterns
+from tests.model_folder import model_folder
+
+VOCAB_SIZE = 49_152
+EOS, IM_END = 0, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return grammar_tokenizer(model_folder(), VOCAB_SIZE, (EOS, IM_END))
+
+
+@pytest.fixture(scope="module")
+def accepts(tokenizer: LLTokenizer) -> Callable[[str, str], bool]:
+    def whole_text(grammar: str, text: str) -> bool:
+        matcher = compile_grammar(tokenizer, grammar, GrammarFuel()).start()
+        ids = tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return whole_text
+
+
+def allowed(matcher: LLMatcher) -> list[int]:
+    words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return np.unpackbits(words, bitorder="little").nonzero()[0].tolist()  # type: ignore[no-any-return]
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (
+            grammar_text.json_schema(POINT),
+            ['{"x":1}', '{ "x": 1 }', '{\n    "x": 1\n}'],
+            ["{}", '{"x":1}}', '{   "x":1}'],
+        ),
+        (grammar_text.any_json_object(), ["{}", '{"a":[1,{"b":null}]}'], ["[1]", "1", '{"a":}']),
+        (grammar_text.json_schema(True), ["1", "[]", '"a"'], ["a", ""]),
+        (grammar_text.regex(r"a/b\d{2}"), ["a/b12"], ["a/b1", "xa/b12"]),
+        (
+            grammar_text.choice(["yes", 'n"o\n\\', "ü\u2028/\x7f\x01/", "a\tb"]),
+            ["yes", 'n"o\n\\', "ü\u2028/\x7f\x01/", "a\tb"],
+            ["y", "no"],
+        ),
+        (grammar_text.lark('start: "a"+ "b"'), ["aab"], ["b", "aa"]),
+        (grammar_text.lark('start: "<" %json {"type": "integer"} ">"'), ["<12>"], ["<a>"]),
+    ],
+)
+def test_a_text_describes_what_its_source_did(
+    accepts: Callable[[str, str], bool], grammar: str, right: list[str], wrong: list[str]
+) -> None:
+    assert [text for text in right if not accepts(grammar, text)] == []
+    assert [text for text in wrong if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 100, VOCAB_SIZE, VOCAB_SIZE + 77])
+def test_every_end_and_no_unknown_token_is_allowed(vocab_size: int) -> None:
+    """The logits may be more than the tokenizer knows, or fewer."""
+    tokenizer = grammar_tokenizer(model_folder(), vocab_size, (EOS, IM_END, VOCAB_SIZE + 5, -1))
+    matcher = compile_grammar(tokenizer, grammar_text.regex("(?s).*"), GrammarFuel()).start()
+    ids = allowed(matcher)
+    assert {EOS, IM_END} < set(ids)
+    assert len(ids) > 40_000
+    assert max(ids) < VOCAB_SIZE
+    assert matcher.consume_token(IM_END)
+    assert allowed(matcher) == [EOS, IM_END]
+
+
+def test_a_model_without_ends_has_no_grammars(tmp_path: Path) -> None:
+    for file in Path(model_folder()).glob("*token*.json"):
+        said = json.loads(file.read_text())
+        said.pop("eos_token", None)
+        (tmp_path / file.name).write_text(json.dumps(said))
+    shutil.copy(Path(model_folder()) / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="no token that ends"):
+        grammar_tokenizer(str(tmp_path), VOCAB_SIZE, (VOCAB_SIZE,))
+
+
+def test_the_tokenizers_own_end_is_one_too() -> None:
+    assert grammar_tokenizer(model_folder(), VOCAB_SIZE, ()).eos_tokens == [IM_END]
+
+
+OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (grammar_text.lark("start: foo"), 'unknown name: "foo"'),
+        (grammar_text.regex("("), "unclosed group"),
+        (grammar_text.regex("(?=a)b"), "look-around"),
+        (grammar_text.json_schema({"type": "string", "format": "foo"}), "Unknown format: foo"),
+        (grammar_text.json_schema({"type": "string", "format": "foo", "x-guidance": {"lenient": True}}), "format: foo"),
+        (grammar_text.json_schema({"not": {"type": "string"}}), "not"),
+        (grammar_text.json_schema(False), "not"),
+        (grammar_text.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "exclude each other"),
+        # It is built within its limits, and exceeds them when it is used.
+        (grammar_text.json_schema(OPTIONAL), "row has 12007 items"),
+        (grammar_text.json_schema({"allOf": [{"pattern": f"a.*{i}"} for i in range(60)]}), "60 regular expressions"),
+        (grammar_text.lark("start: T\nT: " + " & ".join(f"/.*a.*{i}/" for i in range(60))), "60 regular expressions"),
+        ("{}", "grammars"),
+        ("[" * 100_000, "expecting"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(tokenizer: LLTokenizer, grammar: str, reason: str) -> None:
+    with pytest.raises(GrammarRefused) as refused:
+        compile_grammar(tokenizer, grammar, GrammarFuel())
+    assert reason in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+def test_not_strict_leaves_out_what_is_unknown(accepts: Callable[[str, str], bool]) -> None:
+    assert accepts(grammar_text.json_schema({"type": "string", "format": "foo"}, strict=False), '"x"')
+    overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    assert accepts(grammar_text.json_schema(overlapping, strict=False), "1")
+
+
+def test_one_of_is_taken_where_its_parts_exclude_each_other(accepts: Callable[[str, str], bool]) -> None:
+    parts = [{"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"]
+    grammar = grammar_text.json_schema({"oneOf": parts})
+    assert accepts(grammar, '{"k":"b"}')
+    assert not accepts(grammar, '{"k":"c"}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "count"),
+    [
+        ({"type": "string"}, 0),
+        ({"pattern": "a", "format": "date", "maxLength": 3}, 3),
+        ({"properties": {str(i): {"pattern": "a"} for i in range(30)}}, 1),
+        ({"anyOf": [{"pattern": "a"}] * 30}, 1),
+        ({"allOf": [{"properties": {"k": {"pattern": str(i)}}} for i in range(9)]}, 9),
+        ({"pattern": "a", "allOf": [{"pattern": "b"}, {"anyOf": [{"pattern": "c"}, {"pattern": "d"}]}]}, 3),
+        (
+            {
+                "$defs": {"a": {"allOf": [{"pattern": "1"}, {"$ref": "#/$defs/b"}]}, "b": {"pattern": "2"}},
+                "$ref": "#/$defs/a",
+            },
+            2,
+        ),
+        ({"properties": {"next": {"$ref": "#"}, "name": {"pattern": "a"}}}, 1),
+        ({"enum": [{"pattern": "a"}]}, 0),
+    ],
+)
+def test_patterns_that_one_string_must_match_are_counted(schema: dict[str, Any], count: int) -> None:
+    assert num_joined_patterns(grammar_text.json_schema(schema)) == count
+    embedded = "start: %json " + json.dumps(schema)
+    assert num_joined_patterns(embedded) == max(count, 1)
+
+
+def test_joined_patterns_of_lark_are_those_outside_of_literals() -> None:
+    assert num_joined_patterns('start: "a & b" T // & c\nT: /x&&/ & /y/ & ~/z/') == 3
+
+
+def cache_of(tokenizer: LLTokenizer, **bounds: int) -> GrammarCache:
+    return GrammarCache(
+        tokenizer,
+        GrammarFuel(),
+        num_threads=1,
+        **{"max_entries": 3, "max_bytes": 1 << 20} | bounds,  # type: ignore[arg-type]
+    )
+
+
+def test_a_text_is_compiled_once_while_it_is_kept(tokenizer: LLTokenizer) -> None:
+    cache = cache_of(tokenizer)
+    texts = [grammar_text.choice([name]) for name in "abcd"]
+    first = cache.get(texts[0])
+    assert isinstance(first.result(30), CompiledGrammar)
+    assert cache.get(texts[0]) is first
+    for text in texts[1:3]:
+        cache.get(text)
+    assert cache.get(texts[0]) is first
+    cache.get(texts[3])  # texts[1] is the one that nobody has asked for the longest time
+    assert cache.get(texts[0]) is first
+    assert (cache.counts.hits, cache.counts.misses) == (3, 4)
+    assert cache.get(texts[1]).result(30)
+    assert cache.counts.misses == 5
+    cache.close()
+
+
+def test_large_texts_push_out_small_ones(tokenizer: LLTokenizer) -> None:
+    cache = cache_of(tokenizer, max_bytes=50_000)
+    small = cache.get(grammar_text.choice(["a"]))
+    large = cache.get(grammar_text.choice(["b" * 2000]))
+    assert cache.get(grammar_text.choice(["b" * 2000])) is large
+    assert cache.get(grammar_text.choice(["a"])) is not small
+    assert small.result(30)
+    cache.close()
+
+
+def test_a_refusal_is_kept_too(tokenizer: LLTokenizer) -> None:
+    cache = cache_of(tokenizer)
+    refused = cache.get("start: foo")
+    with pytest.raises(GrammarRefused, match="foo"):
+        refused.result(30)
+    assert cache.get("start: foo") is refused
+    assert cache.counts.refused == 1
+    assert cache.counts.compile_s > 0.0
+    cache.close()
+
+
+def test_whoever_makes_and_compiles_texts_needs_no_torch() -> None:
+    """The ingress does both."""
+    code = (
+        "import sys\n"
+        "import replicas.grammars.grammar_cache, replicas.grammars.grammar_text, replicas.grammars.grammar_tokenizer\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
