@@ -85,8 +85,8 @@ def valid_body(body: dict[str, Any], model_class: type[Body], limits: LimitsConf
 def what_is_wrong(error: ValidationError) -> tuple[str, str]:
     """The field of the first problem, empty for the whole object, and what goes on after its name."""
     first = error.errors(include_url=False, include_input=False)[0]
-    location = (*first["loc"], first["ctx"]["param"]) if first["type"] == TOGETHER else first["loc"]
-    return _path(location), _WORDS.get(first["type"]) or _SUBJECT.sub("must", first["msg"])
+    param = first["ctx"]["param"] if first["type"] == TOGETHER else _path(first["loc"])
+    return param, _WORDS.get(first["type"]) or _SUBJECT.sub("must", first["msg"])
 
 
 def _check_content_type(content_type: str | None) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api_error import ApiError
-from tests.cluster.fake_ingress import LENGTH, MODEL, STOP, FakeIngress, ScriptedSource, Step, text
+from cluster.http.proxy_answers import ProxyAnswers
+from tests.cluster.fake_ingress import HANG, LENGTH, MODEL, STOP, FakeIngress, ScriptedSource, Step, text
 
 
 @asynccontextmanager
@@ -97,6 +99,27 @@ async def test_a_stream_that_fails_raises_behind_the_failed_response() -> None:
         async with c.responses.stream(model=MODEL, input="p") as stream:
             with pytest.raises(openai.APIError, match="lost it"):
                 await stream.get_final_response()
+
+
+async def test_a_stream_that_the_ingress_left_raises_too() -> None:
+    """Serve's proxy ends it, in the envelope that all streams of ours have."""
+    whole = FakeIngress(ScriptedSource(p=[*text(0, "ab"), HANG])).app()
+
+    async def dies(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_or_die(message: Message) -> None:
+            if message["type"] == "http.response.body" and b"output_text.delta" in message["body"]:
+                raise RuntimeError("the process has ended")
+            await send(message)
+
+        with suppress(RuntimeError):
+            await whole(scope, receive, send_or_die)
+
+    transport = httpx2.ASGITransport(app=ProxyAnswers(dies), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport) as http:
+        c = AsyncOpenAI(base_url="http://x/v1", api_key="sk-test", http_client=http, max_retries=0)
+        stream = await c.responses.create(model=MODEL, input="p", stream=True)
+        with pytest.raises(openai.APIError, match="has ended"):
+            _ = [event async for event in stream]
 
 
 async def test_an_incomplete_response_is_none_that_completed() -> None:

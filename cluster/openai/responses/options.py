@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from cluster.openai.object import OpenAIObject, not_together, unsupported
+from cluster.openai.request import ReasoningEffort
 
 
 class TextFormat(OpenAIObject):
@@ -26,7 +27,7 @@ class TextFormat(OpenAIObject):
     def _check_schema(self) -> Self:
         for name, value in (("name", self.name), ("schema", self.json_schema)):
             if self.type == "json_schema" and value is None:
-                raise not_together(name, "is required together with type json_schema")
+                raise not_together(f"text.format.{name}", "is required together with type json_schema")
         return self
 
     def shown(self) -> dict[str, Any]:
@@ -68,7 +69,7 @@ _Summary = Annotated[Literal["auto"], BeforeValidator(_summary)]
 class ReasoningOptions(OpenAIObject):
     """How the model thinks, if it is one that does."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    effort: ReasoningEffort | None = Field(
         default=None,
         description="As reasoning_effort in chat completions: for the model's chat template, which heeds it or not.",
         examples=["low"],

@@ -52,9 +52,10 @@ class ResponseEvents:
 
     def failed(self, error: ApiError) -> bytes:
         """The last events of one that failed. Clients raise at the second one, if they did not look at the first."""
+        begun = b"" if self._num_events else self._begin()
         response = self._response.failed(error, self._items.failed(), self._usage())
         detail = {"code": error.code, "message": error.message, "param": error.param}
-        return self._dumped(
+        return begun + self._dumped(
             [
                 {"type": "response.failed", "response": response},
                 {"type": "error", **detail, "error": error.envelope()["error"]},
