@@ -60,10 +60,9 @@ class CallSyntax:
         return self.around[0] or self.opener
 
     @property
-    def markers(self) -> tuple[str, ...]:
-        """What may be a special token, which text is shown without."""
-        texts = (self.opener, self.closer, self.before_name, self.name_end, *self.around)
-        return tuple(text for text in texts if text)
+    def texts(self) -> tuple[str, ...]:
+        """All that is written around names and arguments: tokens that stand for a text of their own are among it."""
+        return (self.opener, self.closer, self.before_name, self.name_end, *self.around)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,8 @@ class FormatFields(OpenAIObject):
     response_format: ResponseFormat | None = Field(
         default=None,
         description="What the text of the answer is: by type text, json_object or json_schema. The model's own end of "
-        "an answer then counts even with ignore_eos or min_tokens; max_tokens and stop may cut the answer.",
+        "an answer then counts even with ignore_eos, and with min_tokens where nothing else may follow; max_tokens and "
+        "stop may cut the answer.",
         examples=[{"type": "json_schema", "json_schema": {"name": "capital", "schema": _SCHEMA_EXAMPLE}}],
     )
     structured_outputs: StructuredOutputs | None = Field(
@@ -219,9 +220,8 @@ def check_formats(body: FormatFields) -> None:
     """Raises PydanticCustomError, naming the later field, where more than one of them asks for something."""
     if body.structured_outputs is not None and len(_of_structured_outputs(body.structured_outputs)) > 1:
         raise not_together("structured_outputs", "must have only one of json, regex, choice, grammar and json_object")
-    first, *others = _asked_for(body) or [None]
-    if first is not None and others:
-        raise not_together(others[0][0], f"is not allowed together with {first[0]}")
+    if len(asked := _asked_for(body)) > 1:
+        raise not_together(asked[1][0], f"is not allowed together with {asked[0][0]}")
 
 
 def _asked_for(body: FormatFields) -> list[tuple[str, GrammarSource]]:

@@ -44,9 +44,9 @@ class CallGrammar:
         """A call, or several: from their first character to their last."""
         syntax = self.syntax
         if syntax.body is CallBody.JSON_LIST:
-            return joined(self._literal(syntax.opener), self._list(functions, several))
+            return joined(self.builder.literal(syntax.opener), self._list(functions, several))
         call = self._call_rule(functions)
-        before, after = (self._literal(text) for text in syntax.around)
+        before, after = (self.builder.literal(text) for text in syntax.around)
         return joined(before, call, self._more(call) if several else "", after)
 
     def behind_opener(self, functions: Sequence[CallFunction], several: bool) -> str:
@@ -57,24 +57,26 @@ class CallGrammar:
         if not syntax.around[0]:
             return self._body(functions)
         call = self._call_rule(functions)
-        return joined(call, self._more(call) if several else "", self._literal(syntax.around[1]))
+        return joined(call, self._more(call) if several else "", self.builder.literal(syntax.around[1]))
 
     def _list(self, functions: Sequence[CallFunction], several: bool) -> str:
         call = self.builder.rule("call", self._functions(functions))
         return joined('"["', call, self._more(call) if several else "", '"]"')
 
     def _call_rule(self, functions: Sequence[CallFunction]) -> str:
-        opener = "" if self.syntax.is_bare else self._literal(self.syntax.opener)
+        opener = "" if self.syntax.is_bare else self.builder.literal(self.syntax.opener)
         return self.builder.rule("call", joined(opener, self._body(functions)))
 
     def _more(self, call: str) -> str:
-        return f"({joined(self._literal(self.syntax.between), call)})*"
+        return f"({joined(self.builder.literal(self.syntax.between), call)})*"
 
     def _body(self, functions: Sequence[CallFunction]) -> str:
         """Of one call, between its opener and what follows its end."""
         syntax = self.syntax
-        before = self._literal(syntax.before_name + syntax.before_body)
-        return joined(before, f"({self._functions(functions)})", self._literal(syntax.after_body + syntax.closer))
+        before = self.builder.literal(syntax.before_name + syntax.before_body)
+        return joined(
+            before, f"({self._functions(functions)})", self.builder.literal(syntax.after_body + syntax.closer)
+        )
 
     def _functions(self, functions: Sequence[CallFunction]) -> str:
         return " | ".join(
@@ -85,20 +87,19 @@ class CallGrammar:
     def _function(self, rule: str, function: CallFunction) -> str:
         if self.syntax.body is CallBody.XML:
             parameters = [self._parameter(f"{rule}_{i}", each) for i, each in enumerate(function.parameters)]
-            return joined(self._literal(f"<function={function.name}>\n"), *parameters, self._literal("</function>"))
+            return joined(
+                self.builder.literal(f"<function={function.name}>\n"), *parameters, self.builder.literal("</function>")
+            )
         arguments = self.builder.use(function.arguments)
         if self.syntax.body is CallBody.NAMED:
-            return joined(self._literal(function.name + self.syntax.name_end), arguments)
+            return joined(self.builder.literal(function.name + self.syntax.name_end), arguments)
         name, key = (orjson.dumps(text).decode() for text in (function.name, self.syntax.arguments_key))
-        return joined(self._literal(f'{{"name": {name}, {key}: '), arguments, '"}"')
+        return joined(self.builder.literal(f'{{"name": {name}, {key}: '), arguments, '"}"')
 
     def _parameter(self, rule: str, parameter: CallParameter) -> str:
-        before = self._literal(f"<parameter={parameter.name}>\n")
+        before = self.builder.literal(f"<parameter={parameter.name}>\n")
         if parameter.grammar is None:
             value = self.builder.ends_with(rule, _PARAMETER_END)
         else:
-            value = joined(self.builder.use(parameter.grammar), self._literal(_PARAMETER_END))
+            value = joined(self.builder.use(parameter.grammar), self.builder.literal(_PARAMETER_END))
         return joined(before, value) if parameter.is_required else f"({joined(before, value)})?"
-
-    def _literal(self, text: str) -> str:
-        return self.builder.literal(text, self.syntax.markers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -39,11 +39,11 @@ class GrammarBuilder:
         self._rules.append(f"{name}{options}: {right}")
         return name
 
-    def literal(self, text: str, markers: Sequence[str] = ()) -> str:
-        """This text, nothing for no text; markers in it as the tokens that they are, where they are."""
-        known = [re.escape(marker) for marker in markers if marker in self.token_ids]
+    def literal(self, text: str) -> str:
+        """This text, nothing for no text; what is a token in it as that token."""
+        known = sorted(map(re.escape, self.token_ids), key=len, reverse=True)
         pieces = re.split(f"({'|'.join(known)})", text) if known else [text]
-        return joined(*(f"<[{self.token_ids[p]}]>" if p in markers and known else lark_string(p) for p in pieces if p))
+        return joined(*(f"<[{self.token_ids[p]}]>" if p in self.token_ids else lark_string(p) for p in pieces if p))
 
     def ends_with(self, name: str, end: str) -> str:
         """A new rule for any text up to this one, which is taken along; its name."""
@@ -52,11 +52,11 @@ class GrammarBuilder:
     def after_thinking(self, start: str, tags: ReasoningTags, is_opened: bool) -> str:
         """The same behind what the model thinks, which it may leave out unless the prompt has opened it."""
         if tags.closer in self.token_ids:
-            thought = joined(self.rule("thought", ANYTHING), self.literal(tags.closer, [tags.closer]))
+            thought = joined(self.rule("thought", ANYTHING), self.literal(tags.closer))
         else:
             thought = self.ends_with("thought", tags.closer)
         if not is_opened:
-            thought = f"({joined(self.literal(tags.opener, [tags.opener]), thought)})?"
+            thought = f"({joined(self.literal(tags.opener), thought)})?"
         return self.behind_space(start, thought)
 
     def behind_space(self, start: str, before: str = "") -> str:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # What a prompt ends with is looked for in so many last tokens: tags, and line ends behind them.
 _TAIL_TOKENS = 16
+_FIRST_OF_MARKERS = ("<", "[")  # not, for example, a token of three line ends
 # A response template looks for where the answer begins.
 _ANCHOR_TOKENS = 512
 
@@ -43,7 +44,8 @@ class AnswerParser:
 
     name: what the config says, or what "auto" has found. reasoning: None: the model does not think. calls: how it
     writes calls when it is forced to, which is some way in any case. reads_calls: whether calls are found in what it
-    writes of itself. knows_calls: and it is known that it writes them as `calls`.
+    writes of itself. knows_calls: and it is known that it writes them as `calls`. token_ids: of the tokens, by their
+    text, that stand in tags.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str = "auto") -> None:
@@ -65,6 +67,7 @@ class AnswerParser:
         names = [self.reasoning.opener if self.reasoning else None, found.name if found else None]
         described = " and ".join(part for part in names if part) or "none"
         self.name = "the checkpoint's response template" if self._template else described if is_auto else name
+        self.token_ids: Mapping[str, int] = self._markers()
         self._template_text = orjson.dumps(tokenizer.response_template).decode().replace("\\", "")
 
     @property
@@ -72,14 +75,17 @@ class AnswerParser:
         """The tokens that open and close what the model thinks, where each tag is one."""
         if self.reasoning is None:
             return None
-        ids = self._tokenizer.added_ids
+        ids = self.token_ids
         opener, closer = ids.get(self.reasoning.opener), ids.get(self.reasoning.closer)
         return None if opener is None or closer is None else (opener, closer)
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """Of tokens that stand for a text of their own, by that text."""
-        return self._tokenizer.added_ids
+    def _markers(self) -> dict[str, int]:
+        texts = [*self.calls.texts, *((self.reasoning.opener, self.reasoning.closer) if self.reasoning else ())]
+        return {
+            text: token_id
+            for text, token_id in self._tokenizer.added_ids.items()
+            if text[:1] in _FIRST_OF_MARKERS and any(text in each for each in texts)
+        }
 
     def reading(
         self,
@@ -101,7 +107,8 @@ class AnswerParser:
         if calls is None and self.reasoning is None:
             return None
         tags = () if self.reasoning is None else (self.reasoning.opener, self.reasoning.closer)
-        shown = self._special([*tags, *(calls.markers if calls is not None else ())])
+        texts = [*tags, *(calls.texts if calls is not None else ())]
+        shown = self._special([marker for marker in self.token_ids if any(marker in text for text in texts)])
         parser = "none" if calls is None else calls.name
         return AnswerReading(
             lambda: TagSplitter(self.reasoning, calls, offered, is_in_reasoning),

@@ -44,7 +44,8 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
     matcher.compute_bitmask()
     _refuse_failed(matcher)
     tried = matcher.deep_copy()
-    if must_come := tried.compute_ff_bytes():
+    # A token that must come by its id is written as a byte that no text has, and its number.
+    if must_come := tried.compute_ff_bytes().partition(b"\xff")[0]:
         tried.consume_tokens(tokenizer.tokenize_bytes(must_come))
         if not tried.is_stopped():
             tried.compute_bitmask()

@@ -181,9 +181,12 @@ class FakeIngress:
         defaults: SamplingDefaults | None = None,
         tokenizer: ByteTokenizer | None = None,
         parser: str = "auto",
+        compiler: ByteCompiler | None = None,
         **limits: float,
     ) -> None:
-        """sections: of the config, beside its limits. defaults: of the checkpoint. parser: model.answer_parser."""
+        """sections: of the config, beside its limits. defaults: of the checkpoint. parser: model.answer_parser.
+        compiler: for the same tokenizer, shared with others: a process takes a while to start.
+        """
         self.sampling_defaults = defaults or SamplingDefaults()
         self.config = config = Config.model_validate(
             {
@@ -204,7 +207,8 @@ class FakeIngress:
         self.tokenizer = tokenizer or ByteTokenizer()
         real = cast("Tokenizer", self.tokenizer)
         self.threads = WorkThreads()
-        self.compiler = ByteCompiler(by_names(GrammarBounds, self.limits), self.tokenizer.special, self.tokenizer.plain)
+        added = (self.tokenizer.special, self.tokenizer.plain)
+        self.compiler = compiler or ByteCompiler(by_names(GrammarBounds, self.limits), *added)
         grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
         answers = AnswerParser(real, parser)
         self.service = GenerationService(

@@ -50,7 +50,7 @@ def test_every_cut_gives_the_same_parts(transcript: Transcript) -> None:
 
 # What any syntax is made of, and what is near to it.
 _PIECES = [
-    *{marker for row in CALL_ROWS if row.calls for marker in row.calls.markers},
+    *sorted({text for row in CALL_ROWS if row.calls is not None for text in row.calls.texts if text}),
     *("<think>", "</think>", "<function=weather>", "<parameter=city>", "</parameter>", "</function>", "\n", " ", "a"),
     *(
         '{"name": "weather", "arguments": ',
