@@ -7,8 +7,8 @@ after the other within bounds of CPU time, memory and stack that the kernel keep
 process is gone, the other says so, and forks again, which takes a millisecond. It ends when its input does.
 
 Lines of JSON: the first one is `Settings`, answered by {"unsupported"}: why no grammar can be followed with this
-tokenizer, or null; then one question at a time, {"id", "kind", "text", "is_lenient"}, and its answer, {"id"} with "text"
-(of a Grammar), "refused" (why) or "died" (the signal).
+tokenizer, or null; then one question at a time, {"id", "kind", "text", "is_lenient"}, and its answer, {"id"} with
+"text" (of a Grammar), "refused" (why) or "died" (the signal).
 """
 
 from __future__ import annotations

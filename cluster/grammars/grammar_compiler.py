@@ -1,4 +1,4 @@
-"""Asks a process of its own (`cluster.grammars.compile_process`) whether a grammar can be followed, and for its text."""
+"""Asks a process of its own (`cluster.grammars.compile_process`) whether a grammar can be followed."""
 
 from __future__ import annotations
 

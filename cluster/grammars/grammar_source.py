@@ -1,4 +1,4 @@
-"""What a client wants an answer to look like, in the client's own words: a JSON schema, a regular expression, a list."""
+"""What a client wants an answer to look like, as the client says it: a JSON schema, a regular expression, choices."""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ _WORDS = (
     (r"Unimplemented keys: \[(.*)\]", r"has keywords that are not supported: \1"),
     (r"oneOf constraints are not supported.*", "has a oneOf whose schemas do not exclude each other, as far as can be "
      "told; use anyOf"),
-    (r"Resource '(.*?)' is not present.*", r"has a $ref that leads out of the schema, which is not followed: \1"),
+    (r"Resource '(.*?)' is not present.*", r"has a $ref or $schema that leads out of it, which is not followed: \1"),
+    (r"patternProperty regexes (.*)", r"has patternProperties that may match one key, which is not supported: \1"),
     (r"Unknown format: (.*)", r"has a format that is not supported: \1 (with strict false it says nothing)"),
-    (r".*(?:\bfuel\b|too big|too large|too complex|\blimits?\b|row has).*", TOO_MUCH_WORK),
+    (r".*(?:\bfuel\b|too big|too large|too complex|Unable to determine|\blimits?\b|row has).*", TOO_MUCH_WORK),
 )  # fmt: skip
 
 

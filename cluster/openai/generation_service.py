@@ -7,7 +7,6 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
@@ -223,16 +222,13 @@ class GenerationService:
         # A grammar says where an answer may end, and where it must: nothing else could come there.
         has_ends = (grammar is not None and not grammar.repeats) or not body.ignore_eos
         stop_ids = frozenset(body.stop_token_ids) | (self._tokenizer.eos_token_ids if has_ends else frozenset())
-        sampling = self._sampling(body, stop_ids, bad_words, max_tokens)
-        if grammar is not None:
-            sampling = replace(sampling, min_tokens=0)
         beam = beam_params(body)
         return GenerationSpec(
             prompt_ids=tuple(ids),
             choices=tuple(range(body.num_generated_choices)),
             max_tokens=max_tokens,
             stop_token_ids=stop_ids,
-            sampling=sampling,
+            sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
             priority=-body.priority,  # a client's smaller number goes first, as in vLLM
             client=client,
             beam=beam,

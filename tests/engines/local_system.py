@@ -24,6 +24,7 @@ from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 from scheduler.beam_search import BeamParams
 from scheduler.generation_spec import GenerationSpec
+from scheduler.grammar import Grammar
 from scheduler.outcome import Ledger
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
@@ -138,6 +139,7 @@ class LocalSystem:
         stop_token_ids: frozenset[int] = frozenset(),
         timeout_s: float = 300.0,
         beam: BeamParams | None = None,
+        grammar: Grammar | None = None,
     ) -> Generation:
         """beam: search with it, for the num_choices best texts; sampling does not matter then."""
         self._num_generations += 1
@@ -151,6 +153,7 @@ class LocalSystem:
             sampling if beam is None else beam.sampling(len(stop_token_ids)),
             beam=beam,
             num_returned=0 if beam is None else num_choices,
+            grammar=grammar,
         )
         return Generation(name, spec, timeout_s)
 

@@ -20,7 +20,7 @@ from scheduler.plan import SlotInit
 
 @dataclass(frozen=True, slots=True)
 class MinTokens(TokenRule):
-    """stop_token_ids: int64 [n], forbidden up to and excluding position first_free. known_ids: the same for the host."""
+    """stop_token_ids: int64 [n], forbidden up to and excluding position first_free. known_ids: the same ones."""
 
     reads_history: ClassVar[bool] = False
     stop_token_ids: Tensor
