@@ -78,7 +78,7 @@ class FaultSettings:
 class GrammarSettings:
     """How texts are held against grammars. cache_entries, cache_bytes: of compiled ones that are kept."""
 
-    num_threads: int = 2
+    grammar_threads: int = 2
     cache_entries: int = 512
     cache_bytes: int = 256_000_000
     fuel: GrammarFuel = field(default_factory=GrammarFuel)

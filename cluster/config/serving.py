@@ -22,6 +22,7 @@ from cluster.config.service import (
     TransferConfig,
 )
 from cluster.config.slo import SloConfig
+from cluster.config.structured_outputs import StructuredOutputsConfig
 from cluster.config.tracing import TracingConfig
 
 
@@ -36,6 +37,9 @@ class SharedConfig(Section):
     )
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
+    structured_outputs: StructuredOutputsConfig = Field(
+        default=StructuredOutputsConfig(), description="How answers are held to grammars"
+    )
     lifecycle: LifecycleConfig = Field(default=LifecycleConfig(), description="How replicas leave, and their health")
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
     testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")

@@ -18,6 +18,7 @@ import torch
 from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
 from scheduler.plan import Slice, StepPlan
 
@@ -150,13 +151,20 @@ class StepGraphs:
         for size in {1, 2, 16} & set(self._batch_sizes):
             decode, graph = self._decode[size]
             launched = graph.replay(decode.values(()))
+            rows = torch.arange(size, dtype=torch.int32, device=launched.logits.device)
+            num_words = -(-launched.logits.shape[1] // 32)
+            forbid_tokens(
+                launched.logits, torch.full((size, num_words), -1, dtype=torch.int32, device=rows.device), rows
+            )
             for has_sampled, has_filtered, most_kept in (
                 (False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)
             ):  # fmt: skip
-                draw_tokens(
-                    launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
-                    has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
-                )  # fmt: skip
+                for masked in (None, torch.ones_like(rows)):
+                    draw_tokens(
+                        launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
+                        has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
+                        masked=masked,
+                    )  # fmt: skip
 
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""

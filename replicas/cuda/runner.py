@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,8 +22,10 @@ from replicas.cuda.skinny_linear import skinny_linear
 from replicas.cuda.slots import CudaSlots, SamplingKinds, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import TokensInFlight
+from replicas.device_copy import to_device
 from replicas.kernels.dependent_launch import launches_early
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.replaced_layers import replace_layers, with_card_kernels
@@ -78,7 +81,17 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
-        return self._keeping_fed(forwarded.plan, lambda: super(CudaRunner, self).choose(forwarded, masks))
+        """As the base's. Rows with masks are drawn by the kernels that draw others, if these know their parameters."""
+        plan = forwarded.plan
+        if masks is not None and forwarded.logits is not None and (kinds := self._slots.kinds(plan)).is_plain:
+            return self._keeping_fed(plan, lambda: self._draw_masked(forwarded, masks, kinds))
+        if forwarded.logits is not None:
+            forwarded = replace(forwarded, logits=forwarded.logits.to(torch.float32, copy=True))
+        return self._keeping_fed(plan, lambda: super(CudaRunner, self).choose(forwarded, masks))
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        return super().logits(plan).to(torch.float32, copy=True)
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
         return self._run_passes(self._passes(plan), plan)
@@ -123,6 +136,24 @@ class CudaRunner(ModelRunner):
             )  # fmt: skip
             tokens.append(drawn[: planned.num_samples])
         return SampledTokens(torch.cat(tokens))
+
+    def _draw_masked(self, forwarded: ForwardHandle, masks: TokenMasks, kinds: SamplingKinds) -> StepHandle:
+        logits, places = forwarded.logits, SamplePlace.all_of(forwarded.plan)
+        assert logits is not None
+        device = logits.device
+        # A prompt's choices have the parameters of the slot that ends it, and feed slots of their own.
+        rows = [[p.next_slot for p in places], [p.position - 1 for p in places], [p.choice for p in places]]
+        has_mask = set(masks.rows)
+        slots, positions, choices, masked = numbers_to_device(
+            [*rows, [int(row in has_mask) for row in range(len(places))]], device
+        ).int()
+        words = to_device(torch.from_numpy(masks.words), device)
+        forbid_tokens(logits, words, numbers_to_device(list(masks.rows), device).int())
+        tokens = draw_tokens(
+            logits, self._slots.state, slots, positions, choices,
+            has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, masked=masked,
+        )  # fmt: skip
+        return StepHandle(forwarded.plan, *self._on_the_way(SampledTokens(tokens), forwarded.prompts))
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
@@ -199,12 +230,10 @@ class CudaRunner(ModelRunner):
 
 
 def _logits_of(passes: Sequence[PlannedPass]) -> torch.Tensor:
-    """Run them. Copies: each pass overwrites what the last one gave."""
-    logits = []
-    for planned in passes:
-        launched = planned.launch()
-        logits.append(launched.logits[: planned.num_samples].to(torch.float32, copy=True))
-    return torch.cat(logits)
+    """Run them. Of several copies: each pass overwrites what the last one gave. Of one its own, until the next pass."""
+    if len(passes) == 1:
+        return passes[0].launch().logits[: passes[0].num_samples]
+    return torch.cat([planned.launch().logits[: planned.num_samples].clone() for planned in passes])
 
 
 def _compiler_options(device: torch.device) -> dict[str, bool]:

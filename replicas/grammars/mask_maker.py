@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from llguidance import LLExecutor, LLTokenizer
@@ -15,8 +15,12 @@ from replicas.grammars.followed_text import FollowedText
 class MaskMaker:
     """One thread at a time; the work is shared by threads of its own, and other Python threads run meanwhile."""
 
-    def __init__(self, tokenizer: LLTokenizer, num_threads: int) -> None:
+    def __init__(
+        self, tokenizer: LLTokenizer, num_threads: int, new_words: Callable[[int, int], NDArray[np.int32]]
+    ) -> None:
+        """new_words: where masks are written, int32 [n, words]: on a card memory that it can read by itself."""
         self._num_words = -(-tokenizer.vocab_size // 32)
+        self._new_words = new_words
         self._executor = LLExecutor(num_threads)
 
     def masks(self, texts: Sequence[FollowedText]) -> tuple[list[int], NDArray[np.int32]]:
@@ -27,7 +31,7 @@ class MaskMaker:
         """
         self._catch_up(texts)
         held = [index for index, text in enumerate(texts) if text.matcher is not None and text.failure is None]
-        words = np.empty((len(held), self._num_words), dtype=np.int32)
+        words = self._new_words(len(held), self._num_words)
         matchers = [(texts[index].matcher, place) for place, index in enumerate(held)]
         if len(held) == 1:  # no other thread need be woken
             fill_next_token_bitmask(matchers[0][0], words, 0)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from replicas.kernels.token_search import (
     row_maximum,
 )
 
-_NOT_A_TOKEN = tl.constexpr(-1)
+_NOT_A_TOKEN, _NOTHING_ALLOWED = tl.constexpr(-1), tl.constexpr(-2)
 _LAST_TOKEN, _SEED, _TOP_K = tl.constexpr(LAST_TOKEN), tl.constexpr(SEED), tl.constexpr(TOP_K)
 _TEMPERATURE, _DROP_MASS = tl.constexpr(TEMPERATURE), tl.constexpr(DROP_MASS)
 _BLOCK = 4096
@@ -129,6 +129,7 @@ def _choose(
     drawn_values,
     drawn_indices,
     broken,
+    masked,
     state,
     slots,
     positions,
@@ -137,8 +138,12 @@ def _choose(
     BLOCKS_PADDED: tl.constexpr,
     HAS_SAMPLED: tl.constexpr,
     ARE_PICKED: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
 ) -> None:
-    """The best block's token, NOT_A_TOKEN for a row with a NaN or without any finite logit; it feeds the next step."""
+    """The best block's token, NOT_A_TOKEN for a row with a NaN or without any finite logit; it feeds the next step.
+
+    With HAS_MASKS a row of nothing but -inf is one whose mask and logits have no token in common: NOTHING_ALLOWED.
+    """
     row = tl.program_id(0)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
     index = tl.arange(0, BLOCKS_PADDED)
@@ -158,7 +163,11 @@ def _choose(
     has_nan = tl.max(tl.load(broken + places, mask=mask, other=0), 0) > 0
     peak = tl.max(greedy, 0)
     is_finite = tl.abs(peak) < float("inf")
-    token = tl.where(has_nan, _NOT_A_TOKEN, tl.where(is_finite, chosen, _NOT_A_TOKEN)).to(tl.int64)
+    none = _NOT_A_TOKEN
+    if HAS_MASKS:
+        is_masked = tl.load(masked + row) != 0
+        none = tl.where(is_masked & (peak == float("-inf")), _NOTHING_ALLOWED, _NOT_A_TOKEN)
+    token = tl.where(has_nan, _NOT_A_TOKEN, tl.where(is_finite, chosen, none)).to(tl.int64)
     tl.store(tokens + row, token)
     # No token must still be some id: the next step may be planned already, and is dropped.
     tl.store(params + _LAST_TOKEN, tl.maximum(token, 0), mask=tl.load(positions + row) >= 0)
@@ -174,14 +183,16 @@ def draw_tokens(
     has_sampled: bool = True,
     has_filtered: bool = True,
     most_kept: int = 0,
+    masked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token id per row, int64 [R]; -1 (NOT_A_TOKEN) where the logits are no numbers.
+    """One token id per row, int64 [R]; -1 (NOT_A_TOKEN) where the logits are no numbers, -2 (NOTHING_ALLOWED) where
+    masks have left none.
 
     logits [R, V], rows contiguous, of any float type; state: int64 rows of slots, as `replicas.kernels.slot_columns`;
     slots, positions (of the token that was fed), choices: int32 [R]. has_sampled, has_filtered: whether some row
     samples, or has a top-k or top-p; kernels that no row needs are left out. most_kept: the largest top-k where every
-    row that samples has one, else 0. Mutates state: each slot's last token, but
-    for rows at position -1, which are padding. Does not block.
+    row that samples has one, else 0. masked: int32 [R], 1: `token_mask` has gone over the row; None: over no row. Mutates
+    state: each slot's last token, but for rows at position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -232,7 +243,8 @@ def draw_tokens(
         )  # fmt: skip
     tokens = empty(num_rows, dtype=torch.int64)
     _choose[(num_rows,)](
-        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, state, slots, positions,
-        state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked, **sizes,
+        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, broken if masked is None else masked,
+        state, slots, positions, state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked,
+        HAS_MASKS=masked is not None, **sizes,
     )  # fmt: skip
     return tokens

@@ -31,8 +31,8 @@ from scheduler.plan import SampledToken, StepOutput, StepPlan
 class ForwardHandle:
     """A step whose pass was launched and whose tokens are not chosen yet.
 
-    logits: float32 [num_samples, vocab_size], of the tokens that the plan samples, in their order; None when it has
-    nothing to compute. prompts: scores of its chunks.
+    logits: [num_samples, vocab_size], of the tokens that the plan samples, in their order: float32, on a card as its
+    kernels give them; None when it has nothing to compute. prompts: scores of its chunks.
     """
 
     plan: StepPlan

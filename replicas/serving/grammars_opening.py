@@ -6,7 +6,10 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import torch
 from llguidance import LLTokenizer
+from numpy.typing import NDArray
 
 from replicas.answer_ends import answer_ends
 from replicas.engine.constrained_rows import Grammars
@@ -44,14 +47,25 @@ class GrammarsOpening:
         cache = GrammarCache(
             tokenizer,
             chosen.fuel,
-            num_threads=chosen.num_threads,
+            num_threads=chosen.grammar_threads,
             max_entries=chosen.cache_entries,
             max_bytes=chosen.cache_bytes,
             compiled=compiled,
         )
-        return Grammars(cache, MaskMaker(tokenizer, chosen.num_threads))
+        new_words = _pinned_words if self._settings.device == "cuda" else _words
+        return Grammars(cache, MaskMaker(tokenizer, chosen.grammar_threads, new_words))
 
     def _open_tokenizer(self, vocab_size: int) -> LLTokenizer:
         model = self._settings.model
         folder = resolve_source(model.source, model.cache_dir)
         return grammar_tokenizer(folder, vocab_size, answer_ends(folder), model.trust_remote_code)
+
+
+def _words(num_rows: int, num_words: int) -> NDArray[np.int32]:
+    return np.empty((num_rows, num_words), dtype=np.int32)
+
+
+def _pinned_words(num_rows: int, num_words: int) -> NDArray[np.int32]:
+    """Memory that torch keeps and gives out again when no copy to the card reads it any more."""
+    words: NDArray[np.int32] = torch.empty(num_rows, num_words, dtype=torch.int32, pin_memory=True).numpy()
+    return words
