@@ -1,4 +1,5 @@
-"""Runs in the clients' environment: openai-agents over POST /v1/responses, whole and streamed. Arguments: URL, API key.
+"""Runs in the clients' environment: openai-agents over POST /v1/responses: texts, streamed texts, a tool, an object.
+Arguments: URL, API key.
 
 Prints one JSON object.
 """
@@ -9,14 +10,27 @@ import asyncio
 import json
 import sys
 
-from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 from openai.types.responses import ResponseTextDeltaEvent
+from pydantic import BaseModel
 
 url, key = sys.argv[1:]
 QUESTION = "What is the capital of France?"
 
 set_tracing_disabled(True)
+asked: list[str] = []
+
+
+class Verdict(BaseModel):
+    is_right: bool
+
+
+@function_tool
+def get_weather(in_paris: bool) -> str:
+    """The weather in Paris, or elsewhere."""
+    asked.append(str(in_paris))
+    return "sunny"
 
 
 async def main() -> None:
@@ -33,6 +47,15 @@ async def main() -> None:
         async for event in streamed.stream_events()
         if event.type == "raw_response_event" and isinstance(event.data, ResponseTextDeltaEvent)
     ]
+    caller = agent.clone(
+        tools=[get_weather],
+        tool_use_behavior="stop_on_first_tool",
+        model_settings=ModelSettings(temperature=0, max_tokens=64, tool_choice="required"),
+    )
+    called = await Runner.run(caller, "What is the weather in Paris?")
+    calls_streamed = Runner.run_streamed(caller, "What is the weather in Paris?")
+    kinds = [event.data.type async for event in calls_streamed.stream_events() if event.type == "raw_response_event"]
+    judged = await Runner.run(agent.clone(output_type=Verdict), "Is Paris the capital of France?")
     print(
         json.dumps(
             {
@@ -41,6 +64,10 @@ async def main() -> None:
                 "second": second.final_output,
                 "streamed": streamed.final_output,
                 "deltas": "".join(deltas),
+                "called": [called.final_output, calls_streamed.final_output],
+                "asked": asked,
+                "kinds": kinds,
+                "judged": type(judged.final_output.is_right).__name__,
             }
         )
     )

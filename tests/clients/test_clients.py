@@ -77,6 +77,12 @@ def test_openai_agents(server: RunningServer) -> None:
     assert got["streamed"] == got["deltas"] == got["answer"]
     assert got["second"]
     assert got["usage"] > 0
+    assert got["called"] == ["sunny", "sunny"]
+    assert len(got["asked"]) == 2
+    assert got["asked"][0] == got["asked"][1]
+    assert "response.function_call_arguments.delta" in got["kinds"]
+    assert got["kinds"][-1] == "response.completed"
+    assert got["judged"] == "bool"
 
 
 def test_anthropics_client_is_told_what_to_use(server: RunningServer) -> None:

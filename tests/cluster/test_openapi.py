@@ -113,7 +113,11 @@ async def test_every_field_of_a_request_is_described_with_an_example() -> None:
     known = ResponsesBody.model_fields.keys() | REFUSED.keys()
     assert schemas["ResponsesBody"]["properties"].keys() == known | schemas["ChatCompletionBody"]["properties"].keys()
     requests = ("Body", "Options", "ChatMessage", "Call", "FunctionTool", "TextFormat", "InputMessage", "CallOutput")
-    bodies = {name: schema for name, schema in schemas.items() if name.endswith(requests)}
+    bodies = {
+        name: schema
+        for name, schema in schemas.items()
+        if name.endswith(requests) and name[:6] not in ("Answer", "Output")
+    }
     assert len(bodies) >= 16
     for name, schema in bodies.items():
         for field, described in schema["properties"].items():
