@@ -12,6 +12,7 @@ from cluster.http.request_id import request_id_of
 _ALL = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
 # What the Responses API has below its path that is no stored response.
 _OTHERS = {
+    "": "leave the slash at the end away: POST /v1/responses",
     "compact": "nothing is compacted here: shorten input yourself",
     "input_tokens": "tokens are counted by POST /tokenize",
 }

@@ -342,7 +342,7 @@ async def test_nothing_is_stored(method: str, path: str) -> None:
         assert "input" in error["message"]
 
 
-@pytest.mark.parametrize(("path", "instead"), [("compact", "input"), ("input_tokens", "/tokenize")])
+@pytest.mark.parametrize(("path", "instead"), [("", "slash"), ("compact", "input"), ("input_tokens", "/tokenize")])
 async def test_what_else_the_api_has_says_what_to_use(path: str, instead: str) -> None:
     async with client() as c:
         response = await c.http.post(f"{PATH}/{path}", json={})

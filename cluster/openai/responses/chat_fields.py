@@ -184,7 +184,10 @@ class _Messages:
 
     def _returned(self, item: InputFunctionCallOutput, origin: str) -> None:
         if item.call_id not in self._call_ids:
-            message = f"{origin}.call_id is that of no function_call before it in input; nothing is stored here: {_ALL}"
+            message = (
+                f"{origin}.call_id is that of no function_call before it in input; nothing is stored here: send the "
+                "items of earlier answers too"
+            )
             raise ApiError(400, message, param=f"{origin}.call_id", code="invalid_value")
         self._new("tool", origin, item.output, tool_call_id=item.call_id)
 
@@ -200,6 +203,3 @@ class _Messages:
     def _has_only_reasoning(self) -> bool:
         last = self._last
         return last["role"] == _ASSISTANT and last["content"] is None and "tool_calls" not in last
-
-
-_ALL = "send the items of earlier answers too"
