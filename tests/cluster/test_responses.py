@@ -82,7 +82,7 @@ def events_in(content: bytes) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def client(ingress: FakeIngress | None = None, /, **script: Sequence[Step]) -> AsyncIterator[Client]:
-    ingress = ingress or FakeIngress(ScriptedSource(**script))
+    ingress = ingress or FakeIngress(ScriptedSource(**script), {"server": {"openapi": False}})
     transport = httpx.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         yield Client(ingress, http)

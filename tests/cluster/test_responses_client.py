@@ -19,7 +19,7 @@ from tests.cluster.fake_ingress import HANG, LENGTH, MODEL, STOP, FakeIngress, S
 
 @asynccontextmanager
 async def client(**script: Sequence[Step]) -> AsyncIterator[AsyncOpenAI]:
-    ingress = FakeIngress(ScriptedSource(**script))
+    ingress = FakeIngress(ScriptedSource(**script), {"server": {"openapi": False}})
     transport = httpx2.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport) as http:
         yield AsyncOpenAI(base_url="http://x/v1", api_key="sk-test", http_client=http, max_retries=0)

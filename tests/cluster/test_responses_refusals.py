@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp
 
 from tests.cluster.fake_ingress import FakeIngress, ScriptedSource
 
@@ -114,31 +115,44 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-async def refusal(fields: dict[str, Any], stream: bool = False) -> dict[str, Any]:
-    ingress = FakeIngress(ScriptedSource())
-    transport = httpx.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
+@pytest.fixture(scope="module")
+def ingress() -> FakeIngress:
+    """One for all: a refusal leaves nothing behind."""
+    return FakeIngress(ScriptedSource(), {"server": {"openapi": False}})
+
+
+@pytest.fixture(scope="module")
+def app(ingress: FakeIngress) -> ASGIApp:
+    return ingress.app()
+
+
+async def refusal(ingress: FakeIngress, app: ASGIApp, fields: dict[str, Any], stream: bool = False) -> dict[str, Any]:
+    before = ingress.outcomes().get("client_error", 0)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         body = {"input": "p"} | ({"stream": True} if stream else {}) | fields
         response = await http.post("/v1/responses", content=json.dumps(body))
     assert response.status_code == 400, response.text
     assert ingress.source.generations == []
-    assert ingress.outcomes() == {"client_error": 1}
+    assert ingress.outcomes() == {"client_error": before + 1}
     error: dict[str, Any] = response.json()["error"]
     return error
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), [*STORED, *NOT_DONE])
-async def test_what_is_not_done_here(fields: dict[str, Any], param: str, says: str) -> None:
+async def test_what_is_not_done_here(
+    ingress: FakeIngress, app: ASGIApp, fields: dict[str, Any], param: str, says: str
+) -> None:
     for stream in (False, True):
-        error = await refusal(fields, stream)
+        error = await refusal(ingress, app, fields, stream)
         assert (error["param"], error["code"]) == (param, "unsupported"), error
         assert error["message"].startswith(param)
         assert says in error["message"]
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG)
-async def test_what_is_wrong(fields: dict[str, Any], param: str, says: str) -> None:
-    error = await refusal(fields)
+async def test_what_is_wrong(ingress: FakeIngress, app: ASGIApp, fields: dict[str, Any], param: str, says: str) -> None:
+    error = await refusal(ingress, app, fields)
     assert error["param"] == param, error
     assert error["code"] != "unsupported"
     assert says in error["message"], error

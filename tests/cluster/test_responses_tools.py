@@ -43,7 +43,7 @@ ITEMS = [
 
 def ingress(**script: str) -> FakeIngress:
     tokens = {prompt: text(0, answer, STOP, eos=True) for prompt, answer in script.items()}
-    return FakeIngress(ScriptedSource(**tokens), tokenizer=ByteTokenizer(TEMPLATE))
+    return FakeIngress(ScriptedSource(**tokens), {"server": {"openapi": False}}, tokenizer=ByteTokenizer(TEMPLATE))
 
 
 def official(http: httpx2.AsyncClient) -> AsyncOpenAI:
