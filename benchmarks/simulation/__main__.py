@@ -43,6 +43,11 @@ def main() -> int:
     autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
     autoscaling.add_argument("--plot", type=Path, help="image file")
     options = parser.parse_args()
+    traces = [options.trace]
+    if options.what == "autoscaling":
+        traces = [options.traces / SCENARIOS[index].trace for index in options.only]
+    if missing := [str(trace) for trace in traces if not trace.is_file()]:
+        parser.error(f"no such trace: {', '.join(missing)}; docs/simulator.md says where the public ones are")
     machine = describe_machine()
     print(machine_line(machine), flush=True)
     run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling}[options.what]

@@ -20,7 +20,7 @@ import resource
 import signal
 import struct
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
 import orjson
@@ -51,6 +51,7 @@ class Settings:
     tokenizer: str
     eos_token_ids: tuple[int, ...]
     bounds: GrammarBounds
+    fuel: GrammarFuel = field(default_factory=GrammarFuel)
 
     def to_line(self) -> bytes:
         return orjson.dumps(asdict(self)) + b"\n"
@@ -58,8 +59,8 @@ class Settings:
     @classmethod
     def of_line(cls, line: bytes) -> Settings:
         values = orjson.loads(line)
-        bounds, ends = GrammarBounds(**values.pop("bounds")), tuple(values.pop("eos_token_ids"))
-        return cls(**values, eos_token_ids=ends, bounds=bounds)
+        bounds, fuel = GrammarBounds(**values["bounds"]), GrammarFuel(**values["fuel"])
+        return cls(values["tokenizer"], tuple(values["eos_token_ids"]), bounds, fuel)
 
 
 def main() -> None:
@@ -68,6 +69,8 @@ def main() -> None:
     os.dup2(2, 1)  # what native code prints is no answer
     settings = Settings.of_line(questions.readline())
     try:
+        if not settings.eos_token_ids:
+            raise ValueError("the model has no token that ends an answer")
         tokenizer = LLTokenizer(settings.tokenizer, eos_token=list(settings.eos_token_ids))
     except ValueError as error:
         answers.write(_line({"unsupported": str(error)}))
@@ -80,7 +83,7 @@ def main() -> None:
         if child == 0:
             code = 1
             try:
-                code = _answer_all(questions, answers, in_work, tokenizer, settings.bounds)
+                code = _answer_all(questions, answers, in_work, tokenizer, settings)
             finally:
                 os._exit(code)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -92,16 +95,16 @@ def main() -> None:
 
 
 def _answer_all(
-    questions: BinaryIO, answers: BinaryIO, in_work: mmap.mmap, tokenizer: LLTokenizer, bounds: GrammarBounds
+    questions: BinaryIO, answers: BinaryIO, in_work: mmap.mmap, tokenizer: LLTokenizer, settings: Settings
 ) -> int:
     """The child. What the process shall end with: 0 when there are no more questions."""
-    num_pages, fuel = _limit_oneself(), GrammarFuel()
+    num_pages, bounds = _limit_oneself(), settings.bounds
     while line := questions.readline():
         asked = orjson.loads(line)
         in_work[:] = _ID.pack(asked["id"])
         signal.setitimer(signal.ITIMER_PROF, bounds.max_grammar_seconds)  # its signal ends the process
         source = GrammarSource(asked["kind"], asked["text"], asked["is_lenient"])
-        answer = _answer(source, tokenizer, bounds, fuel)
+        answer = _answer(source, tokenizer, bounds, settings.fuel)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_line({"id": asked["id"], **answer}))
         in_work[:] = _ID.pack(0)

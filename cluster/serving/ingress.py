@@ -15,11 +15,9 @@ from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
 from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
-from cluster.grammars.compile_process import Settings
-from cluster.grammars.grammar_compiler import GrammarCompiler
 from cluster.grammars.known_grammars import KnownGrammars
-from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.serve_proxy import proxy_here
+from cluster.http.server_address import base_url, is_elsewhere
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -28,7 +26,6 @@ from cluster.monitoring.otel_tracing import open_tracing
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.responses.responses_service import ResponsesService
-from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
@@ -37,7 +34,7 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
-from cluster.text.answer_parser import AnswerParser
+from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
@@ -55,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
+_ADDRESS_TIMEOUT_S = 5.0
 
 
 class Ingress:
@@ -71,6 +69,7 @@ class Ingress:
         from ray import serve
 
         from replicas.gguf.conversion import resolve_source
+        from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
         from replicas.structured_log import configure_logging
 
@@ -87,10 +86,11 @@ class Ingress:
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
+        await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
         tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
-        self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
-        parser = _answer_parser(config, tokenizer)
+        self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
+        parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -113,7 +113,7 @@ class Ingress:
         self._scaling_rules: ScalingRules | None = None
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
-        self._compiler = _grammar_compiler(tokenizer, config)
+        self._compiler = grammar_compiler(tokenizer, config)
         grammars = AnswerGrammars(KnownGrammars(self._compiler, self.metrics))
         self.service = GenerationService(
             config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
@@ -130,6 +130,7 @@ class Ingress:
                 "server.proxy: this Ray was started for another",
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
+        await self._compare_address()
         await self._router.start()
         start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
         loop = asyncio.get_running_loop()
@@ -144,6 +145,28 @@ class Ingress:
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
+
+    async def _compare_address(self) -> None:
+        """A file that is deployed to a Serve that runs already does not move it: Serve itself only warns of that."""
+        import ray
+        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+        wanted = self.config.server
+        try:
+            controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            found = await asyncio.wait_for(controller.get_http_config.remote(), _ADDRESS_TIMEOUT_S)
+        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:  # it is starting anew: serve all the same
+            logger.warning("Serve's address unknown", extra={"event": "address_unknown", "reason": repr(error)})
+            return
+        if is_elsewhere(wanted.host, wanted.port, found.host, found.port):
+            logger.error(
+                "server.host, server.port: Serve runs at another address and stays there until it is started anew",
+                extra={
+                    "event": "wrong_address",
+                    "config": base_url(wanted.host, wanted.port),
+                    "ray": base_url(found.host or "", found.port),
+                },
+            )
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
         """Serve's hook, at the start and whenever that part of the config changes (`cluster.config.parts.live_part`).
@@ -276,28 +299,3 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, st
     if tokenizer_digest(folder) != digest:
         raise ValueError(f"the tokenizer's files in {folder} changed while they were read; start again")
     return tokenizer, digest
-
-
-def _answer_parser(config: ServingConfig, tokenizer: Tokenizer) -> AnswerParser:
-    """Raises ConfigError where a checkpoint's own response template can't be used."""
-    try:
-        parser = AnswerParser(tokenizer, config.model.answer_parser)
-    except ValueError as error:
-        raise ConfigError(f"model.answer_parser: {error}") from error
-    extra = {"event": "answer_parser", "parser": parser.name, "shows_tools": tokenizer.shows_tools}
-    logger.info("how answers are taken apart", extra=extra)
-    return parser
-
-
-def _grammar_compiler(tokenizer: Tokenizer, config: ServingConfig) -> GrammarCompiler:
-    ends = tuple(sorted(tokenizer.eos_token_ids))
-    return GrammarCompiler(Settings(tokenizer.to_json(), ends, by_names(GrammarBounds, config.limits)))
-
-
-def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:
-    """Also says in the log what no config shows, and every answer depends on."""
-    kind = config.model.sampling_defaults
-    defaults = checkpoint_defaults(folder) if kind == "checkpoint" else SamplingDefaults()
-    known = {"eos_token_ids": sorted(tokenizer.eos_token_ids), "sampling_defaults": kind, **defaults.described()}
-    logger.info("ends and defaults of the checkpoint", extra={"event": "checkpoint_defaults", **known})
-    return defaults

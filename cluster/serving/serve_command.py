@@ -86,6 +86,8 @@ def _set_environment(config: Config, variables: Mapping[str, str]) -> None:
     """
     if config.server.proxy == "serve" and proxy_here(os.environ) == "haproxy":
         _say("RAY_SERVE_ENABLE_HA_PROXY is not heeded: set server.proxy: haproxy in the config")
+    if os.environ.pop("RAY_ADDRESS", None):
+        _say("RAY_ADDRESS is not heeded: serve starts a Ray of its own; for a cluster: splitserve deploy, serve deploy")
     os.environ.update(variables)
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -106,6 +108,7 @@ def _start_ray(config: Config) -> None:
     from ray import serve
 
     ray.init(
+        address="local",  # else it would join a Ray that runs here already, of whatever version
         num_cpus=config.ray_num_cpus,
         include_dashboard=config.ray.include_dashboard,
         object_store_memory=config.ray.object_store_memory_bytes,
@@ -209,17 +212,20 @@ def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) ->
     url = base_url(config.server.host, config.server.port)
     decode = description["decode"]
     capacity = sum(replica["num_blocks"] * replica["block_size"] for replica in decode)
-    per_token = decode[0]["kv_bytes_per_token"] if decode else 0
     replicas = ", ".join(f"{len(table)} {pool}" for pool, table in sorted(description.items(), reverse=True))
+    # Pools that scale may begin with none; every replica of either knows what a token takes.
+    per_token = {replica["kv_bytes_per_token"] for table in description.values() for replica in table}
+    kv = f"{per_token.pop():,} bytes a token" if per_token else "known when the first replica runs"
     full = capacity // config.model.max_model_len
+    room = f"{capacity:,} tokens in the decode pool: {full} requests of full length"
     return "\n".join(
         [
             "",
             f"  URL        {url}/v1",
             f"  model      {config.model.name} ({config.model.dtype})",
             f"  replicas   {config.ingress.first_replicas} ingress, {replicas}",
-            f"  KV cache   {per_token:,} bytes a token",
-            f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of full length",
+            f"  KV cache   {kv}",
+            f"  capacity   {room if decode else 'none yet: the first request starts a decode replica'}",
             "",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
             f'    -d \'{{"model": "{config.model.name}", "max_tokens": 64, "temperature": 0,',

@@ -121,7 +121,7 @@ def _draw_of_block(
         tl.store(indices + row * NUM_BLOCKS + block, token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "masked"])
 def _choose(
     tokens,
     greedy_values,
@@ -191,7 +191,7 @@ def draw_tokens(
     logits [R, V], rows contiguous, of any float type; state: int64 rows of slots, as `replicas.kernels.slot_columns`;
     slots, positions (of the token that was fed), choices: int32 [R]. has_sampled, has_filtered: whether some row
     samples, or has a top-k or top-p; kernels that no row needs are left out. most_kept: the largest top-k where every
-    row that samples has one, else 0. masked: int32 [R], 1: `token_mask` has gone over the row; None: over no row. Mutates
+    row that samples has one, else 0. masked: int32 [R], 1: `token_mask` has gone over the row; None: over none. Mutates
     state: each slot's last token, but for rows at position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
@@ -242,8 +242,9 @@ def draw_tokens(
             choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=IS_EXACT, **search,
         )  # fmt: skip
     tokens = empty(num_rows, dtype=torch.int64)
+    maybe_masked = broken if masked is None else masked  # never read if None
     _choose[(num_rows,)](
-        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, broken if masked is None else masked,
+        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, maybe_masked,
         state, slots, positions, state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked,
         HAS_MASKS=masked is not None, **sizes,
     )  # fmt: skip

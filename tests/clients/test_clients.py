@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.answer_families import TEMPLATES
 from tests.model_folder import model_folder
 from tests.server.running_server import ROOT, RunningServer, run_server
 
@@ -69,6 +70,44 @@ def test_litellm(server: RunningServer) -> None:
     assert got["usage"] > 0
     assert got["completion"]
     assert "messages must" in got["error"]
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The same weights with a chat template that shows tools and takes their answers."""
+    folder = tmp_path_factory.mktemp("tool_clients")
+    model = folder / "SmolLM2-135M-Instruct"
+    model.mkdir()
+    for path in Path(model_folder()).iterdir():
+        (model / path.name).symlink_to(path)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "chat_template.jinja").write_text(TEMPLATES["hermes"])
+    keys = folder / "keys.txt"
+    keys.write_text(f"{API_KEY}\n")
+    changes = {"auth.api_keys_file": str(keys), "model.max_model_len": 1024, "model.source": str(model)}
+    with run_server("local.yaml", folder, changes) as server:
+        yield server
+        server.wait_for_baseline()
+
+
+def test_langchains_agents_and_typed_answers(tool_server: RunningServer) -> None:
+    got = drive("drive_langchain_tools.py", tool_server.url, API_KEY)
+    name, arguments = got["call"]
+    assert name == "get_weather"
+    assert isinstance(arguments["city"], str)
+    assert got["streamed"] == [got["call"]]
+    assert got["finish_reason"] == "tool_calls"
+    assert got["final"]
+    assert got["agent"]
+    for answer in (got["typed"], got["schema"]):
+        assert answer.keys() == {"city", "inhabitants"}
+
+
+def test_pydantic_ai(tool_server: RunningServer) -> None:
+    got = drive("drive_pydantic_ai.py", tool_server.url, API_KEY)
+    assert got["streamed"] == got["typed"]
+    assert got["typed"].keys() == got["schema"].keys() == {"city", "inhabitants"}
+    assert got["text"]
 
 
 def test_openai_agents(server: RunningServer) -> None:

@@ -151,13 +151,14 @@ async def test_a_tokenizer_that_no_grammar_can_be_made_for_is_said_once() -> Non
     spec = json.loads(byte_tokenizer_json())
     spec["decoder"] = None
     spec["model"] = {"type": "WordLevel", "vocab": {"a": 0, "<eos>": 256}, "unk_token": "a"}
-    compiler = GrammarCompiler(Settings(json.dumps(spec), (EOS,), BOUNDS))
-    try:
-        for _ in range(2):
-            with pytest.raises(SourceRefused, match="tokenizer of this model"):
-                await compiler.compile(GOOD)
-    finally:
-        compiler.close()
+    for settings_ in (Settings(json.dumps(spec), (EOS,), BOUNDS), Settings(byte_tokenizer_json(), (), BOUNDS)):
+        compiler = GrammarCompiler(settings_)
+        try:
+            for _ in range(2):
+                with pytest.raises(SourceRefused, match="tokenizer of this model"):
+                    await compiler.compile(GOOD)
+        finally:
+            compiler.close()
 
 
 @pytest.mark.slow

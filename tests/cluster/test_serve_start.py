@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cluster.config.root import Config
+from cluster.http import server_address
 from cluster.serving import serve_command
 from cluster.user_error import UserError
 from tests.server.local_ray import free_port
@@ -81,6 +82,15 @@ def test_a_url_has_an_ipv6_address_in_brackets() -> None:
         assert f"curl {url}/v1/chat/completions" in lines
 
 
+@pytest.mark.parametrize(
+    ("serves", "is_elsewhere"),
+    [(("0.0.0.0", 8000), False), ((None, 8000), False), (("0.0.0.0", 8001), True), (("127.0.0.1", 8000), True)],
+)
+def test_a_serve_that_listens_elsewhere_is_found(serves: tuple[str | None, int], is_elsewhere: bool) -> None:
+    """No host means every address, as in Serve's own schema."""
+    assert server_address.is_elsewhere("0.0.0.0", 8000, *serves) is is_elsewhere
+
+
 def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
     monkeypatch.delenv(name, raising=False)
@@ -89,3 +99,26 @@ def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(mon
     monkeypatch.setenv(name, "5")
     serve_command.run_server(config(port=free_port()))
     assert os.environ[name] == "5"
+
+
+def test_a_ray_that_runs_elsewhere_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    serve_command.run_server(config(port=free_port()))
+    assert "RAY_ADDRESS" not in os.environ
+    assert "RAY_ADDRESS is not heeded: serve starts a Ray of its own; for a cluster: splitserve deploy" in (
+        capsys.readouterr().err
+    )
+
+
+def test_pools_that_begin_empty_are_told_as_what_they_are() -> None:
+    replica = {"num_blocks": 512, "block_size": 16, "kv_bytes_per_token": 46_080}
+    empty = serve_command.ready_lines(config(), {"decode": [], "prefill": []})
+    assert "KV cache   known when the first replica runs\n" in empty
+    assert "capacity   none yet: the first request starts a decode replica\n" in empty
+    prefill_only = serve_command.ready_lines(config(), {"decode": [], "prefill": [replica]})
+    assert "KV cache   46,080 bytes a token\n" in prefill_only
+    full = serve_command.ready_lines(config(), {"decode": [replica, replica], "prefill": [replica]})
+    assert "KV cache   46,080 bytes a token\n" in full
+    assert "capacity   16,384 tokens in the decode pool: 8 requests of full length\n" in full

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -22,6 +23,8 @@ from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
+from replicas.sampling.rules.token_masks import TokenMasks
+from replicas.sampling.sample_place import SamplePlace
 from replicas.settings import ModelSettings
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -269,11 +272,19 @@ def test_phases_apart_choose_what_one_launch_does(device: torch.device, tmp_path
         if expected.tokens:
             forwarded = runner.forward(begun(plan))
             assert forwarded.logits is not None
-            forbidden = torch.zeros_like(forwarded.logits, dtype=torch.bool)
-            forbidden[0, expected.tokens[0].token_id] = True
-            second = int(forwarded.logits[0].masked_fill(forbidden[0], -torch.inf).argmax())
-            tokens = runner.choose(forwarded, forbidden).result().tokens
+            second = int(forwarded.logits[0].topk(2).indices[1])
+            best = expected.tokens[0].token_id
+            tokens = runner.choose(forwarded, all_but(best)).result().tokens
             assert [token.token_id for token in tokens] == [second, *(t.token_id for t in expected.tokens[1:])], plan
+            places = SamplePlace.all_of(plan)
+            assert int(runner._slots.last_token[places[0].next_slot]) == second
+
+
+def all_but(token_id: int) -> TokenMasks:
+    """Of the first row."""
+    words = np.full((1, -(-CONFIG["vocab_size"] // 32)), -1, dtype=np.int32)
+    words[0, token_id // 32] ^= np.uint32(1 << (token_id % 32)).view(np.int32)
+    return TokenMasks((0,), words)
 
 
 def test_what_no_kernel_computes_is_refused(device: torch.device, tmp_path: Path) -> None:

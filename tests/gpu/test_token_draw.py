@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,13 +15,17 @@ from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.token_draw import draw_tokens
+from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.token_pick import picks
 
 pytestmark = pytest.mark.interpreted
 
 
 def draw(
-    logits: torch.Tensor, rows: list[tuple[SamplingParams, int, int]], most_kept: int = 0
+    logits: torch.Tensor,
+    rows: list[tuple[SamplingParams, int, int]],
+    most_kept: int = 0,
+    masked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of (parameters, choice, position of the token) per row, and the state afterwards."""
     state = torch.zeros(len(rows) + 1, BLOCK_TABLE + 1, dtype=torch.int64)
@@ -31,7 +36,9 @@ def draw(
     state = state.to(logits.device)
     positions = torch.tensor([position - 1 for _, _, position in rows], dtype=torch.int32, device=logits.device)
     choices = torch.tensor([choice for _, choice, _ in rows], dtype=torch.int32, device=logits.device)
-    tokens = draw_tokens(logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept)
+    tokens = draw_tokens(
+        logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept, masked=masked
+    )
     return tokens, state[slots.to(logits.device), LAST_TOKEN]
 
 
@@ -160,3 +167,63 @@ def test_padding_rows_leave_their_slot_alone(device: torch.device) -> None:
     tokens = draw_tokens(logits, state, slots, positions, torch.zeros_like(slots))
     assert state[1, LAST_TOKEN] == tokens[0] == logits[0].argmax()
     assert state[2, LAST_TOKEN] == 77
+
+
+def random_masks(count: int, vocab_size: int, seed: int) -> tuple[list[int], torch.Tensor]:
+    """Rows that have one, and bool [n, vocab_size]: of one token, of few, of half and of all but one."""
+    rng = random.Random(seed)
+    rows = sorted(rng.sample(range(count), 2 * count // 3))
+    allowed = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+    for place in range(len(rows)):
+        num = (1, min(7, vocab_size), (vocab_size + 1) // 2, vocab_size - 1)[place % 4]
+        allowed[place, rng.sample(range(vocab_size), num)] = True
+    return rows, allowed
+
+
+def packed(allowed: torch.Tensor, num_spare_words: int) -> torch.Tensor:
+    """As llguidance writes them; a tokenizer may know more tokens than the model, whose bits count for nothing."""
+    count, vocab_size = allowed.shape
+    bits = np.ones((count, 32 * (-(-vocab_size // 32) + num_spare_words)), dtype=np.uint8)
+    bits[:, :vocab_size] = allowed.numpy()
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab_size", "num_spare_words", "most_kept"), [(5, 0, 0), (1000, 3, 8), (9001, 1, 0)])
+def test_masked_rows_equal_the_reference(
+    device: torch.device, dtype: torch.dtype, vocab_size: int, num_spare_words: int, most_kept: int
+) -> None:
+    """Greedy, sampled, filtered, by the search and by the pick; rows without a mask draw what they would."""
+    count = 256 if device.type == "cuda" else 24
+    logits = (4 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))).to(dtype)
+    rows = rows_of_few(count, vocab_size, most_kept) if most_kept else random_rows(count, vocab_size)
+    masked_rows, allowed = random_masks(count, vocab_size, vocab_size)
+    forbidden = torch.zeros(count, vocab_size, dtype=torch.bool)
+    forbidden[masked_rows] = ~allowed
+    expected = sample(logits.float().masked_fill(forbidden, -torch.inf), SamplingBatch.from_rows(rows))
+    on_device = logits.clone().to(device)
+    which = torch.tensor(masked_rows, dtype=torch.int32, device=device)
+    forbid_tokens(on_device, packed(allowed, num_spare_words).to(device), which)
+    assert torch.equal(on_device.cpu().float(), logits.float().masked_fill(forbidden, -torch.inf))
+    masked = torch.zeros(count, dtype=torch.int32, device=device)
+    masked[masked_rows] = 1
+    tokens, last = draw(on_device, rows, most_kept, masked)
+    differing = [row for row in range(count) if tokens[row] != expected[row]]
+    assert len(differing) <= count // 100, differing
+    assert torch.equal(last, tokens)
+    assert all(bool(allowed[place, tokens[row]]) for place, row in enumerate(masked_rows))
+
+
+def test_a_mask_that_leaves_nothing_is_told_from_what_is_no_number(device: torch.device) -> None:
+    logits = torch.randn(4, 6000)
+    logits[1, 17] = torch.nan
+    logits[2] = -torch.inf
+    words = torch.zeros(2, 188, dtype=torch.int32)
+    words[1, 0] = 1 << 17  # the only token it allows is no number
+    on_device = logits.to(device)
+    forbid_tokens(on_device, words.to(device), torch.tensor([0, 1], dtype=torch.int32, device=device))
+    rows = [(SamplingParams(temperature=t, seed=3), 0, 9) for t in (1.0, 0.0, 1.0, 0.0)]
+    tokens, last = draw(on_device, rows, masked=torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=device))
+    assert tokens[:3].tolist() == [-2, -1, -1]
+    assert tokens[3] == logits[3].argmax()
+    assert last[:3].tolist() == [0, 0, 0]
