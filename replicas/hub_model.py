@@ -126,7 +126,8 @@ def _refuse_full_disk(model: HubModel) -> None:
 def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
     from huggingface_hub import HfApi, hf_hub_download
 
-    info = HfApi().model_info(hub_id, timeout=_PATIENCE_S, files_metadata=True)
+    # Whoever waits for this thread gives up sooner.
+    info = HfApi().model_info(hub_id, timeout=2 * _PATIENCE_S, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     if _CONFIG not in sizes:
         gguf = next((name for name in sizes if name.endswith(".gguf")), None)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine, machine_line
 from benchmarks.simulation.admission import admission_table, compare_admission
 from benchmarks.simulation.autoscaling import (
     SCENARIOS,
@@ -19,6 +18,7 @@ from benchmarks.simulation.autoscaling import (
 )
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
+from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
 
 

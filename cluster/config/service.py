@@ -254,6 +254,21 @@ class LoggingConfig(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="Least level logged")
     format: Literal["text", "json"] = Field(default="text", description="text for people, json for log collectors")
+    access: bool = Field(
+        default=True,
+        description="A line of level INFO for each request: status, tokens in and out, times, id; no text. Health "
+        "checks and /metrics get none",
+    )
+    throughput: bool = Field(
+        default=True,
+        description="A line of level INFO every ten seconds in which there is work: requests, tokens a second, KV "
+        "cache",
+    )
+    file: LocalPath | None = Field(
+        default=None,
+        description="Where `splitserve serve` writes the log of Ray and of all replicas, of which the terminal shows "
+        "what concerns people; null: logs/serve-PORT.log in model.cache_dir. The one before it is kept, ending in .1",
+    )
 
 
 class RayConfig(Section):

@@ -35,7 +35,7 @@ from replicas.grammars.grammar_fuel import GrammarFuel
 
 # Of what compiles, beyond what it has when it begins.
 _MOST_BYTES = 512 * 1024**2
-# A quarter of what the threads have that compile and follow the same grammar later, which are not to overflow either.
+# Half of what the smallest of the threads has that compile and follow the same grammar later: none is to overflow.
 _MOST_STACK_BYTES = 1024**2
 # A child that has grown by so much makes room for a new one.
 _MOST_GROWN_PAGES = 64 * 1024**2 // resource.getpagesize()

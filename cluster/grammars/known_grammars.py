@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4_096
 _MOST_KNOWN_CHARS = 16 * 1024**2
+_LONGEST_WAIT_S = 30.0
 
 
 class Compiler(Protocol):
@@ -57,10 +58,11 @@ class KnownGrammars:
             self._waiting[source] = 0
         self._waiting[source] += 1
         try:
-            return await asyncio.shield(task)
-        except CompilerUnavailable:
+            async with asyncio.timeout(_LONGEST_WAIT_S):
+                return await asyncio.shield(task)
+        except (CompilerUnavailable, TimeoutError) as error:
             self._metrics.grammar_refusals.add(reason="unavailable")
-            raise
+            raise CompilerUnavailable(repr(error)) from None
         except SourceRefused as refused:
             return refused
         finally:

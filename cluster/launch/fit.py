@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
-from cluster.launch.machine import Gpu, Machine, show_bytes, show_cores
+from cluster.launch.machine import ENGINE_BYTES, RAY_BYTES, Gpu, Machine, show_bytes, show_cores
 from cluster.launch.model_facts import ModelFacts
 
 
@@ -108,7 +108,8 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterato
     kv = {name: pool.first_replicas * _kv_bytes(pool, config, model) for name, pool in pools.items()}
     num_replicas = sum(pool.first_replicas for pool in pools.values())
     needed = num_replicas * weights + sum(kv.values())
-    if not pools or needed <= machine.available_bytes:
+    beside = RAY_BYTES + num_replicas * ENGINE_BYTES
+    if not pools or needed + beside <= machine.available_bytes:
         return
     is_error = needed > machine.memory_bytes
     room = machine.memory_bytes if is_error else machine.available_bytes
@@ -120,7 +121,8 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterato
     limit = f" ({machine.memory_limit})" if machine.memory_limit else ""
     sums = f"weights {num_replicas} x {show_bytes(weights)} + KV cache {show_bytes(sum(kv.values()))}"
     has = f"has {show_bytes(room)} of memory{limit}" if is_error else f"has {show_bytes(room)} of memory free now"
-    yield Finding(f"{key}: {sums} = {show_bytes(needed)}, but this machine {has}; {fix}", is_error)
+    also = "" if is_error else f", beside some {show_bytes(beside)} of everything else"
+    yield Finding(f"{key}: {sums} = {show_bytes(needed)}{also}, but this machine {has}; {fix}", is_error)
 
 
 def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:

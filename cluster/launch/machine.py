@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _GB = 10**9
+# What is neither weights nor KV: Ray, ingress and HTTP; an engine's libraries and the work of a step.
+RAY_BYTES, ENGINE_BYTES = 1_000_000_000, 750_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from cluster.launch.choice_lines import describe
 from cluster.launch.disk import disk_findings
 from cluster.launch.fit import Finding, describe_memory, machine_findings, model_findings
 from cluster.launch.machine import Machine
-from cluster.launch.model_facts import ModelFacts
+from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from cluster.launch.packages import missing_packages
 from cluster.launch.start_choice import Said, choose
 from cluster.user_error import ConfigError
@@ -73,7 +73,8 @@ def plan_start(typed: Typed, machine: Machine) -> Start:
         return _of_file(file, typed, machine)
     said = Said(_source(typed.what), typed.prefill, typed.decode, typed.settings)
     # What is wrong with what was typed is said before the model is looked at, which may take seconds.
-    first = config_of_values(choose(machine, ModelFacts(), said).values(said.source), said.settings)
+    known = BUNDLED_FACTS if said.source == BUNDLED_SOURCE else ModelFacts()
+    first = config_of_values(choose(machine, known, said).values(said.source), said.settings)
     _refuse(_without_model(first, machine))
     model, hub, folder = _look_at(first.model)
     choice = choose(machine, model, said)
@@ -104,13 +105,17 @@ def ready_to_serve(start: Start) -> Config:
 
 
 def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
-    settings = dict(typed.settings)
+    config = load_config(file, typed.settings)
+    if typed.prefill and config.pools.prefill is None:
+        raise ConfigError(f"--prefill {typed.prefill}: {file} has layout {config.layout}, without a prefill pool")
+    counts: dict[str, object] = {}
     for pool, count in (("prefill", typed.prefill), ("decode", typed.decode)):
         if count == 0:
             raise ConfigError(f"--{pool} 0: {file} says which pools there are; change layout and pools there")
         if count is not None:
-            settings[f"pools.{pool}.replicas"] = count
-    config = load_config(file, settings)
+            counts[f"pools.{pool}.replicas"] = count
+    if counts:
+        config = load_config(file, {**typed.settings, **counts})
     _refuse(_without_model(config, machine))
     return _checked(config, machine, *_look_at(config.model), chosen="")
 

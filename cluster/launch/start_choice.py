@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.launch.machine import Machine, show_bytes
+from cluster.launch.machine import ENGINE_BYTES, RAY_BYTES, Machine, show_bytes
 from cluster.launch.model_facts import ModelFacts
 from cluster.user_error import ConfigError
 
@@ -21,8 +21,6 @@ _CPU_REQUESTS = {"prefill": 4, "decode": 8}
 _MOST_THREADS = 16
 _GPU_THREADS = 4
 _BLOCK_SIZE = 16
-# What is not weights or KV: Ray, ingress and HTTP; an engine's libraries and the work of a step.
-_RAY_BYTES, _ENGINE_BYTES = 1_000_000_000, 750_000_000
 # Of the memory that is free: the rest is for what the user does beside.
 _MEMORY_SHARE = 0.8
 _GPU_MEMORY_SHARE = 0.9
@@ -137,11 +135,11 @@ def _replicas(said: Said, layout: str, num_cards: int = 0) -> dict[str, int]:
 
 
 def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) -> StartChoice:
-    room = machine.available_bytes * _MEMORY_SHARE - _RAY_BYTES
+    room = machine.available_bytes * _MEMORY_SHARE - RAY_BYTES
     dtype = said.text("model.dtype") or "float32"
 
     def fits(layout: str) -> bool:
-        return sum(_replicas(said, layout).values()) * (model.weights_bytes(dtype) + _ENGINE_BYTES) <= room
+        return sum(_replicas(said, layout).values()) * (model.weights_bytes(dtype) + ENGINE_BYTES) <= room
 
     layout, why = _said_layout(said, single="colocated"), "as you said"
     if layout is None:
@@ -160,12 +158,12 @@ def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype=why_dtype,
-        max_model_len=_length(said, model, _CPU_LENGTH),
+        max_model_len=_length(said, model, dtype, _CPU_LENGTH),
         replicas=replicas,
         num_threads=max(1, min(_MOST_THREADS, int(machine.num_cores // num_engines))),
         kv={},
     )
-    room_for_kv = room - num_engines * (model.weights_bytes(dtype) + _ENGINE_BYTES)
+    room_for_kv = room - num_engines * (model.weights_bytes(dtype) + ENGINE_BYTES)
     return replace(choice, kv=_cpu_sizes(said, choice, model.kv_bytes_per_token(dtype), room_for_kv))
 
 
@@ -202,7 +200,7 @@ def _for_gpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype="these cards have no bfloat16" if dtype == "float16" and is_old else "",
-        max_model_len=_length(said, model, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
+        max_model_len=_length(said, model, dtype, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
         replicas=replicas,
         num_threads=max(1, min(_GPU_THREADS, int(machine.num_cores // sum(replicas.values())))),
         kv={name: {} if said.has_size(name) else {"kv_memory_fraction": _GPU_MEMORY_SHARE} for name in replicas},
@@ -217,5 +215,17 @@ def gpu_kv_tokens(machine: Machine, model: ModelFacts, dtype: str, fraction: flo
     return int(free / per_token) // _BLOCK_SIZE * _BLOCK_SIZE if per_token and free > 0 else 0
 
 
-def _length(said: Said, model: ModelFacts, usual: int) -> int:
-    return int(said.number("model.max_model_len") or min(usual, model.longest_request() or usual))
+def _length(said: Said, model: ModelFacts, dtype: str, usual: int) -> int:
+    """As said; else the usual, or what the model can do, or what is allowed for by other keys, if that is less."""
+    given = said.number("model.max_model_len")
+    if given is not None:
+        return int(given)
+    bounds = [said.number(key) for key in ("limits.max_generated_tokens", "limits.max_text_chars")]
+    per_token = model.kv_bytes_per_token(dtype)
+    for pool in ("prefill", "decode"):
+        bounds.append(said.number(f"pools.{pool}.kv_capacity_tokens"))
+        num_bytes = said.number(f"pools.{pool}.kv_memory_bytes")
+        if num_bytes and per_token:
+            bounds.append(num_bytes // per_token // _BLOCK_SIZE * _BLOCK_SIZE)
+    known = [int(bound) for bound in (*bounds, model.longest_request()) if bound]
+    return min(usual, *known) if known else usual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.monitoring.throughput import WorkDone
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
 
@@ -51,6 +52,7 @@ class IngressMetrics(MetricSet):
     def __init__(self, model_name: str, version: str, ray_version: str, policy: str = "memory_then_queue") -> None:
         """policy: the name of the routing policy."""
         super().__init__(model_name, "ingress", version, ray_version, engine="none")
+        self.work = WorkDone()  # for the log
         self._add_outcomes()
         self._add_decisions(policy)
         self._add_latencies()

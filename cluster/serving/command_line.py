@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.client.chat_command import add_chat_options, run_chat
 from cluster.config.file import config_of, load_config, load_for_elsewhere
 from cluster.config.root import Config
 from cluster.config.summary import summarize
 from cluster.config.yaml_document import YamlError, parse_yaml
 from cluster.launch.machine_probe import look_at_machine
 from cluster.launch.start import Start, plan_start, ready_to_serve
+from cluster.load.command_options import add_bench_options
 from cluster.serving.package_roots import check_package_roots
 from cluster.serving.serve_config import as_yaml, config_values, serve_config
 from cluster.serving.start_options import add_start_options, typed
@@ -40,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("simulate", "fit-steps"):
         return _simulate(arguments)
+    if arguments.command == "chat":
+        return run_chat(arguments)
+    if arguments.command == "bench":
+        from cluster.load.command import run_bench  # here, not above: it loads numpy, for which others have no use
+
+        return run_bench(arguments)
     if arguments.command == "deploy":
         return _deploy(arguments.config, arguments.output)
     served = _of_serve_config(arguments.what) if arguments.command == "check" else None
@@ -125,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     deploy = commands.add_parser("deploy", help="print the Ray Serve config file that runs a config on a Ray cluster")
     deploy.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
     deploy.add_argument("--output", type=Path, metavar="FILE", help="write it to this file, for `serve deploy FILE`")
+    add_chat_options(commands.add_parser("chat", help="talk to a running server"))
+    add_bench_options(commands.add_parser("bench", help="put a load on a running server and report how it fared"))
     simulate = commands.add_parser("simulate", help="replay a recorded load on the schedulers alone, without engines")
     simulate.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/local.yaml")
     add_simulate_options(simulate)

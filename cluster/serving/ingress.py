@@ -17,24 +17,26 @@ from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
 from cluster.grammars.known_grammars import KnownGrammars
 from cluster.http.serve_proxy import proxy_here
-from cluster.http.server_address import base_url, is_elsewhere
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
+from cluster.monitoring.throughput import ThroughputLog
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
+from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
+from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 2.0
-_ADDRESS_TIMEOUT_S = 5.0
 
 
 class Ingress:
@@ -71,8 +72,10 @@ class Ingress:
         from replicas.gguf.conversion import resolve_source
         from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
+        from replicas.start_step import start_step
         from replicas.structured_log import configure_logging
 
+        began_s = time.monotonic()
         config = settings() if callable(settings) else settings
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
@@ -88,7 +91,8 @@ class Ingress:
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        with start_step("loading the tokenizer"):
+            tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
         parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
@@ -111,6 +115,8 @@ class Ingress:
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
+        self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
+        self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
         self._compiler = grammar_compiler(tokenizer, config)
@@ -121,6 +127,8 @@ class Ingress:
         self.responses_service = ResponsesService(self.service, config.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
+        extra = {"event": "replica_ready", "replica": self._replica_id}
+        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
 
     async def _start(self) -> None:
         from cluster.routing import replica_registry
@@ -130,12 +138,16 @@ class Ingress:
                 "server.proxy: this Ray was started for another",
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
-        await self._compare_address()
+        await warn_if_elsewhere(self.config.server)
         await self._router.start()
         start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
+        if self.config.logging.throughput:
+            self._throughput.start()
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
+            if deployment in self._pools:
+                loop.call_soon_threadsafe(self._changes.look, deployment, list(table))
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
             elif deployment == "prefill":
@@ -145,28 +157,6 @@ class Ingress:
         for name in self._pools:
             # A handle starts to learn of its replicas with its first call.
             await self._broadcast(name, "metrics_snapshot")
-
-    async def _compare_address(self) -> None:
-        """A file that is deployed to a Serve that runs already does not move it: Serve itself only warns of that."""
-        import ray
-        from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-        wanted = self.config.server
-        try:
-            controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-            found = await asyncio.wait_for(controller.get_http_config.remote(), _ADDRESS_TIMEOUT_S)
-        except (ValueError, ray.exceptions.RayError, TimeoutError) as error:  # it is starting anew: serve all the same
-            logger.warning("Serve's address unknown", extra={"event": "address_unknown", "reason": repr(error)})
-            return
-        if is_elsewhere(wanted.host, wanted.port, found.host, found.port):
-            logger.error(
-                "server.host, server.port: Serve runs at another address and stays there until it is started anew",
-                extra={
-                    "event": "wrong_address",
-                    "config": base_url(wanted.host, wanted.port),
-                    "ray": base_url(found.host or "", found.port),
-                },
-            )
 
     async def reconfigure(self, live: Mapping[str, Any]) -> None:
         """Serve's hook, at the start and whenever that part of the config changes (`cluster.config.parts.live_part`).
@@ -245,12 +235,10 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
-    async def begin_drain(self) -> None:
-        """The whole server is being stopped: take nothing new."""
+    async def begin_drain(self) -> int:
+        """The whole server is being stopped: take nothing new. Returns how many requests are not over; asked again and
+        again until there are none."""
         self.drain.begin()
-
-    async def num_open(self) -> int:
-        """Requests that are not over."""
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from cluster.config.key_tree import KeyTree, either
@@ -77,13 +78,25 @@ def _settings(given: list[str]) -> tuple[dict[str, Any], list[str]]:
             continue
         if not equals or not key:
             problems.append(f"--set {text}: expected KEY=VALUE, such as --set model.max_model_len=4096")
-        elif (path := tuple(key.split("."))) not in tree:
-            problems.append(f"--set {key}: {_unknown(path, tree)}")
-        elif key in settings:
-            problems.append(f"--set {key}: given twice")
         else:
-            settings[key] = document.values
+            for path, part in _parts(tuple(key.split(".")), document.values, tree):
+                name = ".".join(path)
+                if path not in tree:
+                    problems.append(f"--set {name}: {_unknown(path, tree)}")
+                elif name in settings:
+                    problems.append(f"--set {name}: given twice")
+                else:
+                    settings[name] = part
     return settings, problems
+
+
+def _parts(path: tuple[str, ...], value: Any, tree: KeyTree) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The keys of a whole section, each by itself: what is chosen for the others stays."""
+    if isinstance(value, dict) and value and path in tree and tree.is_section(path):
+        for name, part in value.items():
+            yield from _parts((*path, str(name)), part, tree)
+    else:
+        yield path, value
 
 
 def _unknown(path: tuple[str, ...], tree: KeyTree) -> str:

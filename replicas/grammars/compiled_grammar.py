@@ -10,6 +10,8 @@ from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.joined_patterns import num_joined_patterns
 
 _MAX_REASON_CHARS = 500
+# Begins a special token where llguidance writes one as bytes; nothing of any text.
+_SPECIAL = b"\xff"
 
 
 class GrammarRefused(Exception):
@@ -44,8 +46,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
     matcher.compute_bitmask()
     _refuse_failed(matcher)
     tried = matcher.deep_copy()
-    # A token that must come by its id is written as a byte that no text has, and its number.
-    if must_come := tried.compute_ff_bytes().partition(b"\xff")[0]:
+    if must_come := tried.compute_ff_bytes().partition(_SPECIAL)[0]:
         tried.consume_tokens(tokenizer.tokenize_bytes(must_come))
         if not tried.is_stopped():
             tried.compute_bitmask()

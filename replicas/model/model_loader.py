@@ -72,7 +72,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     refuse_unsupported(config)
     refuse_step_dependent(config, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
+    logger.info("the model's files", extra={"event": "weights_loading", "source": settings.source})
     config_said = config_text(config)  # before anything is set in it
     with naming_failures(model_name(config), "loading it"):
         if settings.load_format == "dummy":

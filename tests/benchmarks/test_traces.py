@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.workload import LengthRange, PromptMaker, Shape, synthetic_shapes
 from benchmarks.traces import chat
-from cluster.simulation.traces import MOONCAKE_BLOCK_TOKENS, TraceEntry, read_trace
+from cluster.load.length_range import LengthRange
+from cluster.load.traces import MOONCAKE_BLOCK_TOKENS, TraceEntry, read_trace
+from cluster.load.workload import PromptMaker, Shape, synthetic_shapes
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
+NUM_WEIGHTS = 64_000_000  # that it says of each
 Files = Mapping[str, bytes]
 
 
@@ -50,7 +51,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, name: str) -> dict[str, object]:
         files = self.repositories[name]
         siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
-        return {"_id": "1", "id": name, "modelId": name, "sha": SHA, "siblings": siblings, "tags": []}
+        counted = {"parameters": {"F32": NUM_WEIGHTS}, "total": NUM_WEIGHTS}
+        return {"_id": "1", "id": name, "sha": SHA, "siblings": siblings, "tags": [], "safetensors": counted}
 
     def _tree(self, name: str) -> list[dict[str, object]]:
         files = self.repositories[name]

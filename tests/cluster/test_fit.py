@@ -74,9 +74,9 @@ TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, object], list[str], list[s
         ["pools.decode.kv_capacity_tokens: weights 2 x 538 MB + KV cache 1.1 GB = 2.2 GB, but this machine has 2.0 GB "
          "of memory (the container's limit); give less"], []),
     "little that is free": (
-        Machine(2, 24 * GB, int(1.5 * GB)), BUNDLED_FACTS, {},
-        [], ["pools.prefill.kv_capacity_tokens: weights 2 x 538 MB + KV cache 755 MB = 1.8 GB, but this machine has "
-             "1.5 GB of memory free now; give less"]),
+        Machine(2, 24 * GB, 4 * GB), BUNDLED_FACTS, {},
+        [], ["pools.prefill.kv_capacity_tokens: weights 2 x 538 MB + KV cache 755 MB = 1.8 GB, beside some 2.5 GB of "
+             "everything else, but this machine has 4.0 GB of memory free now; give less"]),
     "threads": (
         LAPTOP, BUNDLED_FACTS, {"pools.prefill.num_threads": 8, "pools.decode.num_threads": 8},
         [], ["pools.prefill.num_threads and pools.decode.num_threads: 16 threads in all on 2 cores: every replica will "

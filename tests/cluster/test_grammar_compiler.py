@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -86,6 +87,15 @@ async def test_time_is_bounded_and_the_loop_goes_on_meanwhile() -> None:
         assert await compiler.compile(GOOD)
     finally:
         compiler.close()
+
+
+async def test_the_kernel_bounds_memory_and_stack(compiler: GrammarCompiler) -> None:
+    await compiler.compile(GOOD)
+    _, child = processes_of(compiler)
+    assert resource.prlimit(child, resource.RLIMIT_STACK)[0] == 1024**2
+    assert resource.prlimit(child, resource.RLIMIT_CORE)[0] == 0
+    mapped = int(Path(f"/proc/{child}/statm").read_text().split()[0]) * resource.getpagesize()
+    assert mapped < resource.prlimit(child, resource.RLIMIT_AS)[0] < mapped + 600 * 1024**2
 
 
 async def test_it_starts_again_where_somebody_has_killed_it(compiler: GrammarCompiler) -> None:

@@ -83,6 +83,19 @@ async def test_it_goes_on_while_anybody_waits_and_no_longer(metrics: IngressMetr
     assert second.cancelled()
 
 
+async def test_nobody_waits_for_ever(metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.grammars.known_grammars._LONGEST_WAIT_S", 0.01)
+    compiler = HeldCompiler()
+    known = KnownGrammars(compiler, metrics)
+    with pytest.raises(CompilerUnavailable):
+        await known.text_of(regex("a"))
+    await asyncio.sleep(0.01)
+    assert compiler.num_cancelled == 1
+    assert samples(metrics, "grammar_refusals") == {"unavailable": 1}
+    compiler.gate.set()
+    assert await known.text_of(regex("a")) == "grammar of a"
+
+
 async def test_refusals_are_remembered_and_failures_are_not(metrics: IngressMetrics) -> None:
     compiler = HeldCompiler()
     compiler.gate.set()

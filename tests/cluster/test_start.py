@@ -72,6 +72,11 @@ def test_a_folder_is_served_under_its_name(folder: Path, monkeypatch: pytest.Mon
         assert config.model.max_model_len == 512
 
 
+def test_a_pool_too_small_for_usual_requests_is_enough_for_a_model_of_short_ones(folder: Path) -> None:
+    config = plan(str(folder), settings={"pools.decode.kv_capacity_tokens": 1024}).config
+    assert (config.model.max_model_len, config.pools.decode.kv_capacity_tokens) == (512, 1024)
+
+
 def test_a_folder_goes_before_a_model_of_the_hub_of_that_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent.parent)
     planned = plan("org/tiny")
@@ -160,6 +165,15 @@ def test_check_takes_what_serve_takes(folder: Path, served: list[Config], capsys
         assert output.endswith("of it free now\nok\n")
         assert "\nmemory    weights " in output
     assert served == []
+
+
+def test_a_whole_section_may_be_set(served: list[Config]) -> None:
+    """What is chosen for its other keys stays."""
+    section = "pools.decode={max_running_sequences: 16, admission: {output_length: quantile}}"
+    assert main(["serve", "--set", section, "--set", "pools.decode.lag=0"]) == 0
+    decode = served[0].pools.decode
+    assert (decode.max_running_sequences, decode.admission.output_length) == (16, "quantile")
+    assert (decode.kv_capacity_tokens, decode.num_threads) == (16384, 1)
 
 
 def test_warnings_are_told_and_do_not_stop_a_start(served: list[Config], capsys: pytest.CaptureFixture[str]) -> None:

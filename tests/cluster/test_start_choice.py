@@ -157,6 +157,25 @@ def test_a_size_that_was_said_is_the_only_one() -> None:
     assert config.pools.decode.kv_memory_bytes == 2 * 10**9
 
 
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({"pools.decode.kv_capacity_tokens": 1024}, 1024),
+        ({"pools.prefill.kv_capacity_tokens": 1024, "pools.decode.kv_capacity_tokens": 4096}, 1024),
+        ({"pools.decode.kv_memory_bytes": 50_000_000}, 1072),
+        ({"limits.max_generated_tokens": 1500}, 1500),
+        ({"limits.max_text_chars": 1500, "pools.decode.kv_capacity_tokens": 1600}, 1500),
+        ({"pools.decode.kv_capacity_tokens": 8192}, 2048),
+    ],
+)
+def test_a_request_is_no_longer_than_other_keys_allow(settings: dict[str, int], length: int) -> None:
+    for model in (BUNDLED_FACTS, UNKNOWN):
+        if model is UNKNOWN and "pools.decode.kv_memory_bytes" in settings:
+            continue  # nobody knows what a token takes
+        choice, config = chosen(LAPTOP, model, settings=settings)
+        assert (choice.max_model_len, config.model.max_model_len) == (length, length)
+
+
 def test_other_blocks_are_counted_in() -> None:
     settings = {"kv.block_size": 128, "model.max_model_len": 1000}
     _, config = chosen(Machine(2, 8 * GB, 3 * GB), settings=settings)

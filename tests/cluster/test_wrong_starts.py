@@ -85,6 +85,7 @@ FILES: dict[str, bytes] = {
     "tab.yaml": b"pools:\n\tdecode: {}\n",
     "binary.yaml": b"\xff\xfe\x00p",
     "split.yaml": b"layout: colocated\n" + GOOD.encode(),
+    "one.yaml": b"layout: colocated\npools: {decode: {kv_capacity_tokens: 4096}}\n",
     "keys.yaml": (GOOD + "auth: {api_keys_file: ./keys.txt}\n").encode(),
     "faults.yaml": (GOOD + "testing: {fault_dir: ./faults}\n").encode(),
     "otel.yaml": (GOOD + "tracing: {endpoint: http://127.0.0.1:4318}\n").encode(),
@@ -165,6 +166,9 @@ WRONG: dict[str, Wrong] = {
     "--set of no key": Wrong("--set server.prot=1", ("--set server.prot: unknown key", "did you mean server.port?")),
     "--set of a key elsewhere": Wrong("--set max_model_len=1", ("unknown key", "did you mean model.max_model_len?")),
     "--set of no section": Wrong("--set foo.bar=1", ("--set foo.bar: unknown key; there are model,",)),
+    "--set of a section with no such key": Wrong(
+        '--set server={"prot":1}', ("--set server.prot: unknown key", "did you mean server.port?")
+    ),
     "--set of the wrong type": Wrong(
         "--set model.max_model_len=8k", ('model.max_model_len: "8k" is text', "whole number")
     ),
@@ -182,6 +186,9 @@ WRONG: dict[str, Wrong] = {
     "--prefill with colocated": Wrong("--prefill 1 --set layout=colocated", ("layout colocated has no prefill pool",)),
     "--decode 0": Wrong("--decode 0", ("--decode 0: somebody must generate", "expected 1 or more")),
     "--prefill 0 with a file": Wrong("{}/good.yaml --prefill 0", ("--prefill 0:", "change layout and pools there")),
+    "--prefill with a file without that pool": Wrong(
+        "{}/one.yaml --prefill 1", ("--prefill 1: ", "has layout colocated, without a prefill pool")
+    ),
     "too many replicas": Wrong("--decode 5000", ("pools.decode.replicas: 5000 is too large", "from 1 to 1024")),
     # Machine and network.
     "no GPU": Wrong("--set pools.decode.device=cuda", ("cuda, but this machine has no GPU", "set cpu")),

@@ -28,7 +28,7 @@ class Row:
 
 
 TABLE = (
-    Row(r"splitserve check configs/\S+", Trial.RUN),
+    Row(r"splitserve check (configs/\S+|MODEL)", Trial.RUN),
     Row(r"splitserve deploy .*", Trial.RUN),
     Row(r"splitserve simulate .*", Trial.RUN),
     Row(r"python -m benchmarks\.simulation --trace benchmarks/\S+ admission", Trial.RUN),
@@ -51,15 +51,6 @@ TABLE = (
     Row(r"pip install .*", Trial.NAMED, "installs; tests/cluster/test_package_roots.py does it aside"),
     Row(r"serve deploy serve\.yaml", Trial.NAMED, "needs a cluster; tests/server/test_chart_on_ray.py deploys one"),
 )
-
-# What another branch brings. Each must fail until it is there; then it goes from these two lists.
-COMMANDS_TO_COME = (
-    "splitserve chat",
-    "splitserve bench",
-    "splitserve serve MODEL --prefill 1 --decode 2 --port 9000 --set model.dtype=bfloat16",
-    "splitserve serve MODEL --print-config",
-)
-FILES_TO_COME = ("docs/terminal.md",)
 
 # Words in capitals stand for what a reader has: in the place of these there is something.
 EXAMPLES = {"MODEL": "bundled"}

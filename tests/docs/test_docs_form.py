@@ -13,7 +13,6 @@ import pytest
 from cluster.config.root import Config
 from cluster.monitoring import metric_table
 from tests.docs.command_blocks import DOCUMENTS, ROOT
-from tests.docs.command_table import FILES_TO_COME
 
 README = ROOT / "README.md"
 MAX_LINES, MAX_CHARS = 130, 120
@@ -53,12 +52,7 @@ def test_links_lead_somewhere(file: Path) -> None:
         target = (file.parent / name).resolve() if name else file
         if not target.exists() or (anchor and anchor not in anchors(target)):
             dead.append(link)
-    assert [link for link in dead if str((file.parent / link).relative_to(ROOT)) not in FILES_TO_COME] == []
-
-
-def test_files_to_come_have_not_come() -> None:
-    """When one has: take it off FILES_TO_COME, and add it to what the tests here look at, if it is a document."""
-    assert [name for name in FILES_TO_COME if (ROOT / name).exists()] == []
+    assert dead == []
 
 
 @cache
@@ -77,7 +71,7 @@ def repository() -> list[Path]:
 @DOCUMENT
 def test_files_that_are_named_are_there(file: Path) -> None:
     """By their path from the root, from the document, or by the end of it."""
-    names = {name for name in _CODE.findall(file.read_text()) if _FILE.fullmatch(name)} - _OTHERS - set(FILES_TO_COME)
+    names = {name for name in _CODE.findall(file.read_text()) if _FILE.fullmatch(name)} - _OTHERS
     ends = [f"/{path.relative_to(ROOT)}" for path in repository()]
     assert [name for name in sorted(names) if not is_there(name, file, ends)] == []
 

@@ -132,6 +132,11 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(tokenizer: LLTokeniz
     assert len(str(refused.value)) < 600
 
 
+def test_a_special_token_may_be_what_must_come(accepts: Callable[[str, str], bool]) -> None:
+    assert accepts(grammar_text.lark('start: "a" <|im_start|> "b"'), "ab") is False
+    assert accepts(grammar_text.lark("start: <|im_start|>"), "") is False
+
+
 def test_not_strict_leaves_out_what_is_unknown(accepts: Callable[[str, str], bool]) -> None:
     assert accepts(grammar_text.json_schema({"type": "string", "format": "foo"}, strict=False), '"x"')
     overlapping = {"oneOf": [{"type": "integer"}, {"type": "number"}]}

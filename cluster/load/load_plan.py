@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.arrivals import Arrival, constant_arrivals, gamma_arrivals, poisson_arrivals, trace_arrivals
-from benchmarks.load.client import OutgoingRequest, Target
-from benchmarks.load.workload import LengthRange, PromptMaker, Shape, synthetic_shapes
-from cluster.simulation.traces import TraceEntry, read_trace
+from cluster.load.arrivals import Arrival, constant_arrivals, gamma_arrivals, poisson_arrivals, trace_arrivals
+from cluster.load.client import OutgoingRequest, Target
+from cluster.load.length_range import LengthRange
+from cluster.load.traces import TraceEntry, read_trace
+from cluster.load.workload import PromptMaker, Shape, synthetic_shapes
 
 
 @dataclass(frozen=True, slots=True)

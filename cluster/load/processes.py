@@ -10,9 +10,9 @@ import traceback
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
-from benchmarks.load.client import Client, OutgoingRequest
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.client import Client, OutgoingRequest
+from cluster.load.load_plan import LoadPlan
+from cluster.load.request_record import RequestRecord
 
 _START_DELAY_S = 0.05  # after the last process is ready, so that all see the start ahead of them
 

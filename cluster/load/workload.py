@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from cluster.simulation.traces import TraceEntry
+from cluster.load.length_range import LengthRange
+from cluster.load.traces import TraceEntry
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -23,24 +24,6 @@ _WORDS = (
     *("all", "her", "she", "there", "would", "their", "we", "him", "been", "has", "when", "who", "will", "no", "more"),
     *("if", "out", "so", "up", "said", "what", "its", "about", "than", "into", "them", "can", "only", "other", "time"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LengthRange:
-    """Lengths drawn evenly from low..high, both included."""
-
-    low: int
-    high: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high:
-            raise ValueError(f"lengths must be at least 1 and in order, not {self.low}:{self.high}")
-
-    @staticmethod
-    def parse(text: str) -> LengthRange:
-        """ "128" or "64:256". Raises ValueError."""
-        low, _, high = text.partition(":")
-        return LengthRange(int(low), int(high or low))
 
 
 @dataclass(frozen=True, slots=True)

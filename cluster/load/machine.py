@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
+from cluster.version import VERSION
+
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("ray", "torch", "transformers", "pyzmq", "fastapi")
 
 
@@ -18,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
     """Plain data, taken now. load_average: of the minute before the run; above 0.2 others were at work."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("describe", "--always", "--dirty"),
+        "commit": _git("describe", "--always", "--dirty") or VERSION,
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
@@ -53,6 +55,8 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    if not (_ROOT / ".git").exists():  # installed: what lies around it is of another project
+        return None
     try:
         done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

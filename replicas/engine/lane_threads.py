@@ -1,7 +1,8 @@
-"""One lane's steps, one behind the other, on a thread of its own: launched, waited for, and told.
+"""One lane's steps, one behind the other: launched on a thread of its own, waited for and told on another.
 
 Plans are applied here, not where they are made: what a plan changes of slots and blocks is then in order with the
-steps of this lane, and no step of the other lane looks at it.
+steps of this lane, and no step of the other lane looks at it. Who waits for a step must not be who launches the next:
+a plan that comes meanwhile would be launched when the device has long run out of work.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
+from replicas.engine.engine_watch import Watched
 from replicas.engine.step_isolation import run_isolated
 from replicas.model.model_runner import ModelRunner, StepHandle
 from replicas.sampling.rules.token_masks import TokenMasks
@@ -48,30 +49,34 @@ class LaneStep:
     failure: Exception | None = None
 
 
-class LaneThread:
+class LaneThreads:
     """`submit` and `finish` are for the engine's thread."""
 
     def __init__(self, name: str, num_threads: int, done: Callable[[LaneStep], None]) -> None:
-        """num_threads: torch's. done: called on this thread when a step has run, in their order; does not block."""
+        """num_threads: torch's. done: called when a step has run, in their order, always on the same thread; does not
+        block."""
         self._num_threads = num_threads
         self._done = done
         self._steps: queue.SimpleQueue[LaneStep | None] = queue.SimpleQueue()
-        self._launched: deque[tuple[LaneStep, StepHandle | StepOutput]] = deque()
+        self._launched: queue.SimpleQueue[tuple[LaneStep, StepHandle | StepOutput] | None] = queue.SimpleQueue()
         self._prepared: Future[None] = Future()
         self._idle = threading.Condition()
         self._num_open = 0  # submitted, not done
+        self._num_launched = 0  # of these
         self._has_failed = False  # nothing runs until `finish` says that all of it is forgotten
-        self._progress_s = 0.0
+        self._launch_s = self._end_s = 0.0  # when something was launched, or had run, last
         self._prepare: Callable[[], None] | None = None
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.launcher = threading.Thread(target=self._launch_all, name=name, daemon=True)
+        self.reader = threading.Thread(target=self._read_all, name=f"{name}-reader", daemon=True)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
     def start(self, prepare: Callable[[], None]) -> None:
-        """prepare: run on the thread before its first step. Blocks for it. Raises what it raises."""
+        """prepare: run on the launching thread before its first step. Blocks for it. Raises what it raises."""
         self._prepare = prepare
-        self.thread.start()
+        self.launcher.start()
         self._prepared.result()
+        self.reader.start()
 
     def submit(
         self,
@@ -86,8 +91,11 @@ class LaneThread:
         """
         step = LaneStep(plan, runner, share, masks)
         with self._idle:
+            now_s = time.monotonic()
             if not self._num_open:
-                self._progress_s = time.monotonic()
+                self._end_s = now_s
+            if self._num_launched == self._num_open:
+                self._launch_s = now_s
             self._num_open += 1
         self._steps.put(step)
         return step
@@ -96,26 +104,44 @@ class LaneThread:
         """Block until nothing that was submitted runs any more; what of it was to come is not run."""
         with self._idle:
             self._has_failed = True
-            while self._num_open and self.thread.is_alive():
+            while self._num_open and self.is_alive:
                 self._idle.wait(_LOOK_S)
             self._has_failed = False
 
     def stop(self, timeout_s: float) -> None:
-        """After `finish`. Blocks until the thread has ended or the time is up."""
+        """After `finish`. Blocks until its threads have ended or the time is up."""
         self._steps.put(None)
-        if self.thread.is_alive():
-            self.thread.join(timeout_s)
+        for thread in (self.launcher, self.reader):
+            if thread.is_alive():
+                thread.join(timeout_s)
 
     # -- any thread --------------------------------------------------------------------------------
 
     @property
+    def is_alive(self) -> bool:
+        return self.launcher.is_alive() and self.reader.is_alive()
+
+    @property
     def beat_s(self) -> float:
-        """When it came round last: now, if it has nothing to do."""
-        return self._progress_s if self._num_open else time.monotonic()
+        """When a step of this lane came to its end last: now, if it has none."""
+        return self._end_s if self._num_open else time.monotonic()
 
-    # -- its own -----------------------------------------------------------------------------------
+    def watched(self) -> dict[str, Watched]:
+        """Both threads, by name: each stands still only while there is something for it to do."""
+        return {
+            self.launcher.name: Watched(self.launcher, self._launcher_beat),
+            self.reader.name: Watched(self.reader, self._reader_beat),
+        }
 
-    def _run(self) -> None:
+    def _launcher_beat(self) -> float:
+        return self._launch_s if self._num_open > self._num_launched else time.monotonic()
+
+    def _reader_beat(self) -> float:
+        return self._end_s if self._num_launched else time.monotonic()
+
+    # -- the launching thread ----------------------------------------------------------------------
+
+    def _launch_all(self) -> None:
         try:
             torch.set_num_threads(self._num_threads)
             if self._prepare is not None:
@@ -124,18 +150,11 @@ class LaneThread:
             self._prepared.set_exception(error)
             return
         self._prepared.set_result(None)
-        while True:
-            try:
-                step = self._steps.get(block=not self._launched)
-            except queue.Empty:
-                self._await_oldest()
-                continue
-            if step is None:
-                return
+        while (step := self._steps.get()) is not None:
             self._launch(step)
+        self._launched.put(None)
 
     def _launch(self, step: LaneStep) -> None:
-        """Launched before the one in front of it is waited for: the device goes on without a pause."""
         step.started_s = time.monotonic()
         handle: StepHandle | StepOutput = StepOutput(step.plan.step_id, ())
         if not self._has_failed:
@@ -144,7 +163,10 @@ class LaneThread:
             except Exception as error:
                 step.failure = error
                 self._has_failed = True
-        self._launched.append((step, handle))
+        with self._idle:
+            self._num_launched += 1
+            self._launch_s = time.monotonic()
+        self._launched.put((step, handle))
 
     def _launched_step(self, step: LaneStep) -> StepHandle | StepOutput:
         if step.masks is not None:
@@ -155,14 +177,13 @@ class LaneThread:
             return self._in_pieces(step, error)
 
     def _constrained(self, step: LaneStep, coming: Future[TokenMasks | None]) -> StepHandle | StepOutput:
-        """The pass runs while the steps in front of it are told, and the masks made that depend on their tokens."""
+        """The pass runs while the steps in front of it are read and told, and the masks made that depend on their
+        tokens: by the engine's thread, for which this one waits."""
         forwarded, failure = None, None
         try:
             forwarded = step.runner.forward(step.plan)
         except Exception as error:
             failure = error
-        while self._launched:
-            self._await_oldest()
         masks = self._awaited(coming)
         if forwarded is not None:
             try:
@@ -189,16 +210,23 @@ class LaneThread:
         step.errors = isolated.errors
         return isolated.output
 
-    def _await_oldest(self) -> None:
-        step, handle = self._launched.popleft()
+    # -- the reading thread ------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (launched := self._launched.get()) is not None:
+            self._await(*launched)
+
+    def _await(self, step: LaneStep, handle: StepHandle | StepOutput) -> None:
         try:
             step.output = handle.result() if isinstance(handle, StepHandle) else handle
         except Exception as error:
             step.failure = error
             self._has_failed = True
-        step.started_s = max(step.started_s, self._progress_s)
-        step.ended_s = self._progress_s = time.monotonic()
+        step.started_s = max(step.started_s, self._end_s)
+        step.ended_s = self._end_s = time.monotonic()
         self._done(step)
         with self._idle:
             self._num_open -= 1
+            self._num_launched -= 1
             self._idle.notify_all()

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import LoadResult
-from benchmarks.load.request_record import RequestRecord
-from benchmarks.tables import table
-from cluster.simulation.percentile import percentile
+from cluster.load.load_plan import LoadPlan
+from cluster.load.percentile import percentile
+from cluster.load.processes import LoadResult
+from cluster.load.request_record import RequestRecord
+from cluster.load.tables import table
 
 PERCENTILES = (50, 90, 95, 99)
 # Above these the client may be what is measured.

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.request_record import RequestRecord
 
 _MAX_ERROR_CHARS = 200
 _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta

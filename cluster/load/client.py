@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from benchmarks.load.answer_reader import AnswerReader
-from benchmarks.load.http_connection import BrokenResponse, HttpConnection
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.answer_reader import AnswerReader
+from cluster.load.http_connection import BrokenResponse, HttpConnection
+from cluster.load.request_record import RequestRecord
 
 # Servers close idle connections, some after 5 s: one that is younger is not about to be closed under a request.
 _MAX_IDLE_S = 2.0
