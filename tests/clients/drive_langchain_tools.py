@@ -12,12 +12,19 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 url, key = sys.argv[1:]
 
 
-@tool
+class Place(BaseModel):
+    """So narrow that a small model comes to an end."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: str = Field(max_length=20)
+
+
+@tool(args_schema=Place)
 def get_weather(city: str) -> str:
     """The weather of a city."""
     return f"sunny in {city}"
@@ -26,6 +33,7 @@ def get_weather(city: str) -> str:
 class Capital(BaseModel):
     """The capital of a country."""
 
+    model_config = ConfigDict(extra="forbid")
     city: str = Field(max_length=20)
     inhabitants: int = Field(ge=0, le=99_999_999)
 

@@ -10,7 +10,7 @@ import json
 import sys
 
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -19,6 +19,7 @@ url, key = sys.argv[1:]
 
 
 class Capital(BaseModel):
+    model_config = ConfigDict(extra="forbid")
     city: str = Field(max_length=20)
     inhabitants: int = Field(ge=0, le=99_999_999)
 
