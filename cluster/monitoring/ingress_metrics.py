@@ -11,6 +11,7 @@ from replicas.metrics.metric_set import MetricSet
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length", "tool_calls")

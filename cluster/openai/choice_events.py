@@ -31,11 +31,20 @@ class ChoiceEvents:
 
     def of(self, delta: TextDelta) -> bytes:
         """The choice's next events, often a single one; empty when this delta shows nothing. Mutates."""
-        if self._is_plain and self._opening is None and delta.finish_reason is None and (text := _only_text(delta)):
+        if text := self.only_text(delta):
             return b"".join((self._before, json_bytes(text), self._after))
-        return b"".join([sse_event(chunk) for chunk in self._chunks(delta)])
+        return b"".join([sse_event(chunk) for chunk in self.chunks(delta)])
 
-    def _chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def only_text(self, delta: TextDelta) -> str:
+        """What it adds to the content, where that is all that its chunks would tell; else nothing."""
+        if not self._is_plain or self._opening is not None or delta.finish_reason is not None:
+            return ""
+        if delta.parts is None:
+            return delta.text
+        return delta.parts[0].text if len(delta.parts) == 1 and delta.parts[0].kind is PartKind.CONTENT else ""
+
+    def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
+        """The same before it is written: for whoever makes other events of it. Mutates."""
         chunks: list[dict[str, Any]] = []
         if self._opening is not None:
             chunks.append(self._opening)
@@ -53,10 +62,3 @@ class ChoiceEvents:
         if self._usage is not None:
             chunks = [chunk | {"usage": self._usage().as_dict()} for chunk in chunks]
         return chunks
-
-
-def _only_text(delta: TextDelta) -> str:
-    """What it adds to the content, if it adds nothing else; else nothing."""
-    if delta.parts is None:
-        return delta.text
-    return delta.parts[0].text if len(delta.parts) == 1 and delta.parts[0].kind is PartKind.CONTENT else ""

@@ -80,7 +80,7 @@ class GenerationService:
             self._metrics.unseen_tools.add()
             logger.info("the chat template shows no tools to the model", extra={"event": "unseen_tools"})
         options = TemplateOptions(
-            body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs), tools
+            body.add_generation_prompt, body.continue_final_message, body.template_variables, tools
         )
         messages = body.template_messages()
         ids = await self._threads.run(

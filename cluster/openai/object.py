@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 LIMIT = "$limit"
 # The type of an error between fields; its context names the one to change.
 TOGETHER = "together"
+# The type of an error about what is understood, and not done here.
+UNSUPPORTED = "unsupported"
 
 
 def invalid(message: str) -> PydanticCustomError:
     """An error whose message goes on after the field's name. It must not quote what the client sent."""
     return PydanticCustomError("invalid", message)
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    """As `invalid`, for what is understood and not done here: the error's code says so."""
+    return PydanticCustomError(UNSUPPORTED, message)
 
 
 def not_together(param: str, message: str) -> PydanticCustomError:

@@ -10,7 +10,7 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     FailFast,
@@ -36,6 +36,7 @@ from cluster.openai.object import (
 from cluster.openai.tools import ToolFields, ToolMode
 
 _MAX_MESSAGES = 2048
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TokensOrZero = Annotated[Integer, Field(ge=0, le=INT64_MAX)]
 
 
@@ -107,6 +108,12 @@ class ChatCompletionBody(ToolFields, GenerationBody):  # the last base says what
         examples=[{"enable_thinking": False}],
     )
 
+    reasoning_effort: ReasoningEffort | None = Field(
+        default=None,
+        description="For the model's chat template, as its variable reasoning_effort, which it heeds or not. none also "
+        "sets enable_thinking to false. chat_template_kwargs go before it.",
+        examples=["low"],
+    )
     thinking_token_budget: Annotated[Integer, Field(ge=0, le=INT64_MAX)] | None = Field(
         default=None,
         description="Most tokens that the model may spend on thinking, as in vLLM: then it is made to close its "
@@ -121,6 +128,13 @@ class ChatCompletionBody(ToolFields, GenerationBody):  # the last base says what
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as Tokenizer.apply_chat_template takes them."""
         return [message.for_template() for message in self.messages]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables for the model's chat template."""
+        effort = self.reasoning_effort
+        given = {} if effort is None else {"reasoning_effort": effort}
+        return {**given, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
 
     @property
     def continued_text(self) -> str | None:
@@ -154,6 +168,7 @@ class CompletionBody(GenerationBody):
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "thinking_token_budget": (),
+        "reasoning_effort": (),
     }
 
     # A text may be empty: whether that means BOS or nothing is up to the tokenizer.

@@ -46,7 +46,7 @@ def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, 
     """
     for name, neutral in (*NEUTRAL_VALUES.items(), *others.items()):
         value = body.get(name)
-        if value is None or any(_same(value, candidate) for candidate in neutral):
+        if value is None or any(same(value, candidate) for candidate in neutral):
             continue
         allowed = " or ".join(orjson.dumps(candidate).decode() for candidate in neutral)
         hint = f": it may only be {allowed}, or left out" if neutral else ""
@@ -54,6 +54,6 @@ def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, 
         raise ApiError(400, f"{name} is not supported{hint}{instead}", param=name, code="unsupported")
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def same(value: Any, neutral: Any) -> bool:
     """Equal in JSON: 0.0 is 0, but false is not."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -25,6 +25,7 @@ from cluster.monitoring.otel_tracing import open_tracing
 from cluster.monitoring.throughput import ThroughputLog
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
@@ -123,6 +124,7 @@ class Ingress:
         self.service = GenerationService(
             config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
         )
+        self.responses_service = ResponsesService(self.service, config.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
         extra = {"event": "replica_ready", "replica": self._replica_id}

@@ -60,6 +60,7 @@ def test_langchain(server: RunningServer) -> None:
     assert got["streamed"] == got["answer"] == got["batch"][0]
     assert got["usage"] == got["num_scored"] > 0
     assert got["completion"]
+    assert got["responses"] == got["responses_streamed"] == got["answer"]
 
 
 def test_litellm(server: RunningServer) -> None:
@@ -107,6 +108,28 @@ def test_pydantic_ai(tool_server: RunningServer) -> None:
     assert got["streamed"] == got["typed"]
     assert got["typed"].keys() == got["schema"].keys() == {"city", "inhabitants"}
     assert got["text"]
+
+
+def test_openai_agents(server: RunningServer) -> None:
+    got = drive("drive_openai_agents.py", server.url, API_KEY)
+    assert "Paris" in got["answer"]
+    assert got["streamed"] == got["deltas"] == got["answer"]
+    assert got["second"]
+    assert got["usage"] > 0
+    assert got["called"] == ["sunny", "sunny"]
+    assert len(got["asked"]) == 2
+    assert got["asked"][0] == got["asked"][1]
+    assert "response.function_call_arguments.delta" in got["kinds"]
+    assert got["kinds"][-1] == "response.completed"
+    assert got["judged"] == "bool"
+
+
+def test_anthropics_client_is_told_what_to_use(server: RunningServer) -> None:
+    errors = drive("drive_anthropic.py", server.url, API_KEY)
+    assert len(errors) == 3
+    for kind, message in errors:
+        assert kind == "not_found_error"
+        assert "/v1/chat/completions" in message
 
 
 def test_lm_eval_gives_the_log_likelihoods_of_its_own_backend(server: RunningServer) -> None:

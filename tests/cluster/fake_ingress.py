@@ -23,6 +23,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
@@ -213,6 +214,7 @@ class FakeIngress:
         self.service = GenerationService(
             config, real, source, self.metrics, self.threads, self.sampling_defaults, grammars, answers
         )
+        self.responses_service = ResponsesService(self.service, self.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, real, self.threads)
 
     def app(self) -> ASGIApp:
