@@ -1,4 +1,4 @@
-"""Constrained texts of pools of several engines: an engine that dies takes none with it, and 200 schemas are followed."""
+"""Constrained texts of pools of several engines: an engine that dies takes none with it; 200 schemas are followed."""
 
 from __future__ import annotations
 
