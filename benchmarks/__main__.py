@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine, machine_line
+from cluster.load.machine import describe_machine, machine_line
 
 _RESULTS = Path(__file__).parent / "results"
 

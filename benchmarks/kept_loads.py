@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.request_record import RequestRecord
 
 
 def keep_records(path: Path, records: Sequence[RequestRecord]) -> None:

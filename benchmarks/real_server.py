@@ -31,6 +31,7 @@ def real_server(config: dict[str, Any], folder: Path) -> Iterator[str]:
     """Write the config and the log into folder, serve on a free port, yield the URL. Blocks for a minute. Raises
     ServerFailed."""
     path, log = folder / "config.yaml", folder / "server.log"
+    config = {**config, "logging": {"file": str(folder / "replicas.log"), **config.get("logging", {})}}
     path.write_text(yaml.safe_dump(config))
     port = _free_port()
     command = [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)]

@@ -27,20 +27,20 @@ from typing import Any
 import yaml
 
 from benchmarks.kept_loads import keep_records, kept_records
-from benchmarks.load.arrivals import Arrival
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import run_load
-from benchmarks.load.report import latencies_s
-from benchmarks.load.request_record import RequestRecord
-from benchmarks.load.workload import LengthRange
-from benchmarks.machine import describe_machine, machine_line
 from benchmarks.real_server import real_server
-from benchmarks.tables import table
 from cluster.config.root import Config
+from cluster.load.arrivals import Arrival
+from cluster.load.client import Target
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan
+from cluster.load.machine import describe_machine, machine_line
+from cluster.load.percentile import percentile
+from cluster.load.processes import run_load
+from cluster.load.report import latencies_s
+from cluster.load.request_record import RequestRecord
+from cluster.load.tables import table
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
-from cluster.simulation.percentile import percentile
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.step_fit import fit_costs
 from cluster.simulation.system_shape import shape_of

@@ -32,14 +32,15 @@ WHOLE_CARD = LaneShare(None, 1.0, 0.1)  # for prompts with nothing beside; rows 
 # itself took 82 ms for prompts of 2,048 tokens (47 alone) and 10.9 for steps of some 10 rows (5.2), Llama-3.1-8B. The
 # others are taken from what products alone gave (0.68 and 0.43, 0.48 and 0.69, where those of 40 gave 0.62 and 0.60)
 # and from a run in which three prompts of ten had all but 32. Few, as each takes graphs of its own.
-_MEASURED = ((32 / 132, 0.62, 0.38), (40 / 132, 0.58, 0.48), (64 / 132, 0.45, 0.55))
+_ESTIMATES = ((32 / 132, 0.62, 0.38), (40 / 132, 0.58, 0.48), (64 / 132, 0.45, 0.55))
 _GROUP = 8  # multiprocessors; every card can be divided by a multiple of so many
 
 
-def measured_shares(num_processors: int) -> tuple[LaneShare, ...]:
-    """Ways to divide a card of so many multiprocessors, as far as they differ."""
+def estimated_shares(num_processors: int) -> tuple[LaneShare, ...]:
+    """Ways to divide a card of so many multiprocessors, as far as they differ. What rates they really have is measured
+    at start (`lane_measurement`)."""
     shares: dict[int, LaneShare] = {}
-    for part, prefill_rate, decode_rate in _MEASURED:
+    for part, prefill_rate, decode_rate in _ESTIMATES:
         count = num_processors - max(1, round(part * num_processors / _GROUP)) * _GROUP
         if count > 0:
             shares.setdefault(count, LaneShare(count, prefill_rate, decode_rate))

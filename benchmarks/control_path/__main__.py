@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.control_path.run import PROXIES, control_path_tables, run_control_path_benchmark
-from benchmarks.machine import describe_machine, machine_line
+from cluster.load.machine import describe_machine, machine_line
 
 
 def main() -> int:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.control_path.serve_cluster import probe
-from benchmarks.load.client import Client, Target
-from benchmarks.load.report import percentile
+from cluster.load.client import Client, Target
+from cluster.load.report import percentile
 
 _REQUESTS_A_ROUND = 50
 

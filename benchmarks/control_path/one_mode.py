@@ -15,7 +15,7 @@ from benchmarks.control_path.latency import sequential_latency
 from benchmarks.control_path.serve_cluster import ServeCluster, serve_cluster
 from benchmarks.control_path.streams import streamed_throughput
 from benchmarks.control_path.wiring import build_floor_app, build_stub_app, stub_config
-from benchmarks.load.client import Target
+from cluster.load.client import Target
 
 STEP_S = 0.007
 # As in shared/serving-on-ray.md section 3.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import table
 from cluster.config.service import ServeProxy
 from cluster.http.serve_proxy import local_environment
+from cluster.load.tables import table
 
 PROXIES: tuple[ServeProxy, ...] = ("serve", "haproxy")
 _ROOT = Path(__file__).parents[2]

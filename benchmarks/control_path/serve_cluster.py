@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.load.client import Client, OutgoingRequest, Target
+from cluster.load.client import Client, OutgoingRequest, Target
 
 _LOOPBACK = "127.0.0.1"
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import zmq
 
-from benchmarks.tables import table
+from cluster.load.tables import table
 from cluster.routing.call_channel import CallChannel
 from replicas.channels.call_server import CallServer
 from replicas.channels.token_receiver import TokenReceiver

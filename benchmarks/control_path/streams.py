@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.control_path.process_cpu import cpu_by_kind
 from benchmarks.control_path.serve_cluster import GREEDY, TOKEN_ID
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import LoadResult, run_load
-from benchmarks.load.report import latencies_s, percentile
-from benchmarks.load.workload import LengthRange
+from cluster.load.client import Target
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan
+from cluster.load.processes import LoadResult, run_load
+from cluster.load.report import latencies_s, percentile
 
 _NEGLIGIBLE_US = 2.0
 

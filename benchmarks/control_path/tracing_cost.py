@@ -20,9 +20,9 @@ from benchmarks.control_path.latency import sequential_latency
 from benchmarks.control_path.process_cpu import cpu_of
 from benchmarks.control_path.serve_cluster import serve_cluster
 from benchmarks.control_path.wiring import build_stub_app, stub_config
-from benchmarks.load.client import Target
-from benchmarks.machine import describe_machine, machine_line
 from cluster.config.tracing import TracingConfig
+from cluster.load.client import Target
+from cluster.load.machine import describe_machine, machine_line
 
 _TURNS = 3
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.engine.run import engine_tables, run_engine_benchmark
-from benchmarks.machine import describe_machine, machine_line
+from cluster.load.machine import describe_machine, machine_line
 
 
 def main() -> int:

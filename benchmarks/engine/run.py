@@ -12,7 +12,7 @@ from benchmarks.engine.reference_model import ReferenceModel
 from benchmarks.engine.sampling_times import WAYS, sampling_times
 from benchmarks.engine.step_times import decode_step_times, prefill_times
 from benchmarks.engine.stream_ratios import concurrent_streams, single_stream_ratio
-from benchmarks.tables import table
+from cluster.load.tables import table
 from replicas.serving.engine_builder import build_engine
 
 _STEP_TOKENS = 512

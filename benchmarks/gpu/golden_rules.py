@@ -24,6 +24,7 @@ from replicas.gguf.conversion import resolve_source
 from replicas.messages import GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.beam_search import BeamParams
+from scheduler.lane_split import LaneObjectives
 from scheduler.sampling_params import SamplingParams
 from tests.replicas.rule_reference import Row, expected
 
@@ -33,7 +34,7 @@ _TOLERANCE = 1e-3  # of a log-probability; float32 sums of 30 layers in another 
 _NEAR_TIE = 2e-3  # of two scores: which one wins is then a matter of that order
 _NUM_TOP = 5
 _STOPS = frozenset({2, 28, 30, 198})
-_RULES = (
+RULES = (
     SamplingParams(repetition_penalty=1.4),
     SamplingParams(presence_penalty=1.0, frequency_penalty=0.7),
     SamplingParams(min_tokens=25, logit_bias=((28, 4.0), (30, 4.0))),
@@ -117,7 +118,7 @@ class Reference:
 def rule_specs(prompts: list[list[int]], num_tokens: int) -> dict[str, GenerationSpec]:
     """Every rule with every prompt: greedy, and sampled with three choices; some with log-probabilities."""
     specs = {}
-    for number, rule in enumerate(_RULES):
+    for number, rule in enumerate(RULES):
         greedy = replace(rule, temperature=0.0, num_logprobs=_NUM_TOP, num_prompt_logprobs=2)
         drawn = replace(rule, temperature=0.9, top_k=60, top_p=0.97, min_p=0.01, seed=10 + number, num_logprobs=1)
         for prompt in prompts:
@@ -178,6 +179,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--lag", type=int, default=1)
+    parser.add_argument("--lanes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--num-searches", type=int, default=1000, help="of the goldens', the first ones")
     parser.add_argument("--num-prompts", type=int, default=3)
     parser.add_argument("--num-tokens", type=int, default=32, help="of each text with rules")
@@ -191,7 +193,8 @@ def main() -> int:
     searches = {uuid.uuid4().hex: search for search in of_golden}
     sender = ScoredSender()
     size = EngineSize(64, 2048, 512, capacity_tokens=32_768, device=options.device)
-    engine = BareEngine(folder, "float32", "auto", size, options.lag, sender)
+    lanes = LaneObjectives() if options.lanes == 2 else None
+    engine = BareEngine(folder, "float32", "auto", size, options.lag, sender, lanes)
     with engine:
         engine.run_specs(ruled | {request_id: spec for request_id, (spec, _) in searches.items()})
     reference = Reference(folder, options.device)

@@ -22,7 +22,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.tables import table
+from cluster.load.tables import table
 from replicas.kv.kv_transport import KvTransport, ReadHandle, ReadState
 from replicas.kv.pair_rate import PairRate
 from replicas.kv.probe import Probe

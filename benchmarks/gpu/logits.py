@@ -1,35 +1,36 @@
 """python -m benchmarks.gpu.logits SHAPE.json ...: whether the card's bf16 logits are as good as transformers' own.
 
 Random weights (equal top-1 tokens say nothing then), three times the same: transformers in float32, transformers in
-bf16, and this engine in bf16 with its kernels, compiled layers and graphs. An error is |x - float32| / |float32| of one
-row of logits. Fails when this engine's are beyond transformers' own by more than --slack.
+bf16, and this engine in bf16 with its kernels, compiled layers and graphs. --lanes 2: prompts in steps of their own, by
+each share of the card. An error is |x - float32| / |float32| of one row of logits. Fails when this engine's are beyond
+transformers' own by more than --slack.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+from benchmarks.gpu.logits_reference import NUM_FORCED, Case, Rows, make_cases, reference_rows
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
 from replicas.model.model_runner import ModelRunner
+from scheduler.lane_split import WHOLE_CARD, LaneObjectives, LaneShare
 from scheduler.memory_budget import num_blocks_for
-from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
+from scheduler.plan import SampledToken, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
@@ -37,66 +38,14 @@ BLOCK_SIZE = 16
 _SEEN = SamplingParams(temperature=0.0, num_logprobs=0)
 # Graphs of prompts, prompts beyond them, fresh heads with and without a rest, a prompt shorter than a block.
 _LENGTHS = (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
-_NUM_FORCED = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt and the tokens that follow it, whatever the model would have chosen. slot: where it runs."""
-
-    slot: int
-    prompt: tuple[int, ...]
-    forced: tuple[int, ...]
-
-    @property
-    def ids(self) -> list[int]:
-        return [*self.prompt, *self.forced]
-
-
-# By (case, index of the forced token that comes next; the prompt's own logits are 0): what computed it, and the row.
-Rows = dict[tuple[int, int], tuple[str, torch.Tensor]]
-
-
-def make_cases(lengths: tuple[int, ...], vocab_size: int) -> list[Case]:
-    rng = random.Random(7)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(vocab_size) for _ in range(count))
-
-    return [Case(slot, ids(length), ids(_NUM_FORCED)) for slot, length in enumerate(lengths)]
-
-
-@torch.inference_mode()
-def reference_rows(
-    folder: str, cases: list[Case], dtype: torch.dtype, device: torch.device, weights: torch.dtype = torch.bfloat16
-) -> list[torch.Tensor]:
-    """float32 [forced + 1, vocab_size] of each case, on the host, computed in dtype: float32, or that of the weights,
-    which are those of load_format dummy."""
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(folder)
-    # Eager attention: library kernels may round float32 on the way.
-    attention = "eager" if dtype is torch.float32 else "sdpa"
-    with device:
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention)
-    model = model.eval()
-    if dtype is torch.float32:
-        model = model.float()  # the same weights; not for bf16, where it would round the rotary frequencies too
-    rows = []
-    for case in cases:
-        ids = torch.tensor([case.ids], device=device)
-        rows.append(model(ids, use_cache=False, logits_to_keep=_NUM_FORCED + 1).logits[0].float().cpu())
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
 
 
 class SeenLogits:
     """Runs plans of cases one after the other and keeps every row of logits."""
 
-    def __init__(self, runner: ModelRunner, cases: list[Case]) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, cases: list[Case], prompts: ModelRunner | None = None) -> None:
+        """prompts: what computes chunks, in steps of their own; None: runner, beside rows."""
+        self._runner, self._prompts = runner, prompts
         self._cases = cases
         self.rows: Rows = {}
         self._last: list[torch.Tensor] = []
@@ -144,13 +93,28 @@ class SeenLogits:
             prompts.append(Slice.of_prompt(f"case-{case.slot}", case.slot, start, case.prompt[start:end], targets))
             seen += [(case.slot, 0)] if is_last else []
         self._last.clear()
-        plan = StepPlan(0, tuple(inits), tuple(writes), (), (*rows, *prompts))
-        self._runner.launch(plan).result()
+        self._launch(inits, writes, rows, prompts)
         if not seen:
             return
-        (logits,) = self._last
+        logits = torch.cat(self._last)
         assert len(logits) == len(seen), "one row for each token"
         self.rows |= {key: (way, row.clone()) for key, row in zip(seen, logits, strict=True)}
+
+    def _launch(
+        self, inits: list[SlotInit], writes: list[TableWrite], rows: list[Slice], prompts: list[Slice]
+    ) -> list[SampledToken]:
+        """One step, or one of each lane; the tokens of rows first. What precedes a row is another step's."""
+        if self._prompts is None:
+            plan = StepPlan(0, tuple(inits), tuple(writes), (), (*rows, *prompts))
+            return list(self._runner.launch(plan).result().tokens)
+        slots = {row.slot for row in rows}
+        tokens: list[SampledToken] = []
+        for runner, slices, has_rows in ((self._runner, rows, True), (self._prompts, prompts, False)):
+            own = tuple(init for init in inits if (init.slot in slots) == has_rows)
+            if slices:
+                plan = StepPlan(0, own, () if has_rows else tuple(writes), (), tuple(slices))
+                tokens += runner.launch(plan).result().tokens
+        return tokens
 
     def run(self) -> None:
         """Each prompt in one way, each forced token in one way: all of the ways that steps take."""
@@ -172,10 +136,10 @@ class SeenLogits:
             self.step("prompt in chunks", [], [(case, cut, len(case.prompt))])
         late = [case for index, case in enumerate(cases) if not (index < third and index < len(cases) - 2 * third)]
         self.step("rows", [(case, 0) for case in late], [])
-        for index in range(1, _NUM_FORCED - 1):
+        for index in range(1, NUM_FORCED - 1):
             self.step(f"{len(cases)} rows", [(case, index) for case in cases], [])
         for case in cases:
-            self.step("one row", [(case, _NUM_FORCED - 1)], [])
+            self.step("one row", [(case, NUM_FORCED - 1)], [])
 
     def _draw(self, decoded: list[tuple[Case, int]], prompts: list[Case]) -> None:
         """The last step again, its tokens chosen by the drawing kernel where there is one."""
@@ -187,11 +151,11 @@ class SeenLogits:
             Slice.of_prompt(f"case-{case.slot}", case.slot, 0, case.prompt, (SampleTarget(case.slot, 0),))
             for case in prompts
         ]
-        (logits,) = self._last
-        output = self._runner.launch(StepPlan(0, tuple(inits), (), (), (*rows, *chunks))).result()
+        logits = torch.cat(self._last)
+        tokens = self._launch(inits, [], rows, chunks)
         self.num_drawn += len(logits)
         self.num_best += sum(
-            float(row[token.token_id]) == float(row.max()) for row, token in zip(logits, output.tokens, strict=True)
+            float(row[token.token_id]) == float(row.max()) for row, token in zip(logits, tokens, strict=True)
         )
 
 
@@ -233,18 +197,38 @@ def check(shape: Path, lengths: tuple[int, ...], options: argparse.Namespace) ->
             max_sequences=len(cases), max_model_len=4096, max_step_tokens=8192, device=options.device,
             capacity_tokens=sum(len(case.ids) + 2 * BLOCK_SIZE for case in cases) + 4096, block_size=BLOCK_SIZE,
         )  # fmt: skip
-        runner = BareEngine(folder, "bfloat16", "dummy", size).runner
-    seen = SeenLogits(runner, cases)
+        lanes = LaneObjectives() if options.lanes == 2 else None
+        runner = BareEngine(folder, "bfloat16", "dummy", size, lanes=lanes).runner
+    shares = [*runner.shares, WHOLE_CARD] if options.lanes == 2 else [None]
+    results = [_check_lane(shape.stem, runner, share, cases, exact, rounded, options.slack) for share in shares]
+    return {
+        "is_good": all(result["is_good"] for result in results),
+        "ways": [way for r in results for way in r["ways"]],
+    }
+
+
+def _check_lane(
+    name: str,
+    runner: ModelRunner,
+    share: LaneShare | None,
+    cases: list[Case],
+    exact: list[torch.Tensor],
+    rounded: list[torch.Tensor],
+    slack: float,
+) -> dict[str, Any]:
+    """share: of the card, for prompts; None: there is one lane."""
+    seen = SeenLogits(runner, cases, None if share is None else runner.beside(share))
     with seen.watch():
         seen.run()
-    missing = [(c.slot, i) for c in cases for i in range(_NUM_FORCED + 1) if (c.slot, i) not in seen.rows]
+    missing = [(c.slot, i) for c in cases for i in range(NUM_FORCED + 1) if (c.slot, i) not in seen.rows]
     if missing:
         raise RuntimeError(f"no logits of {missing}")
     rows = compare(seen.rows, exact, rounded)
-    print(f"{shape.stem}: |x - float32| / |float32| of a row of logits, thousandths\n{table(rows)}", flush=True)
+    where = "" if share is None else f", prompts on {share.num_processors or 'all'} multiprocessors"
+    print(f"{name}{where}: |x - float32| / |float32| of a row of logits, thousandths\n{table(rows)}", flush=True)
     everything = rows[-1]
     print(f"{seen.num_best} of {seen.num_drawn} tokens drawn beside each other have the best logit", flush=True)
-    is_good = everything["ours mean"] <= everything["HF mean"] * (1 + options.slack)
+    is_good = everything["ours mean"] <= everything["HF mean"] * (1 + slack)
     is_good = is_good and seen.num_best == seen.num_drawn
     return {"is_good": is_good, "ways": rows}
 
@@ -255,6 +239,7 @@ def main() -> int:
     parser.add_argument("shapes", type=Path, nargs="+")
     parser.add_argument("--slack", type=float, default=0.1)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lanes", type=int, choices=[1, 2], default=1)
     parser.add_argument("--lengths", type=int, nargs="+", default=_LENGTHS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """python -m benchmarks.gpu.served --shape FILE.json --tokenizer FOLDER: this server and `vllm serve` on one card.
 
-One after the other, with the same load from the same client (benchmarks.load): Poisson arrivals, prompts of random
+One after the other, with the same load from the same client (cluster.load): Poisson arrivals, prompts of random
 token ids, ignore_eos, streamed. Ours is started from a config file (default: configs/gpu-colocated.yaml) with another
 model and load format; vLLM with its defaults, but no prefix cache. --starts 2 starts ours twice: the second time
 the compile cache is warm. Prints a table, last; --out gets everything as JSON.
@@ -27,13 +27,13 @@ import yaml
 
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.side_by_side import card_name
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import run_load
-from benchmarks.load.report import summarise, warnings
-from benchmarks.load.workload import LengthRange
 from benchmarks.real_server import real_server
-from benchmarks.tables import table
+from cluster.load.client import Target
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan
+from cluster.load.processes import run_load
+from cluster.load.report import summarise, warnings
+from cluster.load.tables import table
 
 _ROOT = Path(__file__).parents[2]
 _MODEL = "shape"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shape_folder import make_shape_folder
-from benchmarks.tables import table
+from cluster.load.tables import table
 
 _ROOT = Path(__file__).parents[2]
 _SHAPES = ("llama-3.1-8b", "qwen3-0.6b")

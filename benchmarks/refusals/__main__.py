@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.machine import describe_machine, machine_line
 from benchmarks.refusals.run import refusals_tables, run_refusals_benchmark
+from cluster.load.machine import describe_machine, machine_line
 
 
 def main() -> int:

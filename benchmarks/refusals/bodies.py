@@ -31,7 +31,11 @@ def small_kinds() -> list[Kind]:
         "n of a billion": {"n": 1_000_000_000},
         "unknown token in logit_bias": {"logit_bias": {"999999": -100}},
         "five stops": {"stop": ["a", "b", "c", "d", "e"]},
-        "structured output": {"response_format": {"type": "json_object"}},
+        "schema that is not followed": {"guided_json": {"type": "object", "not": {}}},
+        "regex that is none": {"guided_regex": "["},
+        "schema of 600 properties": {"guided_json": {"properties": {f"p{i}": {} for i in range(600)}}},
+        "grammar of 3,000 levels": {"guided_grammar": _deep_grammar(3_000)},
+        "schema of 13 patterns at once": {"guided_json": {"allOf": [{"pattern": f".*{i}a*"} for i in range(13)]}},
         "top_logprobs of a million": {"logprobs": True, "top_logprobs": 1_000_000},
     }
     kinds = [Kind(name, CHAT, _json(messages=_HELLO, **wrong)) for name, wrong in fields.items()]
@@ -74,6 +78,11 @@ def large_kinds() -> list[Kind]:
         Kind("300,000 fields", TEXT, b"{" + b",".join(b'"f%d":1' % i for i in range(300_000)) + b"}"),
         Kind("template variables", CHAT, _json(messages=_HELLO, chat_template_kwargs={"a": [{}] * 1_000_000})),
     ]
+
+
+def _deep_grammar(num_levels: int) -> str:
+    """Whose compilation overflows the stack."""
+    return "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(num_levels)) + f'\na{num_levels}: "x"'
 
 
 def _json(**fields: Any) -> bytes:

@@ -18,7 +18,7 @@ import yaml
 from benchmarks.real_server import real_server
 from benchmarks.refusals.bodies import Kind, large_kinds, small_kinds
 from benchmarks.refusals.exchange import exchange
-from benchmarks.tables import table
+from cluster.load.tables import table
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 _SENDERS = 2  # at once, each one body after another

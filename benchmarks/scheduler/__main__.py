@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.machine import describe_machine, machine_line
 from benchmarks.scheduler.decision_costs import run_scheduler_benchmark, scheduler_tables
+from cluster.load.machine import describe_machine, machine_line
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.scheduler.step_costs import NUM_ROWS, measure_steps
-from benchmarks.tables import table
+from cluster.load.tables import table
 from scheduler.capabilities import DECODE
 from scheduler.generation_spec import GenerationSpec
 from scheduler.pool_limits import PoolLimits

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe_machine, machine_line
 from benchmarks.simulation.admission import admission_table, compare_admission
 from benchmarks.simulation.autoscaling import (
     SCENARIOS,
@@ -19,6 +18,7 @@ from benchmarks.simulation.autoscaling import (
 )
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
+from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
 
 
@@ -43,6 +43,11 @@ def main() -> int:
     autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
     autoscaling.add_argument("--plot", type=Path, help="image file")
     options = parser.parse_args()
+    traces = [options.trace]
+    if options.what == "autoscaling":
+        traces = [options.traces / SCENARIOS[index].trace for index in options.only]
+    if missing := [str(trace) for trace in traces if not trace.is_file()]:
+        parser.error(f"no such trace: {', '.join(missing)}; docs/simulator.md says where the public ones are")
     machine = describe_machine()
     print(machine_line(machine), flush=True)
     run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling}[options.what]

@@ -9,12 +9,12 @@ from typing import Any
 
 from benchmarks.simulation.free_blocks_budget import free_blocks_decode
 from benchmarks.simulation.h100_system import MAX_MODEL_LEN, h100_config, h100_costs
-from benchmarks.tables import table
+from cluster.load.tables import table
+from cluster.load.traces import read_trace
 from cluster.simulation.report import summarise
 from cluster.simulation.simulated_system import DecodeMaker, SimulatedSystem, shipped_decode
 from cluster.simulation.system_shape import SystemShape, shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import read_trace
 from scheduler.admission import AdmissionPolicy
 
 GOODPUT = {"ttft": 2.0, "tpot": 0.025}

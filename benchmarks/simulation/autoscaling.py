@@ -12,9 +12,10 @@ from typing import Any
 
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, h100_costs
 from benchmarks.simulation.serve_default_policy import ServeDefaultPolicy, StaticSplit
-from benchmarks.tables import table
 from cluster.autoscaling.scaling_rules import scaling_rules
 from cluster.config.root import Config
+from cluster.load.tables import table
+from cluster.load.traces import read_trace
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.plot import check_can_plot
@@ -22,7 +23,6 @@ from cluster.simulation.simulated_autoscaler import ScalingPolicy, ShippedPolicy
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import read_trace
 
 TPOT_S = 0.15
 START_DELAY_S = 45.0

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulation.h100_system import MAX_MODEL_LEN, h100_config, h100_costs
-from benchmarks.tables import table
+from cluster.load.tables import table
+from cluster.load.traces import read_trace
 from cluster.simulation.plot import check_can_plot
 from cluster.simulation.report import summarise
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import read_trace
 
 GOODPUT = {"ttft": 0.5, "tpot": 0.025}
 # One prefill replica computes the prompts of so many decode replicas on this trace.

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas, is_tpot_possible
+from cluster.autoscaling.scaling_cause import scaling_cause
+from cluster.autoscaling.scaling_log import log_scaling
 from cluster.autoscaling.scaling_rules import ScalingRules
-from cluster.routing.demand_report import DemandReport
+from cluster.routing.demand_report import DemandReport, combined
 
 logger = logging.getLogger("ray.serve")
 
@@ -79,7 +81,10 @@ def _decide(
     rules = ScalingRules.from_stats(next(iter(reports.values())))
     demands = {name: DemandReport.from_stats(stats) for name, stats in reports.items()}
     decided, after = decide_replicas(now_s, demands, rules, pools, memory)
-    _log_changes(decided, pools, demands)
+    for name, num_replicas in decided.items():
+        if num_replicas != pools[name].target:
+            cause = scaling_cause(name, num_replicas, combined(list(demands.values())), rules, pools, after)
+            log_scaling(name, pools[name].target, num_replicas, cause)
     was_possible = memory is None or is_tpot_possible(rules, memory)
     if was_possible and not is_tpot_possible(rules, after):
         logger.warning(
@@ -89,11 +94,3 @@ def _decide(
             after.shortest_step_s,
         )
     return decided, after
-
-
-def _log_changes(
-    decided: Mapping[str, int], pools: Mapping[str, PoolState], demands: Mapping[str, DemandReport]
-) -> None:
-    for name, num_replicas in decided.items():
-        if num_replicas != pools[name].target:
-            logger.warning("autoscaling: %s from %d to %d, demand %s", name, pools[name].target, num_replicas, demands)

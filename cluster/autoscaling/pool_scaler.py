@@ -108,7 +108,7 @@ def _needs(
     prefill = prompt_replicas(demand, rules, memory)
     decode = max(
         memory_replicas(demand, rules, memory),
-        demand.heard.decode_sequences / (rules.sequences_per_replica * rules.decode_utilization),
+        sequence_replicas(demand, rules),
         step_replicas(demand, rules, pools, memory),
         prefill if rules.is_colocated else 0.0,
     )
@@ -145,6 +145,11 @@ def memory_replicas(demand: DemandReport, rules: ScalingRules, memory: ScalerMem
     if not memory.replica_blocks:
         return 0.0
     return (demand.heard.decode_blocks + demand.waiting_blocks) / (memory.replica_blocks * rules.decode_utilization)
+
+
+def sequence_replicas(demand: DemandReport, rules: ScalingRules) -> float:
+    """For the number of those who run, or wait there to run."""
+    return demand.heard.decode_sequences / (rules.sequences_per_replica * rules.decode_utilization)
 
 
 def step_replicas(

@@ -44,6 +44,14 @@ def config_of(values: Mapping[str, Any]) -> Config:
     return _or_raise(config, problems)
 
 
+def config_of_values(values: Mapping[str, Any], overrides: Mapping[str, object]) -> Config:
+    """The config of a mapping that the command line has made, with values replaced by dotted key. Files are looked for,
+    relative paths from the working folder. Raises ConfigError with one line for each wrong thing.
+    """
+    config, problems = _validate(_with_overrides(dict(values), overrides), Path.cwd())
+    return _or_raise(config, problems, "command line: ")
+
+
 def section_of(kind: type[SectionT], values: Mapping[str, Any], where: str = "") -> SectionT:
     """A part of the config by itself. where: dotted place of its keys in the whole. Raises ConfigError likewise."""
     return _or_raise(*_problems_with(kind, values), where)
@@ -93,7 +101,9 @@ def _with_overrides(values: object, overrides: Mapping[str, object]) -> dict[Any
         *sections, name = dotted.split(".")
         place: Any = changed
         for section in sections:
-            place = place.setdefault(section, {}) if isinstance(place, dict) else None
+            if isinstance(place, dict) and place.get(section) is None:
+                place[section] = {}  # a section that was null becomes one
+            place = place[section] if isinstance(place, dict) else None
         # A section that is no mapping is reported by validation, as it would be without the override.
         if isinstance(place, dict):
             place[name] = value
@@ -156,13 +166,21 @@ def _report(file: Path, document: YamlDocument, problems: list[Problem], overrid
         numbered.append((repeated.second_line, f"{file}: {'.'.join(repeated.path)}: {text}"))
     for problem in problems:
         key = ".".join(problem.path)
-        if key in overrides:
+        if _is_of_command_line(problem.path, document, overrides):
             numbered.append((0, f"command line: {key}: {problem.text}"))
             continue
         line = _line_of(problem.path, document)
         place = f" (line {line})" if line else ""
         numbered.append((line, f"{file}: {key}: {problem.text}{place}"))
     return [text for _, text in sorted(numbered, key=lambda entry: entry[0])]
+
+
+def _is_of_command_line(path: KeyPath, document: YamlDocument, overrides: Mapping[str, object]) -> bool:
+    """The key or one above it was given there; or one under it, and the file has none of that name."""
+    key = ".".join(path)
+    if any(f"{key}.".startswith(f"{given}.") for given in overrides):
+        return True
+    return path not in document.lines and any(given.startswith(f"{key}.") for given in overrides)
 
 
 def _line_of(path: KeyPath, document: YamlDocument) -> int:

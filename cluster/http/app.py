@@ -162,6 +162,7 @@ async def _serve_generation(
 ) -> Response:
     trace = backend.tracing.request(endpoint, request.headers) if backend.tracing is not None else None
     timer = RequestTimer(backend.metrics, endpoint, backend.config.slo, trace)
+    request.state.timer = timer
     try:
         backend.drain.check_accepting()
         body = await receive_body(request, body_class, backend.config.limits, backend.threads)
@@ -211,6 +212,7 @@ def _log(request: Request, generation: TextGeneration) -> None:
 
 
 async def _on_api_error(request: Request, error: ApiError) -> Response:
+    request.state.error_code = error.code
     extra = {
         "event": "refused" if error.status < 500 else "failed",
         "request_id": request_id_of(request.scope),

@@ -1,5 +1,5 @@
-"""What every HTTP request passes before it reaches its route, outermost first: its id is found, CORS, a wrong id is
-refused, API keys."""
+"""What every HTTP request passes before it reaches its route, outermost first: its id is found, its line for the log,
+CORS, a wrong id is refused, API keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from cluster.http.access_log import AccessLog
 from cluster.http.auth import AuthMiddleware, load_api_keys
 from cluster.http.request_id import RequestIdCheck, RequestIdMiddleware
 
@@ -33,6 +34,8 @@ def add_middleware(
         # Outside of all that refuses: a browser asks without a key whether it may ask, and shows no error without
         # these headers.
         app = _cors(app, config.cors)
+    if config.logging.access:
+        app = AccessLog(app)
     return RequestIdMiddleware(app, is_sent=sends_request_id)
 
 

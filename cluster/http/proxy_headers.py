@@ -11,6 +11,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.http.proxy_answers import ProxyAnswers
+from cluster.http.proxy_expect import ProxyExpect
 from cluster.http.proxy_protocol import bound_request_heads
 
 _REQUEST_ID = b"x-request-id"
@@ -44,7 +45,7 @@ class ProxyHeaders:
 def middlewares() -> list[Middleware]:
     """What Serve puts around its proxy, the innermost first. Bounds the length of a request's headers, too."""
     bound_request_heads()
-    return [Middleware(ProxyAnswers), Middleware(ProxyHeaders)]
+    return [Middleware(ProxyAnswers), Middleware(ProxyHeaders), Middleware(ProxyExpect)]
 
 
 def _accepted(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

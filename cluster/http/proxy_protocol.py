@@ -7,18 +7,22 @@ Ray Serve takes uvicorn's protocol of the name "auto"; `bound_request_heads` reg
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
+import orjson
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cluster.api_error import ApiError
+
 # Twice what a browser, a gateway and a tracer together send; nginx has 32 KiB.
 MAX_HEAD_BYTES = 65_536
+# The parser takes no longer ones.
+MAX_URL_BYTES = 65_535
 # From the connection, or the first byte of a further request, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
-_REFUSAL = (
-    b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-)
+_REFUSAL = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
 
 
 def bound_request_heads() -> None:
@@ -27,13 +31,15 @@ def bound_request_heads() -> None:
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """Closes a connection whose next request line and headers are too long (431) or too late (408).
+    """Closes a connection whose next request line and headers are too long (414, 431), too late (408) or no HTTP (400).
 
-    Beside MAX_HEAD_BYTES comes what is read at once with a head's first byte: that is not counted.
+    What it says then is an error in OpenAI's envelope, unless an answer is under way. Beside MAX_HEAD_BYTES comes what
+    is read at once with a head's first byte: that is not counted.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self.url = b""  # before the first request too
         self._num_heads = 0  # begun
         self._is_in_head = True
         self._num_head_bytes = 0
@@ -54,7 +60,7 @@ class BoundedHeads(HttpToolsProtocol):
             return
         self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"The request's headers are too long.")
+            self._refuse_length()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -73,6 +79,11 @@ class BoundedHeads(HttpToolsProtocol):
         # None before the first request, whatever its type says.
         return self.cycle is not None and not self.cycle.response_complete  # type: ignore[redundant-expr]
 
+    @property
+    def _has_begun_to_answer(self) -> bool:
+        """Bytes of an answer have left and more will, so nothing may come between them."""
+        return bool(self.pipeline) or (self._is_answering and self.cycle.response_started)
+
     def _wait(self) -> None:
         self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._on_late)
 
@@ -81,14 +92,38 @@ class BoundedHeads(HttpToolsProtocol):
         if self._is_answering:  # nothing is read meanwhile
             self._wait()
         else:
-            self._refuse(b"408 Request Timeout", b"The request's headers have not come in time.")
+            message = f"the request's headers have not come within {HEAD_TIMEOUT_S:g} seconds"
+            self._refuse(ApiError(408, message, code="head_timeout"))
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _refuse(self, status: bytes, message: bytes) -> None:
-        if self._num_heads and not self._is_answering:
-            self.transport.write(_REFUSAL % (status, len(message), message))
+    def send_400_response(self, msg: str) -> None:
+        """What was read is no HTTP, says the parser; of too long a URL it says the same. Called within a body too."""
+        if len(self.url) > MAX_URL_BYTES:
+            self._refuse_length()
+            return
+        if not self._has_begun_to_answer:
+            self._write(ApiError(400, "the request is no valid HTTP/1.1", code="invalid_http"))
         self.transport.close()
+
+    def _refuse_length(self) -> None:
+        if len(self.url) > MAX_URL_BYTES:
+            message = f"the URL is too long: at most {MAX_URL_BYTES} bytes are allowed"
+            self._refuse(ApiError(414, message, code="url_too_long"))
+            return
+        message = f"the request's headers are too long: at most {MAX_HEAD_BYTES} bytes are allowed"
+        self._refuse(ApiError(431, message, code="headers_too_long"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """The head that is being read. While the one before it is answered the connection only ends."""
+        if self._num_heads and not self._is_answering:
+            self._write(error)
+        self.transport.close()
+
+    def _write(self, error: ApiError) -> None:
+        body = orjson.dumps(error.envelope())
+        phrase = HTTPStatus(error.status).phrase.encode()
+        self.transport.write(_REFUSAL % (error.status, phrase, len(body), body))

@@ -1,4 +1,4 @@
-"""Whether anybody can listen where the server shall: Ray would say only that its proxy did not start."""
+"""Where the server listens, and whether anybody can: Ray would say only that its proxy did not start."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _POLL_S = 0.2
 def base_url(host: str, port: int) -> str:
     """An IPv6 address stands in brackets there (RFC 3986, 3.2.2)."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_elsewhere(host: str, port: int, serves_host: str | None, serves_port: int) -> bool:
+    """Whether Serve listens at another address than the config says: of one that runs, a new file changes none."""
+    return (serves_host or "0.0.0.0", serves_port) != (host, port)
 
 
 def check_address(host: str, port: int, patience_s: float) -> None:

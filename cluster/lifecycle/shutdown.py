@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TextIO
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
-# Ray prints it of calls to Serve's controller, which is stopped by killing it.
-_LAST_WORDS = ") Task ServeController."
 
 
 class StopSignals:
@@ -34,50 +28,46 @@ class StopSignals:
             raise KeyboardInterrupt
         self.requested.set()
 
+    def ignore(self) -> None:
+        """From now on they do nothing: the end of Ray takes seconds, and is not to be left half done."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def num_open_of(answers: Sequence[object]) -> int | None:
+    """Requests that are not over, of what each ingress answered to that question: a number, or the exception that came
+    instead. An ingress that has died has none any more; if one did not answer, nobody knows: None.
+    """
+    from ray.exceptions import ActorDiedError
+
+    known = [0 if isinstance(answer, ActorDiedError) else answer for answer in answers]
+    numbers = [answer for answer in known if isinstance(answer, int)]
+    return sum(numbers) if len(numbers) == len(known) else None
+
 
 def wait_for_streams(
-    num_open: Callable[[], int],
+    num_open: Callable[[], int | None],
     timeout_s: float,
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> int:
+) -> int | None:
     """Until nothing is open any more, or the time is up; how many still are. Blocks.
 
-    num_open: requests that are not over, over all ingresses. Whatever it raises ends the wait: there is nobody to ask.
+    num_open: requests that are not over, over all ingresses; None: not known, as one of them does not answer. It may
+    answer yet, so it is asked again.
     """
     deadline_s = clock() + timeout_s
-    told = 0
-    while (count := num_open()) and clock() < deadline_s:
+    told: int | None = 0
+    while (count := num_open()) != 0 and clock() < deadline_s:
         if count != told:
-            are_not = "request is not" if count == 1 else "requests are not"
-            say(f"{count} {are_not} over; waiting up to {deadline_s - clock():.0f} s (again to stop now)")
+            say(f"{_open(count)}; waiting up to {deadline_s - clock():.0f} s (again to stop now)")
             told = count
         sleep(_POLL_S)
     return count
 
 
-@contextlib.contextmanager
-def without_last_words() -> Iterator[None]:
-    """Within it nothing is printed of calls that the end of Serve's controller has ended: it sounds like a failure."""
-    with contextlib.redirect_stdout(_Others(sys.stdout)):
-        yield
-
-
-class _Others(io.TextIOBase):
-    """Lines that are not the controller's last words. One thread writes at a time, whole lines, as `print` does."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._has_dropped = False
-
-    def write(self, text: str) -> int:
-        if _LAST_WORDS in text:
-            self._has_dropped = True
-        elif not (self._has_dropped and text == "\n"):  # the end of its line
-            self._has_dropped = False
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
+def _open(count: int | None) -> str:
+    if count is None:
+        return "an ingress does not answer, so requests may be open"
+    return f"{count} {'request is' if count == 1 else 'requests are'} not over"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.monitoring.throughput import WorkDone
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
 
@@ -29,6 +30,8 @@ LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
+GRAMMAR_CHECKS = ("known", "new")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
 
 
 class IngressMetrics(MetricSet):
@@ -37,12 +40,14 @@ class IngressMetrics(MetricSet):
     def __init__(self, model_name: str, version: str, ray_version: str, policy: str = "memory_then_queue") -> None:
         """policy: the name of the routing policy."""
         super().__init__(model_name, "ingress", version, ray_version, engine="none")
+        self.work = WorkDone()  # for the log
         self._add_outcomes()
         self._add_decisions(policy)
         self._add_latencies()
         self._add_tokens()
         self._add_objectives()
         self._add_scaling()
+        self._add_grammars()
 
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
@@ -141,6 +146,21 @@ class IngressMetrics(MetricSet):
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
+    def _add_grammars(self) -> None:
+        self.grammar_checks = self.counter(
+            "splitserve_grammar_checks",
+            "Requests whose answers shall follow a schema or grammar; known: compiled before",
+            {"result": GRAMMAR_CHECKS},
+        )
+        self.grammar_refusals = self.counter(
+            "splitserve_grammar_refusals", "Those that were refused for it", {"reason": GRAMMAR_REFUSALS}
+        )
+        self.grammar_check_time = self.histogram(
+            "splitserve_grammar_check_seconds",
+            "Compiling a new schema or grammar, the wait for its turn included",
+            metric_buckets.FIRST_TOKEN_S,
         )
 
     def _add_tokens(self) -> None:

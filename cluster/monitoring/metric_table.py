@@ -15,6 +15,8 @@ from cluster.monitoring.ingress_metrics import (
     DECISIONS,
     ENDPOINTS,
     FINISH_REASONS,
+    GRAMMAR_CHECKS,
+    GRAMMAR_REFUSALS,
     LOSSES,
     OBJECTIVES,
     OUTCOMES,
@@ -108,6 +110,8 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
     "generation_tokens": {},
+    "grammar_checks": {"result": GRAMMAR_CHECKS},
+    "grammar_refusals": {"reason": GRAMMAR_REFUSALS},
 }
 _REQUEST_HISTOGRAMS = {
     "time_to_first_token_seconds": buckets.FIRST_TOKEN_S,
@@ -117,6 +121,7 @@ _REQUEST_HISTOGRAMS = {
     "request_prompt_tokens": buckets.TOKENS,
     "request_generation_tokens": buckets.TOKENS,
     "cold_start_wait_seconds": buckets.REQUEST_S,
+    "grammar_check_seconds": buckets.FIRST_TOKEN_S,
 }
 _ENGINE_COUNTERS: dict[str, Labels] = {
     "prefilled_tokens": {"pool": None},

@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from cluster.monitoring.ingress_metrics import IngressMetrics
 
 
+@dataclass(frozen=True, slots=True)
+class RequestAccount:
+    """What a request came to. outcome: as in splitserve_requests_total, "" while it is not over. ttft_s: None if no
+    token has come, or all come at the end."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    ttft_s: float | None
+    outcome: str
+
+
 @dataclass(slots=True)
 class _TokenTimes:
     """Of one choice, monotonic."""
@@ -51,7 +62,9 @@ class RequestTimer:
         self._choices: dict[int, _TokenTimes] = {}
         self._num_prompt_tokens = 0
         self._comes_whole = False
+        self._outcome = ""
         metrics.requests_in_flight.add(1)
+        metrics.work.num_open += 1
 
     def prompt(self, num_tokens: int, comes_whole: bool = False) -> None:
         """The prompts are tokenised and accepted. comes_whole: all tokens will come at the end, or none will (a beam
@@ -64,8 +77,12 @@ class RequestTimer:
     def token(self, choice: int) -> None:
         """A token of a choice has come that the client gets, and pays for."""
         now_s = time.monotonic()
+        work = self._metrics.work
+        work.num_generated_tokens += 1
         times = self._choices.get(choice)
         if times is None:
+            if not self._choices:
+                work.num_prompt_tokens += self._num_prompt_tokens
             if not self._choices and not self._comes_whole:
                 self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
                 self.trace.first_token()
@@ -79,6 +96,8 @@ class RequestTimer:
     def over(self, outcome: str, finish_reasons: list[str]) -> None:
         """The request has ended: outcome as in splitserve_requests_total. Once."""
         metrics, times = self._metrics, self._times()
+        self._outcome = outcome
+        metrics.work.num_open -= 1
         metrics.requests_in_flight.add(-1)
         metrics.requests.add(endpoint=self._endpoint, outcome=outcome)
         metrics.judged(judge(times, outcome, self._slo))
@@ -90,6 +109,14 @@ class RequestTimer:
         if outcome == "ok" or num_tokens:
             self._count_tokens(num_tokens)
         self.trace.over(outcome, finish_reasons, num_tokens)
+
+    @property
+    def account(self) -> RequestAccount:
+        """As of now."""
+        num_tokens = sum(choice.num_tokens for choice in self._choices.values())
+        first_s = min((times.first_s for times in self._choices.values()), default=None)
+        ttft_s = None if first_s is None or self._comes_whole else first_s - self._arrived_s
+        return RequestAccount(self._num_prompt_tokens, num_tokens, ttft_s, self._outcome)
 
     def _count_tokens(self, num_tokens: int) -> None:
         metrics = self._metrics

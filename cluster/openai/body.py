@@ -28,6 +28,7 @@ _WORDS = {
     "bool_type": "must be true or false",
     "int_type": "must be an integer",
     "float_type": "must be a number",
+    "extra_forbidden": "is not known",
 }
 
 # Several times what any API has: looking at each name is work that grows with the body.

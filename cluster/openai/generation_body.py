@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
+from cluster.openai.answer_format import FormatFields, check_formats
 from cluster.openai.object import Integer, invalid, limit, limits_of, not_together
 from cluster.openai.output import OutputFields
 from cluster.openai.sampling import SamplingFields
@@ -56,7 +57,7 @@ _Priority = Annotated[
 ]
 
 
-class GenerationBody(SamplingFields, OutputFields, ABC):
+class GenerationBody(SamplingFields, OutputFields, FormatFields, ABC):
     """What both endpoints have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -117,6 +118,7 @@ class GenerationBody(SamplingFields, OutputFields, ABC):
     def _check_together(self) -> Self:
         _check_choices(self)
         _check_output(self)
+        check_formats(self)
         _check_beam_search(self)
         return self
 
@@ -149,6 +151,8 @@ def _check_beam_search(body: GenerationBody) -> None:
             if not _is_default(body, name):
                 raise not_together(name, "is only allowed together with use_beam_search")
         return
+    if body.answer_format is not None:
+        raise not_together(body.answer_format[0], "is not supported together with use_beam_search")
     if "temperature" in body.model_fields_set and body.temperature != 0:
         raise not_together("temperature", "must be 0 or left out together with use_beam_search")
     for name in _NOT_WITH_BEAMS:

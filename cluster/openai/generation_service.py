@@ -30,9 +30,11 @@ from scheduler.generation_spec import GenerationSpec
 if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
+    from cluster.openai.answer_grammar import AnswerGrammars
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_threads import WorkThreads
+    from scheduler.grammar import Grammar
     from scheduler.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class GenerationService:
         metrics: IngressMetrics,
         threads: WorkThreads,
         defaults: SamplingDefaults,
+        grammars: AnswerGrammars,
     ) -> None:
         self._threads = threads
         self._defaults = defaults
@@ -56,6 +59,7 @@ class GenerationService:
         self._tokenizer = tokenizer
         self._source = source
         self._metrics = metrics
+        self._grammars = grammars
 
     async def chat(
         self, body: ChatCompletionBody, timer: RequestTimer, client: str = ""
@@ -144,11 +148,14 @@ class GenerationService:
     ) -> TextGeneration:
         body = self._defaults.complete(body)
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
-        stop_ids = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._tokenizer.eos_token_ids)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, stop_ids, bad_words, default_max_tokens, client) for ids in prompts]
+        grammars = await self._grammars.of(body, prompts)
+        specs = [
+            self._spec(body, ids, bad_words, default_max_tokens, client, grammar)
+            for ids, grammar in zip(prompts, grammars, strict=True)
+        ]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
@@ -174,12 +181,15 @@ class GenerationService:
         self,
         body: GenerationBody,
         ids: list[int],
-        stop_ids: frozenset[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
         client: str,
+        grammar: Grammar | None,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
+        # A grammar says where an answer may end, and where it must: nothing else could come there.
+        has_ends = grammar is not None or not body.ignore_eos
+        stop_ids = frozenset(body.stop_token_ids) | (self._tokenizer.eos_token_ids if has_ends else frozenset())
         beam = beam_params(body)
         return GenerationSpec(
             prompt_ids=tuple(ids),
@@ -191,6 +201,7 @@ class GenerationService:
             client=client,
             beam=beam,
             num_returned=0 if beam is None else body.n,
+            grammar=grammar,
         )
 
     def _sampling(

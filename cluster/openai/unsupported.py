@@ -19,13 +19,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # how tokens are chosen
     "logits_processors": ([],),
     # what the text must look like
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     # tools: a list of them is an offer, which the model may leave alone; these ask for a call
     "tool_choice": ("none", "auto"),

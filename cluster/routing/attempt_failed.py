@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -10,6 +11,8 @@ from cluster.policies.routing_policy import Route
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import Loss, ReplicaLost
 from replicas.messages import CallStatus
+
+logger = logging.getLogger(__name__)
 
 # Evictions in a row that brought no token. In simulated storms 112 of 2,497 evictions brought none, so that by chance
 # some two in a row happen; with the pauses between them, which double, these many last for 13 s.
@@ -50,6 +53,15 @@ class AttemptFailed(Exception):
         cause = self.__cause__
         return cause.replica_id if isinstance(cause, ReplicaLost) and cause.loss is Loss.DEAD else None
 
+    def log(self, generation_id: str, route: Route, attempt: int) -> None:
+        """attempt: how many of its generation failed before it."""
+        how = {"stage": self.stage, "status": self.status, "detail": self.detail, "attempt": attempt}
+        where = {"generation": generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
+        # Nobody had room in time: the pool is full, nothing is broken, and the client's 429 has a line of its own.
+        is_normal = self.stage is Stage.QUEUE and self.status is CallStatus.TIMEOUT
+        level = logging.INFO if is_normal else logging.WARNING
+        logger.log(level, "attempt failed", extra={"event": "attempt_failed", **how, **where})
+
     def api_error(self, has_emitted: bool, generation_id: str) -> ApiError:
         """What the client is told if this is the end. has_emitted: it has got tokens. generation_id: as in the log."""
         if self.status is CallStatus.TIMEOUT and self.stage is Stage.QUEUE and not has_emitted:
@@ -60,7 +72,10 @@ class AttemptFailed(Exception):
         if self.status is CallStatus.REJECTED:
             return ApiError(503, f"refused at {self.stage}: {self.detail}", code="unavailable", retry_after_s=1.0)
         if self.status is CallStatus.NOTHING_ALLOWED:
-            text = "allowed_token_ids, bad_words, logit_bias and min_tokens leave no token to choose; relax one of them"
+            text = (
+                "allowed_token_ids, bad_words, logit_bias, min_tokens and the grammar or schema together leave no "
+                "token to choose; relax one of them"
+            )
             return ApiError(400, text, code="nothing_allowed")
         if self.status is CallStatus.GRAMMAR_LIMIT:
             text = "following the grammar or schema took more work than one request may cause; make it simpler"

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Collection
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
@@ -131,6 +132,14 @@ class Router:
     def num_waiting(self) -> int:
         return self._view.num_waiting
 
+    @property
+    def work_state(self) -> WorkState:
+        """What waits here, and how full decode is."""
+        loads = self._view.decode_loads()
+        total = sum(load.total_blocks for load in loads)
+        promised = (total - sum(load.free_blocks for load in loads)) / total if total else None
+        return WorkState(self.num_waiting + self._cold_start.num_held, promised)
+
     async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
         """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
         if asked for, what the model thought of the prompt. Raises ApiError.
@@ -171,7 +180,7 @@ class Router:
                 await self._run_attempt(attempt, deadline_s)
                 return
             except AttemptFailed as failure:
-                self._log_failure(leg, attempt.route, failure, past.num_failed)
+                failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
                 if failure.has_lost_kv:
                     self._view.pairs.failed(attempt.route)
                 if failure.found_dead is not None:
@@ -284,8 +293,3 @@ class Router:
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
-
-    def _log_failure(self, leg: Leg, route: Route, failure: AttemptFailed, attempt: int) -> None:
-        how = {"stage": failure.stage, "status": failure.status, "detail": failure.detail, "attempt": attempt}
-        where = {"generation": leg.generation.generation_id, "decode": route.decode_id, "prefill": route.prefill_id}
-        logger.warning("attempt failed", extra={"event": "attempt_failed", **how, **where})

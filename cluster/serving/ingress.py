@@ -15,21 +15,27 @@ from cluster.autoscaling.scaling_rules import ScalingRules, scaling_rules
 from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
+from cluster.grammars.known_grammars import KnownGrammars
 from cluster.http.serve_proxy import proxy_here
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.metrics_merge import merge
 from cluster.monitoring.otel_tracing import open_tracing
+from cluster.monitoring.throughput import ThroughputLog
+from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
-from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
+from cluster.routing.detached_tasks import start_detached
+from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
+from cluster.serving.checkpoint_parts import grammar_compiler, load_defaults
+from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
@@ -63,9 +69,12 @@ class Ingress:
         from ray import serve
 
         from replicas.gguf.conversion import resolve_source
+        from replicas.hub_model import refuse_unavailable
         from replicas.serving.termination import Termination
+        from replicas.start_step import start_step
         from replicas.structured_log import configure_logging
 
+        began_s = time.monotonic()
         config = settings() if callable(settings) else settings
         configure_logging(config.logging.level, config.logging.format)
         context = serve.get_replica_context()
@@ -79,9 +88,11 @@ class Ingress:
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
+        await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))
-        tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
-        self.sampling_defaults = await asyncio.to_thread(_load_defaults, folder, config, tokenizer)
+        with start_step("loading the tokenizer"):
+            tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
+        self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -102,13 +113,19 @@ class Ingress:
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []
         self._scaling_rules: ScalingRules | None = None
+        self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
+        self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
+        self._compiler = grammar_compiler(tokenizer, config)
+        grammars = AnswerGrammars(KnownGrammars(self._compiler, self.metrics))
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars
         )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
+        extra = {"event": "replica_ready", "replica": self._replica_id}
+        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
 
     async def _start(self) -> None:
         from cluster.routing import replica_registry
@@ -118,10 +135,16 @@ class Ingress:
                 "server.proxy: this Ray was started for another",
                 extra={"event": "wrong_proxy", "config": self.config.server.proxy, "ray": found},
             )
+        await warn_if_elsewhere(self.config.server)
         await self._router.start()
+        start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
+        if self.config.logging.throughput:
+            self._throughput.start()
         loop = asyncio.get_running_loop()
 
         def changed(deployment: str, table: ReplicaTable) -> None:
+            if deployment in self._pools:
+                loop.call_soon_threadsafe(self._changes.look, deployment, list(table))
             if deployment == "decode":  # called on Serve's router thread
                 loop.call_soon_threadsafe(self._router.pools_changed, table)
             elif deployment == "prefill":
@@ -195,7 +218,9 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
-        tracing = getattr(self, "tracing", None)  # it may not have started
+        if (compiler := getattr(self, "_compiler", None)) is not None:  # it may not have started
+            await asyncio.to_thread(compiler.close)
+        tracing = getattr(self, "tracing", None)
         if tracing is not None:
             self.tracing = None  # the garbage collector comes too
             await asyncio.to_thread(tracing.stop)
@@ -207,12 +232,10 @@ class Ingress:
         self.metrics.requests_queued.set(self._router.num_waiting)
         return self._replica_id, self.metrics.snapshot()
 
-    async def begin_drain(self) -> None:
-        """The whole server is being stopped: take nothing new."""
+    async def begin_drain(self) -> int:
+        """The whole server is being stopped: take nothing new. Returns how many requests are not over; asked again and
+        again until there are none."""
         self.drain.begin()
-
-    async def num_open(self) -> int:
-        """Requests that are not over."""
         return self.drain.num_open
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -261,12 +284,3 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> tuple[Tokenizer, st
     if tokenizer_digest(folder) != digest:
         raise ValueError(f"the tokenizer's files in {folder} changed while they were read; start again")
     return tokenizer, digest
-
-
-def _load_defaults(folder: str, config: ServingConfig, tokenizer: Tokenizer) -> SamplingDefaults:
-    """Also says in the log what no config shows, and every answer depends on."""
-    kind = config.model.sampling_defaults
-    defaults = checkpoint_defaults(folder) if kind == "checkpoint" else SamplingDefaults()
-    known = {"eos_token_ids": sorted(tokenizer.eos_token_ids), "sampling_defaults": kind, **defaults.described()}
-    logger.info("ends and defaults of the checkpoint", extra={"event": "checkpoint_defaults", **known})
-    return defaults

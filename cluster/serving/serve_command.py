@@ -1,25 +1,30 @@
-"""`splitserve serve`: a local Ray, the application on it, progress while it starts, then one block of lines."""
+"""`splitserve serve`: a local Ray, the application on it, progress while it starts, then one block of lines and what of
+the log concerns people; all else that is said goes into a file."""
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cluster.config.root import Config
-from cluster.http.serve_proxy import local_environment, proxy_here
-from cluster.http.server_address import base_url, check_address
-from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
-from cluster.serving.serve_config import APP_NAME, serve_config, serve_logging
+from cluster.http.serve_proxy import local_environment
+from cluster.http.server_address import check_address
+from cluster.lifecycle.shutdown import StopSignals, num_open_of, wait_for_streams
+from cluster.serving import local_ray
+from cluster.serving.ready_lines import Description, ready_lines
+from cluster.serving.serve_config import APP_NAME
+from cluster.terminal.log_file import LogFile
+from cluster.terminal.replica_log import ReplicaLog
+from cluster.terminal.terminal import Terminal
 from cluster.user_error import UserError
 
-_LOOPBACK = "127.0.0.1"
 _ANSWER_TIMEOUT_S = 10.0
 _PORT_PATIENCE_S = 5.0
+_POLL_S = 0.2
 
 
 def run_server(config: Config) -> int:
@@ -28,134 +33,96 @@ def run_server(config: Config) -> int:
     Raises UserError when the application can't start, KeyboardInterrupt at a second signal.
     """
     check_address(config.server.host, config.server.port, _PORT_PATIENCE_S)
-    with local_environment(config.server.proxy, os.environ) as variables:
-        _set_environment(config, variables)
-        return _serve(config)
-
-
-def _serve(config: Config) -> int:
-    started_s = time.monotonic()
+    file = _log_file(config)
     try:
-        _say("starting Ray")
-        _start_ray_patiently(config)
-        signals = StopSignals()
+        with file.instead_of_the_terminal() as (out, err):
+            terminal = Terminal(config.logging.format == "json", out, err)
+            with local_environment(config.server.proxy, os.environ) as variables:
+                local_ray.set_environment(config, variables, terminal.say)
+                terminal.say(f"log of Ray and replicas: {file.path}")
+                return _serve(config, terminal, file)
+    except UserError as error:
+        raise UserError(f"{error}\nThe log has more: {file.path}") from error
+    finally:
+        file.close()
+
+
+def _log_file(config: Config) -> LogFile:
+    """Raises UserError where it is configured and can't be written."""
+    path = config.logging.file
+    name = f"serve-{config.server.port}.log"
+    try:
+        return LogFile(path or config.model.cache_dir / "logs" / name)
+    except OSError as error:
+        if path is not None:
+            raise UserError(f"logging.file: {path} can't be written: {error.strerror}") from error
+        return LogFile(Path(tempfile.mkdtemp(prefix="splitserve-")) / name)  # the home may be read-only
+
+
+def _serve(config: Config, terminal: Terminal, file: LogFile) -> int:
+    started_s = time.monotonic()
+    is_json = config.logging.format == "json"
+    # Replicas speak JSON to this process, which makes text of it where text is wanted.
+    config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "json"})})
+    is_ready = False
+    signals = StopSignals()
+    terminal.begin_steps()
+    try:
+        _start_ray(config, terminal)
         signals.install()
-        _say("starting replicas: each loads the weights, allocates its KV pool and warms up")
-        description = _deploy(config, signals.requested)
+        local_ray.take_log(ReplicaLog(file, terminal, is_json).take)
+        description = _deploy(config, signals.requested, terminal)
+        terminal.end_steps()
         if description is not None:
-            _say(f"ready after {time.monotonic() - started_s:.0f} s")
-            sys.stdout.write(ready_lines(config, description) + "\n")
-            sys.stdout.flush()
+            is_ready = True
+            terminal.say(f"ready after {time.monotonic() - started_s:.0f} s", "ready")
+            terminal.block(ready_lines(config, description))
             signals.requested.wait()
-        _say("stopping")
+        terminal.say("stopping", "stopping")
         if description is not None:
-            _drain(config)
-        with without_last_words():
-            _stop_serve()
+            _drain(config, terminal)
+        local_ray.stop_serve()
     except KeyboardInterrupt:
-        _say("stopped at once: requests that were not over are cut")
+        terminal.end_steps()
+        terminal.say(f"stopped at once{': requests that were not over are cut' if is_ready else ''}", "stopped")
         raise
     finally:
-        with without_last_words():
-            _stop_ray()
+        signals.ignore()
+        terminal.end_steps()
+        local_ray.stop_ray()
+    terminal.say("stopped", "stopped")
     return 0
 
 
-def _start_ray_patiently(config: Config) -> None:
-    """On a busy machine Ray's own patience may be too short: try twice. Raises UserError."""
-    for is_last in (False, True):
-        try:
-            _start_ray(config)
-            return
-        except Exception as error:
-            _stop_ray()
-            cause = getattr(error, "cause", None) or error  # Ray's own line names an actor only
-            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            if is_last:
-                raise UserError(
-                    f"Ray did not start: {reason}\nIs the machine very busy, or out of memory or disk space? "
-                    "Ray's logs are in /tmp/ray/session_latest/logs."
-                ) from error
-            _say(f"Ray did not start ({reason}); trying once more")
+def _start_ray(config: Config, terminal: Terminal) -> None:
+    steps = terminal.steps_of_start
+    if steps is None:
+        local_ray.start_ray_patiently(config, terminal.say)
+        return
+    with steps.step("starting Ray"):
+        local_ray.start_ray_patiently(config, terminal.say)
 
 
-def _set_environment(config: Config, variables: Mapping[str, str]) -> None:
-    """Before Ray is imported: it reads these once. Logs of replicas come through to this terminal, each line once.
-
-    variables: what the config decides; the others are defaults.
-    """
-    if config.server.proxy == "serve" and proxy_here(os.environ) == "haproxy":
-        _say("RAY_SERVE_ENABLE_HA_PROXY is not heeded: set server.proxy: haproxy in the config")
-    os.environ.update(variables)
-    for name, value in {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_COLOR_PREFIX": "0",
-        "NIXL_LOG_LEVEL": "WARN",
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.http.proxy_headers:middlewares",
-        # A first start converts or compiles for a minute and says so; Serve would warn of a slow one after half of it.
-        "RAY_SERVE_SLOW_STARTUP_WARNING_S": "300",
-        # A proxy that has died is replaced after three checks: with Serve's 10 s nobody listens for half a minute.
-        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
-    }.items():
-        os.environ.setdefault(name, value)
-
-
-def _start_ray(config: Config) -> None:
-    import ray
-    from ray import serve
-
-    ray.init(
-        num_cpus=config.ray_num_cpus,
-        include_dashboard=config.ray.include_dashboard,
-        object_store_memory=config.ray.object_store_memory_bytes,
-        _node_ip_address=_LOOPBACK,
-        logging_level=logging.WARNING,
-        log_to_driver=True,
-    )
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    http_options = {"host": config.server.host, "port": config.server.port}
-    serve.start(http_options=http_options, logging_config=serve_logging(config))
-
-
-def _deploy(config: Config, stop: threading.Event) -> dict[str, list[dict[str, Any]]] | None:
+def _deploy(config: Config, stop: threading.Event, terminal: Terminal) -> Description | None:
     """Run the application and describe it; None when interrupted meanwhile. Raises UserError."""
     from ray import serve
 
-    _run_application(config)
-    while not stop.wait(0.2):
+    terminal.say("starting replicas: each loads the weights, allocates its KV pool and warms up", "starting")
+    local_ray.run_application(config)
+    while not stop.wait(_POLL_S):
         status = serve.status().applications.get(APP_NAME)
         if status is None:
             continue
         if status.status == "RUNNING":
-            description: dict[str, list[dict[str, Any]]] = _ingresses().describe.remote().result(timeout_s=30)
+            description: Description = local_ray.ingresses().describe.remote().result(timeout_s=30)
             return description
         if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             raise UserError(f"the application did not start: {_last_line(status)}")
     return None
 
 
-def _run_application(config: Config) -> None:
-    from ray import serve
-    from ray.serve.api import RunTarget
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    from cluster.serving.app import build_app
-
-    if config.autoscales:
-        # The only way to a policy for a whole application is a config file: the one that `splitserve deploy` writes.
-        document = serve_config(config.model_dump(mode="json", exclude_unset=True), config)
-        client = _get_global_client()
-        assert client is not None, "serve.start has made it"
-        client.deploy_apps(ServeDeploySchema.model_validate(document))
-        return
-    target = RunTarget(build_app(config), name=APP_NAME, route_prefix="/", logging_config=serve_logging(config))
-    serve.run_many([target], wait_for_applications_running=False)
-
-
 def _last_line(status: Any) -> str:
-    """The error of the first deployment that failed, without the traceback: that is in the log above."""
+    """The error of the first deployment that failed, without the traceback: that is in the log."""
     for name, deployment in status.deployments.items():
         lines = [line for line in deployment.message.splitlines() if line.strip()]
         if "fail" in deployment.status.lower() and lines:
@@ -163,72 +130,23 @@ def _last_line(status: Any) -> str:
     return str(status.message)
 
 
-def _ingresses() -> Any:
-    """A handle. This process has no event loop, in which Serve's tuned modes would have the handle's work done."""
-    from ray import serve
-
-    handle: Any = serve.get_app_handle(APP_NAME)
-    if not handle.is_initialized:
-        handle._init(_run_router_in_separate_loop=True)
-    return handle
-
-
-def _drain(config: Config) -> None:
+def _drain(config: Config, terminal: Terminal) -> None:
     """Every ingress refuses new requests, and its streams end. Blocks, at most for the drain's time."""
-    handle = _ingresses()
+    num_left = wait_for_streams(_ask_ingresses, config.lifecycle.drain_timeout_s, terminal.say)
+    if num_left is None:
+        terminal.say("an ingress did not answer until lifecycle.drain_timeout_s was over: requests may be cut")
+    elif num_left:
+        terminal.say(f"{num_left} requests are cut: lifecycle.drain_timeout_s is over")
 
-    def ask(method: str) -> list[Any]:
-        # An ingress that has died has no streams any more.
-        results = handle.broadcast(method).results(timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True)
-        return [result for result in results if not isinstance(result, BaseException)]
+
+def _ask_ingresses() -> int | None:
+    """Each takes nothing new from now on; how many requests are not over, None if nobody knows. Blocks for seconds."""
+    from ray.serve.exceptions import DeploymentUnavailableError
 
     try:
-        ask("begin_drain")
-        num_left = wait_for_streams(lambda: sum(ask("num_open")), config.lifecycle.drain_timeout_s, _say)
-    except Exception as error:
-        _say(f"the ingresses can't be asked, streams may be cut: {type(error).__name__}")
-        return
-    if num_left:
-        _say(f"{num_left} requests are cut: lifecycle.drain_timeout_s is over")
-
-
-def _stop_serve() -> None:
-    from ray import serve
-
-    serve.shutdown()  # type: ignore[no-untyped-call]
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
-
-
-def ready_lines(config: Config, description: dict[str, list[dict[str, Any]]]) -> str:
-    """What a user needs to know now. description: metadata of each replica, by pool."""
-    url = base_url(config.server.host, config.server.port)
-    decode = description["decode"]
-    capacity = sum(replica["num_blocks"] * replica["block_size"] for replica in decode)
-    per_token = decode[0]["kv_bytes_per_token"] if decode else 0
-    replicas = ", ".join(f"{len(table)} {pool}" for pool, table in sorted(description.items(), reverse=True))
-    full = capacity // config.model.max_model_len
-    return "\n".join(
-        [
-            "",
-            f"  URL        {url}/v1",
-            f"  model      {config.model.name} ({config.model.dtype})",
-            f"  replicas   {config.ingress.first_replicas} ingress, {replicas}",
-            f"  KV cache   {per_token:,} bytes a token",
-            f"  capacity   {capacity:,} tokens in the decode pool: {full} requests of full length",
-            "",
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
-            f'    -d \'{{"model": "{config.model.name}", "max_tokens": 64, "temperature": 0,',
-            '         "messages": [{"role": "user", "content": "What is the capital of France?"}]}\'',
-            "",
-        ]
-    )
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"splitserve: {message}\n")
-    sys.stderr.flush()
+        asked = local_ray.ingresses().broadcast("begin_drain")
+        return num_open_of(asked.results(timeout_s=_ANSWER_TIMEOUT_S, return_exceptions=True))
+    except DeploymentUnavailableError:  # there is no ingress any more
+        return 0
+    except Exception:  # not in time, or Serve itself is not there just now
+        return None

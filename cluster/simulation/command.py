@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cluster.config.root import Config
+from cluster.load.goodput import parse_goodput
+from cluster.load.traces import read_trace
 from cluster.simulation.cost_model import load_costs
-from cluster.simulation.goodput import parse_goodput
 from cluster.simulation.plot import check_can_plot, plot_run
 from cluster.simulation.report import as_text, summarise
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.step_fit import fit_costs
 from cluster.simulation.system_shape import shape_of
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import read_trace
+from cluster.terminal.steps import Steps
 from cluster.user_error import UserError
 
 # Points of the curves over time.
@@ -35,6 +36,7 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
         costs.kv_bytes_per_token,
         tuple(options.replicas) if options.replicas else None,
         tuple(options.kv_tokens) if options.kv_tokens else None,
+        costs.lanes,
     )
     scale = TraceScale(
         rate=options.rate_scale,
@@ -52,7 +54,9 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
     if not jobs:
         raise UserError(f"{options.trace}: no request is left to simulate")
     system = SimulatedSystem(shape, costs, may_skip=not options.step_by_step)
-    run = system.run(jobs, max(1e-3, (jobs[-1].arrival_s - jobs[0].arrival_s) / _NUM_SAMPLES))
+    interval_s = max(1e-3, (jobs[-1].arrival_s - jobs[0].arrival_s) / _NUM_SAMPLES)
+    with Steps() as steps, steps.step(f"simulating {options.trace.name}", len(jobs), "requests") as step:
+        run = system.run(jobs, interval_s, step.reached)
     summary = summarise(system, run, goodput)
     summary |= {"trace": options.trace.name, "seed": options.seed, "step_times": costs.source}
     say(as_text(summary))

@@ -33,6 +33,16 @@ class ControlCosts(Section):
     stream_s: Latency = Field(default=0.0005, description="A token from the ingress to the client")
 
 
+class LaneShareCosts(Section):
+    """One way to divide a card between two lanes, as an engine measures it when it starts (log event lane_shares)."""
+
+    processors: int = Field(ge=1, description="Multiprocessors that prompts have")
+    prefill_rate: float = Field(
+        gt=0, le=1, description="Of prompts, while rows run beside them: part of the whole card's"
+    )
+    decode_rate: float = Field(gt=0, le=1, description="Of rows, while prompts run beside them, likewise")
+
+
 class CostModel(Section):
     """Step times of both pools and of all between them."""
 
@@ -42,6 +52,9 @@ class CostModel(Section):
     prefill: StepModel = Field(description="Steps of a prefill engine; unused when colocated")
     transfer: TransferCosts = Field(default=TransferCosts(), description="The handoff")
     control: ControlCosts = Field(default=ControlCosts(), description="The control path")
+    lanes: list[LaneShareCosts] = Field(
+        default=[], description="With layout two_lanes: ways to divide a card; empty: those of an H200, estimated"
+    )
 
     @property
     def is_shared(self) -> bool:

@@ -1,4 +1,4 @@
-"""Figures of a simulated run, under the names of `python -m benchmarks.load`, as a table and as JSON."""
+"""Figures of a simulated run, under the names of `splitserve bench`, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.load.percentile import percentile
 from cluster.simulation.client import Client, ClientStatus
-from cluster.simulation.percentile import percentile
 from cluster.simulation.simulated_system import SimulatedSystem, SystemRun
 
 PERCENTILES = (50, 90, 95, 99)
@@ -82,7 +82,7 @@ def _latencies_s(clients: Sequence[Client]) -> dict[str, list[float]]:
 
 
 def _is_good(client: Client, goodput: dict[str, float]) -> bool:
-    """As benchmarks.load: a metric that a request does not have is within its limit."""
+    """As cluster.load: a metric that a request does not have is within its limit."""
     values = {"ttft": client.ttft_s, "tpot": client.tpot_s, "e2el": client.e2el_s}
     return all((value := values[name]) is None or value <= limit_s for name, limit_s in goodput.items())
 

@@ -36,6 +36,11 @@ class DividedDevice(SimulatedDevice):
     def prefill_tokens_per_s(self) -> float:
         return self.clock.prefill_tokens_per_s
 
+    def rows_step_s(self, now_s: float) -> float:
+        """How long a step of rows takes now, as an engine would have it."""
+        share = self._share if self._prompts_free_s > now_s else ALONE
+        return self.clock.rates.decode_step_s / share.decode_rate
+
     def launch_prompts(self, plan: StepPlan, share: LaneShare, now_s: float) -> StepInFlight:
         """Behind the prompts before. Mutates."""
         shape = StepShape.of(plan)
@@ -91,10 +96,10 @@ class SimulatedTwoLanes(SimulatedEngine):
             action(now_s)
         for step in sorted([*core.in_flight, *core.prompts_in_flight], key=lambda step: step.end_s):
             if step.end_s <= now_s:
-                lane = core.lane_of(step)
+                lane = core.lane_of(step, step.end_s)
                 assert lane is not None, "a step ended before the one in front of it"
                 self.calls.stepped(self.calls.output_of(step), now_s, lane)
-        turn = core.turn(now_s)
+        turn = core.turn(now_s, rows_step_s=device.rows_step_s(now_s))
         self.counts.num_decisions += 1
         self.calls.turned(turn)
         if turn.prompts is not None:
@@ -112,5 +117,7 @@ class SimulatedTwoLanes(SimulatedEngine):
         wakes_s = [steps[0].end_s for steps in (self.core.in_flight, self.core.prompts_in_flight) if steps]
         if (deadline_s := self.scheduler.next_deadline_s) is not None:
             wakes_s.append(deadline_s)
+        if self.core.rows_held_until_s is not None:
+            wakes_s.append(self.core.rows_held_until_s)
         if wakes_s:
             self._wake_at(max(now_s, min(wakes_s)))

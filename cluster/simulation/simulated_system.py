@@ -100,6 +100,7 @@ class SimulatedSystem:
         ]
         self._run = SystemRun()
         self._num_over = 0
+        self._on_sample: Callable[[int], None] | None = None
 
     # -- replicas come and go ----------------------------------------------------------------------
 
@@ -133,8 +134,15 @@ class SimulatedSystem:
             self._num_over += 1
         return self._num_over == len(clients)
 
-    def run(self, jobs: Sequence[Job], sample_interval_s: float | None = None) -> SystemRun:
-        """Every job to its end. jobs: by arrival, job i with index i. Blocks."""
+    def run(
+        self,
+        jobs: Sequence[Job],
+        sample_interval_s: float | None = None,
+        on_sample: Callable[[int], None] | None = None,
+    ) -> SystemRun:
+        """Every job to its end. jobs: by arrival, job i with index i. on_sample: told with each sample how many jobs
+        have ended, all before them too. Blocks."""
+        self._on_sample = on_sample
         run = self._run = SystemRun([Client(job) for job in jobs])
         self._num_over = 0
         if run.clients:
@@ -173,6 +181,8 @@ class SimulatedSystem:
             self._run.samples.append(self._sample(now_s))
             if not self.is_over:
                 self._sample_at(now_s + interval_s, interval_s)
+            if self._on_sample is not None:
+                self._on_sample(self._num_over)
 
         self.queue.at(time_s, Order.SAMPLE, 0, sample)
 

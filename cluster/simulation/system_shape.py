@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config.admission_settings import admission_policy
@@ -9,11 +10,12 @@ from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
 from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
+from cluster.simulation.cost_model import LaneShareCosts
 from cluster.simulation.simulated_router import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
-from scheduler.lane_split import LaneObjectives, LaneShare, measured_shares
+from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
 from scheduler.pool_limits import PoolLimits
 
 # Of the card whose rates are known: a simulation knows none of its own.
@@ -51,8 +53,10 @@ def shape_of(
     kv_bytes_per_token: int,
     replicas: tuple[int, int] | None = None,
     kv_tokens: tuple[int, int] | None = None,
+    lane_shares: Sequence[LaneShareCosts] = (),
 ) -> SystemShape:
-    """replicas, kv_tokens: of prefill and decode, in place of the config's. Raises ConfigError."""
+    """replicas, kv_tokens: of prefill and decode, in place of the config's. lane_shares: of each card; none: estimates.
+    Raises ConfigError."""
     pools = config.pools
     block_bytes = kv_bytes_per_token * config.kv.block_size
     num_prefill, num_decode = replicas or (
@@ -66,7 +70,8 @@ def shape_of(
     policy = admission_policy(pools.decode.admission)
     host_bytes = pools.decode.host_memory_bytes
     if config.layout == "two_lanes":
-        shares = measured_shares(_MEASURED_PROCESSORS) if pools.decode.device == "cuda" else ()
+        measured = tuple(LaneShare(share.processors, share.prefill_rate, share.decode_rate) for share in lane_shares)
+        shares = (measured or estimated_shares(_MEASURED_PROCESSORS)) if pools.decode.device == "cuda" else ()
         decode = replace(decode, lanes=by_names(LaneObjectives, pools.decode.lanes), shares=shares)
     return SystemShape(
         num_routers=config.ingress.first_replicas,

@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cluster.load.traces import TraceEntry
 from cluster.simulation.client import Job
-from cluster.simulation.traces import TraceEntry
 
 # A copy of a request comes within so many seconds of it, before or after: bursts stay bursts, and no two are twins.
 _SPREAD_S = 10.0

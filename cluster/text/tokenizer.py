@@ -74,6 +74,12 @@ class Tokenizer:
         longest = max(map(len, [*bytes_of_token.values(), *map(str.encode, control_tokens.secret_names.values())]))
         self._max_bytes_per_token = longest * _shrink_factor(spec["normalizer"])
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json that encodes and decodes likewise; some megabytes. Control tokens in a text
+        count as such."""
+        text: str = self._plain.to_str()
+        return text
+
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         """Token ids of a text.
 

@@ -20,6 +20,7 @@ from replicas.cuda.slots import CudaSlots
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
+from replicas.start_step import start_step
 from scheduler.plan import Slice, StepPlan
 
 # Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
@@ -135,12 +136,15 @@ class StepGraphs:
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
-        for shape in reversed(self._shapes):
-            prompt = PromptPass(self._model, shape)
-            self._prompts[shape] = prompt, self._captured(prompt)
-        for size in reversed(self._batch_sizes):
-            decode = DecodePass(self._model, size)
-            self._decode[size] = decode, self._captured(decode)
+        with start_step("capturing graphs", len(self._shapes) + len(self._batch_sizes), "graphs") as step:
+            for shape in reversed(self._shapes):
+                prompt = PromptPass(self._model, shape)
+                self._prompts[shape] = prompt, self._captured(prompt)
+                step.advance()
+            for size in reversed(self._batch_sizes):
+                decode = DecodePass(self._model, size)
+                self._decode[size] = decode, self._captured(decode)
+                step.advance()
         return len(self._decode) + len(self._prompts)
 
     def _captured(self, captured: PromptPass | DecodePass) -> StepGraph:

@@ -19,6 +19,7 @@ from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes
 from replicas.cuda.green_contexts import GreenContexts, NoGreenContexts
 from replicas.cuda.runner import CudaRunner
+from replicas.cuda.share_times import MeasuredPlans, times_of_shares
 from replicas.cuda.skinny_linear import count_apart
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.work_sharing import WorkSharing
@@ -28,7 +29,8 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, NotDivisible, StepHandle
 from replicas.model.shared_weights import twin_of
 from replicas.sampling.rules.token_masks import TokenMasks
-from scheduler.lane_split import WHOLE_CARD, LaneShare, measured_shares
+from scheduler.lane_measurement import AbsurdTimes, measured_by
+from scheduler.lane_split import WHOLE_CARD, LaneShare, estimated_shares
 from scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class LaneRunner(CudaRunner):
         self.pool, self.host_pool, self._slots = parts.pool, parts.host_pool, parts.slots
         self._max_model_len, self._has_fresh, self._sharing = parts.max_model_len, parts.has_fresh, parts.sharing
         self._graphs = None
-        self._stream, self._order = stream, order
+        self.stream, self._order = stream, order
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -91,21 +93,21 @@ class LaneRunner(CudaRunner):
     def logits(self, plan: StepPlan) -> torch.Tensor:
         with self._on_stream():
             logits = super().logits(plan)
-            self._stream.synchronize()  # whoever reads it does so on another one
+            self.stream.synchronize()  # whoever reads it does so on another one
         return logits
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
         """What is launched within it runs behind what the lane launched before."""
-        with torch.cuda.stream(self._stream):
-            self._order.next_on(self._stream)
+        with torch.cuda.stream(self.stream):
+            self._order.next_on(self.stream)
             yield
 
     def capture(self, memory: Any) -> int:
         """Its graphs, in the memory of the lane's others; how many. Blocks. As `CudaRunner.warm_up` otherwise."""
         shapes = lone_prompt_shapes(self._max_model_len, has_fresh=self._has_fresh)
         self._graphs = StepGraphs(
-            self._model, self._slots, self._sharing, (), shapes, memory=memory, stream=self._stream
+            self._model, self._slots, self._sharing, (), shapes, memory=memory, stream=self.stream
         )
         return self._graphs.capture()
 
@@ -139,14 +141,34 @@ class DividedRunner(CudaRunner):
         memory = torch.cuda.graph_pool_handle()
         num_graphs = sum(runner.capture(memory) for runner in self._beside.values())
         torch.cuda.synchronize()
-        extra = {
-            "event": "lanes_ready",
-            "shares": [share.num_processors for share in self.shares],
-            "graphs": num_graphs,
-            "capture_s": round(time.monotonic() - started_s, 1),
-        }
+        extra = {"event": "lanes_ready", "graphs": num_graphs, "capture_s": round(time.monotonic() - started_s, 1)}
         logger.info("a lane for prompts beside the one for rows", extra=extra)
+        self._measure_shares()
         return True
+
+    def _measure_shares(self) -> None:
+        """Takes the shares' rates from a short run of both lanes; keeps the estimates where that tells nothing."""
+        started_s = time.monotonic()
+        extra: dict[str, Any] = {"event": "lane_shares"}
+        try:
+            plans = MeasuredPlans(
+                self.num_slots, self.pool.num_blocks, self.pool.layout.block_size, self._max_model_len
+            )
+            alone, beside = times_of_shares(self, dict(self._beside), plans)
+            measured = dict(zip(beside, measured_by(alone, beside), strict=True))
+        except AbsurdTimes as error:
+            extra |= {"shares": [_told(share) for share in self.shares], "reason": str(error)}
+            logger.warning("the card's division keeps its estimated rates: %s", error, extra=extra)
+            return
+        self._beside = {measured.get(share, share): lane for share, lane in self._beside.items()}
+        self.shares = tuple(measured.values())
+        extra |= {
+            "shares": [_told(share) for share in self.shares],
+            "prompts_ms": round(1e3 * alone.prompts_s, 2),
+            "rows_ms": round(1e3 * alone.rows_s, 2),
+            "measured_in_s": round(time.monotonic() - started_s, 1),
+        }
+        logger.info("both lanes' rates beside each other are measured", extra=extra)
 
     def _prompt_shapes(self) -> list[PromptShape]:
         return []
@@ -156,10 +178,19 @@ def lane_streams(device: torch.device) -> dict[LaneShare, torch.cuda.Stream]:
     """One for each share of the card, and for all of it. Raises NotDivisible."""
     try:
         contexts = GreenContexts(device)
-        shares = measured_shares(contexts.num_processors)
+        shares = estimated_shares(contexts.num_processors)
         streams = {share: contexts.stream(share.num_processors or 0) for share in shares}
     except NoGreenContexts as error:
         raise NotDivisible(str(error)) from error
     if not streams:
         raise NotDivisible(f"{contexts.num_processors} multiprocessors are too few")
     return streams | {WHOLE_CARD: torch.cuda.Stream(device)}
+
+
+def _told(share: LaneShare) -> dict[str, float | None]:
+    """For a log."""
+    return {
+        "processors": share.num_processors,
+        "prefill_rate": round(share.prefill_rate, 3),
+        "decode_rate": round(share.decode_rate, 3),
+    }

@@ -36,6 +36,7 @@ from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
+from replicas.start_step import start_step
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -167,7 +168,8 @@ class CudaRunner(ModelRunner):
         Mutates pool blocks and slot 0.
         """
         started_s = time.monotonic()
-        self.compile_layers()
+        with start_step("compiling layers"):
+            self.compile_layers()
         compiled_s = time.monotonic()
         sizes = batch_sizes(self.num_slots)
         self._graphs = StepGraphs(self._model, self._slots, self._sharing, sizes, self._prompt_shapes())

@@ -1,4 +1,4 @@
-"""An engine whose prompts and rows are computed at the same time: two lanes, each with a thread, over one scheduler.
+"""An engine whose prompts and rows are computed at the same time: two lanes with threads of their own, one scheduler.
 
     inbox (steps that have run are committed) -> turn (expire, admit, plan both lanes) -> submit -> flush -> wait
 
@@ -15,7 +15,7 @@ from functools import partial
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
-from replicas.engine.lane_thread import LaneStep, LaneThread
+from replicas.engine.lane_threads import LaneStep, LaneThreads
 from replicas.engine.token_frames import TokenFrames
 from replicas.metrics.engine_status import EngineStatus
 from replicas.metrics.lane_clock import LaneClock
@@ -40,22 +40,21 @@ class TwoLaneEngine(Engine):
         self._prompt_recorder = parts.recorder.beside("prefill")
         self.steps: LaneClock = LaneClock()
         self._share = ALONE  # of the prompts that are computed now
-        self._decode = LaneThread("decode-lane", parts.num_threads, self._on_step)
-        self._prefill = LaneThread("prefill-lane", parts.num_threads, self._on_step)
+        self._decode = LaneThreads("decode-lane", parts.num_threads, self._on_step)
+        self._prefill = LaneThreads("prefill-lane", parts.num_threads, self._on_step)
 
     @property
-    def _lanes(self) -> tuple[LaneThread, LaneThread]:
+    def _lanes(self) -> tuple[LaneThreads, LaneThreads]:
         return self._decode, self._prefill
 
     def is_healthy(self, max_silence_s: float) -> bool:
         oldest_s = time.monotonic() - max_silence_s
         return super().is_healthy(max_silence_s) and all(
-            lane.thread.is_alive() and lane.beat_s > oldest_s for lane in self._lanes
+            lane.is_alive and lane.beat_s > oldest_s for lane in self._lanes
         )
 
     def watched(self) -> dict[str, Watched]:
-        lanes = {lane.thread.name: Watched(lane.thread, partial(getattr, lane, "beat_s")) for lane in self._lanes}
-        return super().watched() | lanes
+        return super().watched() | self._decode.watched() | self._prefill.watched()
 
     # -- the lanes' threads ------------------------------------------------------------------------
 
@@ -84,7 +83,8 @@ class TwoLaneEngine(Engine):
         self.last_beat_s = now_s
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
-        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
+        rows_step_s = self.steps.rates.decode_step_s / self._beside_rows.decode_rate
+        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held, rows_step_s=rows_step_s)
         self.calls.turned(turn, now_s)
         if turn.plan is not None:
             masks = self._masks_to_come(turn.plan)
@@ -106,6 +106,11 @@ class TwoLaneEngine(Engine):
         if not turn.expired and not turn.evicted:
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
 
+    def _wait(self, longest_s: float) -> None:
+        if (until_s := self.core.rows_held_until_s) is not None:
+            longest_s = max(0.0, min(longest_s, until_s - time.monotonic()))
+        super()._wait(longest_s)
+
     def _masks_to_come(self, plan: StepPlan) -> Future[TokenMasks | None] | None:
         return Future() if self.calls.constrained.concern(plan) else None
 
@@ -123,7 +128,7 @@ class TwoLaneEngine(Engine):
 
     def _commit_step(self, step: LaneStep) -> None:
         """A step has run. Raises what made it fail as a whole, and what the books raise."""
-        lane = self.core.lane_of(step)
+        lane = self.core.lane_of(step, step.ended_s)
         if lane is None:
             return  # it was abandoned
         if step.failure is not None:

@@ -18,15 +18,16 @@ import shutil
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 from replicas.model_support import UnsupportedModel
+from replicas.start_step import start_step
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 3  # raise when what is written changes
 _COMPLETE = "complete"
 _CHUNK_BYTES = 1 << 24
-_PROGRESS_S = 5.0
 
 
 def resolve_source(source: str, cache_dir: str) -> str:
@@ -58,10 +59,19 @@ def convert(gguf: Path, cache_dir: Path) -> Path:
     folder = converted_folder(gguf, cache_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock)
         if not is_converted(folder):
             _convert_anew(gguf, folder, before)
     return folder
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Until nobody else converts this file. Blocks."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with start_step("waiting for another replica, which converts the GGUF"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _convert_anew(gguf: Path, folder: Path, before: tuple[int, ...]) -> None:
@@ -77,7 +87,8 @@ def _convert_anew(gguf: Path, folder: Path, before: tuple[int, ...]) -> None:
     for leftover in (partial, folder):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        write_model(gguf, partial)
+        with start_step("converting the GGUF, once"):
+            write_model(gguf, partial)
         # Times can be set back, and what was written over can be restored: each would escape the other.
         if _identity(gguf) != before or converted_folder(gguf, folder.parent) != folder:
             raise UnsupportedModel(f"{gguf} changed while it was converted: start again when it is complete")
@@ -111,14 +122,9 @@ def _digest(path: Path) -> str:
     """SHA-256 of the whole file. Logs progress while it takes long."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
-    size_bytes, done_bytes = path.stat().st_size, 0
-    told_at = time.monotonic()
-    with path.open("rb", buffering=0) as file:
+    step = start_step("hashing the GGUF", path.stat().st_size, "bytes")
+    with path.open("rb", buffering=0) as file, step as progress:
         while num_bytes := file.readinto(buffer):
             digest.update(buffer[:num_bytes])
-            done_bytes += num_bytes
-            if time.monotonic() - told_at > _PROGRESS_S:
-                told_at = time.monotonic()
-                percent = 100 * done_bytes // max(size_bytes, 1)
-                logger.info("hashing GGUF", extra={"event": "gguf_hashing", "file": str(path), "percent": percent})
+            progress.advance(num_bytes)
     return digest.hexdigest()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replicas.gguf.header import GgufHeader, NotGguf, OtherByteOrder, opened_gguf
 from replicas.model_support import UnsupportedModel
 
 # Longer arrays are no settings.
@@ -48,28 +51,28 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header; seconds for a vocabulary of 100,000. Raises OSError, and UnsupportedModel for what is no whole
+    """Read the header. Raises OSError, and UnsupportedModel for what is no whole
     GGUF file of one model in the byte order of this machine.
     """
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
-        metadata = {key: _value(field) for key, field in reader.fields.items() if len(field.data) <= _LONGEST_ARRAY}
-        left_out = frozenset(reader.fields.keys() - metadata.keys())
-        tokens, token_types, merges = (_array(reader, key) for key in (_TOKENS, _TOKEN_TYPES, _MERGES))
-        shapes = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in reader.tensors}
-        vectors = {
-            tensor.name: tuple(map(float, tensor.data.reshape(-1)))
-            for tensor in reader.tensors
-            if tensor.name.startswith("rope_") and tensor.tensor_type.name == "F32"
-        }
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        with opened_gguf(path) as (header, view):
+            metadata = {key: _one(value) for key, value in header.metadata.items() if not _is_long(value)}
+            tokens, token_types, merges = (_array(header, key) for key in (_TOKENS, _TOKEN_TYPES, _MERGES))
+            vectors = {
+                name: struct.unpack_from(f"<{math.prod(tensor.shape)}f", view, tensor.offset)
+                for name, tensor in header.tensors.items()
+                if name.startswith("rope_") and tensor.kind == "F32"
+            }
+    except NotGguf as error:
+        raise UnsupportedModel(f"{path} is no GGUF file ({error}): is it the right one, and is it whole?") from error
+    except OtherByteOrder as error:
+        raise UnsupportedModel(f"{path} has the byte order of another kind of machine") from error
+    except (ValueError, KeyError) as error:
         raise UnsupportedModel(
             f"{path} is not a whole GGUF file ({error}): perhaps a download that was cut short"
         ) from error
-    if reader.byte_order != "I":
-        raise UnsupportedModel(f"{path} has the byte order of another kind of machine")
+    left_out = frozenset(header.metadata.keys() - metadata.keys())
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise UnsupportedModel(f"{path}: general.architecture is missing")
@@ -77,14 +80,18 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, architecture, metadata, left_out, tokens, token_types, merges, shapes, vectors)
 
 
-def _value(field: Any) -> Any:
+def _one(value: Any) -> Any:
     """Of one metadata field; an array of one is that one, as in transformers."""
-    value = field.contents()
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _array(reader: Any, key: str) -> tuple[Any, ...]:
-    return tuple(reader.fields[key].contents()) if key in reader.fields else ()
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > _LONGEST_ARRAY
+
+
+def _array(header: GgufHeader, key: str) -> tuple[Any, ...]:
+    value = header.metadata.get(key, ())
+    return tuple(value) if isinstance(value, list) else (value,) if value != () else ()
 
 
 def _check_one_model(path: Path, metadata: Mapping[str, Any]) -> None:

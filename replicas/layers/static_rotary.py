@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from replicas.position_reach import depends_on_step
+
 
 class StaticRotary(nn.Module):
     """Stands in front of a rotary embedding and calls its forward method without the decorator that updates it.
@@ -22,11 +24,6 @@ class StaticRotary(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         return self._angles(self.rotary, *arguments, **named)
-
-
-def depends_on_step(kind: str) -> bool:
-    """Whether rotary positions of this kind are taken from the longest position of a whole pass."""
-    return kind == "longrope" or "dynamic" in kind
 
 
 def static_rotary(module: nn.Module) -> StaticRotary | None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from replicas.gguf.conversion import resolve_source
+from replicas.hub_model import refuse_unavailable
 from replicas.kv.kv_pool import KvLayout
 from replicas.layers.attention_seam import use_attention
 from replicas.layers.replaced_layers import before_serving, replace_layers
@@ -23,11 +24,11 @@ from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
 from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model.remote_code import remote_code
-from replicas.model.rotary_positions import refuse_step_dependent
 from replicas.model.untouched_model import examine
 from replicas.model.weights_digest import digest_weights
 from replicas.model_identity import ModelIdentity
 from replicas.model_support import model_name, naming_failures, refuse_unsupported
+from replicas.position_reach import refuse_step_dependent
 from replicas.settings import ModelSettings
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,10 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
 
     Raises UnsupportedModel for an architecture that our attention does not compute, or that fails in any way while it
     is built or looked at; CheckpointMismatch, one of these, for files that are not what their config says or change
-    meanwhile; OSError when they are not there.
+    meanwhile; OSError when they are not there; HubRefusal for a Hub id that can't be had.
     """
     transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
+    refuse_unavailable(settings.source)
     folder = resolve_source(settings.source, settings.cache_dir)
     files = FilesAsRead.now(folder)
     with naming_failures(settings.source, "reading its configuration"):
@@ -70,7 +72,7 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     refuse_unsupported(config)
     refuse_step_dependent(config, settings.max_model_len)
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    logger.info("loading weights", extra={"event": "weights_loading", "source": settings.source})
+    logger.info("the model's files", extra={"event": "weights_loading", "source": settings.source})
     config_said = config_text(config)  # before anything is set in it
     with naming_failures(model_name(config), "loading it"):
         if settings.load_format == "dummy":

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from replicas.layers.static_rotary import depends_on_step
 from replicas.model.attention_trace import TRACED_POSITIONS
-from replicas.model_support import UnsupportedModel, model_name
+from replicas.model_support import UnsupportedModel
 
 # Cosines and sines of one position differ by rounding alone, if at all.
 _TOLERANCE = 1e-5
@@ -33,30 +32,6 @@ class PositionCall:
     arguments: tuple[Any, ...]
     named: dict[str, Any]
     key: int | str
-
-
-def original_length(config: Any) -> int | None:
-    """Positions that the model was trained on before they were stretched; None when the configuration tells none."""
-    lengths = [parameters.get("original_max_position_embeddings") for parameters in _rope_parameters(config)]
-    lengths.append(getattr(config, "original_max_position_embeddings", None))
-    return min((int(length) for length in lengths if length), default=None)
-
-
-def refuse_step_dependent(config: Any, max_model_len: int) -> None:
-    """Raise UnsupportedModel where a kind that depends on the step would do so within max_model_len."""
-    for parameters in _rope_parameters(config):
-        kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
-        if not depends_on_step(kind):
-            continue
-        # Only longrope looks at the original length; dynamic scaling begins where the stated positions end.
-        safe = original_length(config) if kind == "longrope" else None
-        safe = safe or config.max_position_embeddings
-        if max_model_len > safe:
-            raise UnsupportedModel(
-                f"{model_name(config)} takes its rotary frequencies ({kind}) from the longest position of a whole "
-                f"step, so beyond {safe} positions a text would depend on its neighbours; set model.max_model_len to "
-                f"{safe} or less"
-            )
 
 
 @contextmanager
@@ -149,10 +124,3 @@ def _are_traced_positions(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex():
         return False
     return value.shape[-1:] == (len(TRACED_POSITIONS),) and value.flatten()[-3:].tolist() == list(TRACED_POSITIONS)
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Of the model, or of each kind of its layers."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in given.values() if isinstance(value, dict)]
-    return nested or [given]

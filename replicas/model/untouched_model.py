@@ -8,12 +8,9 @@ from typing import Any
 from replicas.layers.replaced_layers import before_first_look, replace_layers
 from replicas.model.attention_trace import AttentionShape, trace_attention
 from replicas.model.reference_logits import CheckedPrompt, compute_reference
-from replicas.model.rotary_positions import (
-    original_length,
-    recorded_position_calls,
-    refuse_neighbours_in_positions,
-)
+from replicas.model.rotary_positions import recorded_position_calls, refuse_neighbours_in_positions
 from replicas.model_support import UnsupportedModel
+from replicas.position_reach import original_length
 
 
 @dataclass(frozen=True, slots=True)

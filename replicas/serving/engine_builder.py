@@ -40,6 +40,7 @@ from replicas.pool_size import num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
+from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
 from scheduler.scheduler import Scheduler
@@ -154,19 +155,19 @@ class _Base:
         self._open_transport = transport_opener(settings.transfer.backend)
         torch.set_num_threads(settings.num_threads)
         device = torch.device(settings.device)
-        started_s = time.monotonic()
-        loaded = load_model(settings.model, device)
+        with start_step("loading weights"):
+            loaded = load_model(settings.model, device)
         if settings.model.max_model_len > loaded.max_positions:
             raise ValueError(
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
-        _progress("weights loaded", started_s, identity=str(loaded.identity))
+        logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
         opening = GrammarsOpening(settings, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size)
         self.limits = _limits(settings, self.layout)
         num_blocks = self.limits.num_blocks
-        self.pool = KvPool(self.layout, num_blocks, device)
-        _progress("KV pool allocated", started_s, tokens=num_blocks * settings.kv.block_size)
+        with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
+            self.pool = KvPool(self.layout, num_blocks, device)
         self.num_host_blocks = (
             num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
             if settings.pool == "decode"
@@ -174,15 +175,13 @@ class _Base:
         )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
             self.runner, self.has_two_lanes = self._make_runner(loaded)
-        with naming_failures(type(loaded.model).__name__, "its self-check"):
+        with start_step("self-check"), naming_failures(type(loaded.model).__name__, "its self-check"):
             self_check(self.runner, loaded)
-        _progress("self-check passed", started_s)
-        with naming_failures(type(loaded.model).__name__, "its warm-up"):
+        with start_step("warm-up"), naming_failures(type(loaded.model).__name__, "its warm-up"):
             if self.runner.warm_up():
                 for runner in (self.runner, *[self.runner.beside(share) for share in self.runner.shares]):
                     self_check(runner, loaded)
         self.pool.tensor.zero_()
-        _progress("warm-up done", started_s)
         self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
         self.faults = FaultPoints(settings.testing.fault_dir, self.pool.tensor)
         self.metrics = EngineMetrics(
@@ -254,9 +253,3 @@ def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:
         free_bytes, _ = torch.cuda.mem_get_info()
         memory_bytes = int(free_bytes * settings.kv_memory_fraction)
     return pool_limits(settings, settings.kv.block_size, layout.block_bytes, settings.model.max_model_len, memory_bytes)
-
-
-def _progress(message: str, started_s: float, **fields: object) -> None:
-    logger.info(
-        message, extra={"event": "start_progress", "elapsed_s": round(time.monotonic() - started_s, 1), **fields}
-    )

@@ -51,6 +51,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         from replicas.serving.termination import Termination
         from replicas.structured_log import configure_logging
 
+        began_s = time.monotonic()
         settings = settings() if callable(settings) else settings
         configure_logging(settings.logging.level, settings.logging.format)
         context = ray.get_runtime_context()
@@ -70,6 +71,8 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
         self._calls.start()
         self._watch.start()
+        extra = {"event": "replica_ready", "replica": self._built.peer.replica_id}
+        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
 
     @abstractmethod
     def _begin(self, call: CallT) -> Future[ReplyT]:

@@ -32,6 +32,10 @@ class FakeServer:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 fields = dict(line.split(b": ", 1) for line in head.strip().split(b"\r\n")[1:])
+                if head.startswith(b"GET /v1/models "):
+                    models = b'{"data": [{"id": "a-model"}]}'
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
+                    continue
                 body = orjson.loads(await reader.readexactly(int(fields.get(b"Content-Length", b"0"))) or b"{}")
                 if not body:
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")

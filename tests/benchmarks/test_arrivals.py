@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.load.arrivals import constant_arrivals, gamma_arrivals, poisson_arrivals, trace_arrivals
+from cluster.load.arrivals import constant_arrivals, gamma_arrivals, poisson_arrivals, trace_arrivals
 
 
 def _gaps(times_s: list[float]) -> list[float]:

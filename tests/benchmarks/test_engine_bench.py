@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.engine.engine_streams import Stream, steady_tokens_per_s
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
-from benchmarks.tables import table
+from cluster.load.tables import table
 
 
 def test_tables_of_a_batch_do_not_overlap_and_hold_the_fed_token() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.answer_reader import AnswerReader
-from benchmarks.load.http_connection import BrokenResponse, HttpConnection
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.answer_reader import AnswerReader
+from cluster.load.http_connection import BrokenResponse, HttpConnection
+from cluster.load.request_record import RequestRecord
 
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 CHUNKED = CHUNKED_HEAD + b"5\r\nhello\r\nA;x=1\r\n, world!!\n\r\n0\r\nTrailer: 1\r\n\r\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.__main__ import main
-from benchmarks.load.arrivals import Arrival
-from benchmarks.load.client import Client, OutgoingRequest, Target
-from benchmarks.load.load_plan import LoadPlan, TraceOptions
-from benchmarks.load.processes import ClientFailed, run_load, send_all
-from benchmarks.load.request_record import RequestRecord
-from benchmarks.load.workload import LengthRange
+from cluster.load.arrivals import Arrival
+from cluster.load.client import Client, OutgoingRequest, Target
+from cluster.load.command import main
+from cluster.load.command_options import add_bench_options, with_bench_defaults
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan, TraceOptions
+from cluster.load.processes import ClientFailed, run_load, send_all
+from cluster.load.request_record import RequestRecord
+from cluster.serving.command_line import main as splitserve
 from tests.benchmarks.fake_server import FakeServer, fake_server
 
 
@@ -161,3 +164,34 @@ async def _send(target: Target, stream: bool = True, options: dict[str, str] | N
     record = await client.send(OutgoingRequest(0, time.monotonic(), [1, 2], 2, 4, stream, options or {}))
     client.close()
     return record
+
+
+def test_bench_of_the_command_line_asks_the_server_what_it_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server() as server:
+        arguments = ["bench", f"{server.url}/v1", "--num-requests", "3", "--rate", "inf", "--output-len", "4"]
+        assert splitserve([*arguments, "--warmup", "0"]) == 0
+    out, err = capsys.readouterr()
+    assert err == f"3 requests to a-model at {server.url}, the last one after 0 s\n"
+    assert "\n3 of 3 requests in " in out
+    assert [body["model"] for body in server.bodies] == ["a-model"] * 3
+
+
+def test_bench_says_what_is_wrong_in_one_line(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, error in (
+        ([server.url, "--goodput", "tps:3"], "a goodput limit is one of"),
+        (["host:port"], "host:port: is no address of a server"),
+        ([server.url, "--trace", "/nowhere.csv"], "/nowhere.csv"),
+    ):
+        assert splitserve(["bench", *arguments]) == 1
+        err = capsys.readouterr().err
+        assert error in err
+        assert err.count("\n") == 1
+
+
+def test_without_a_word_it_is_a_small_run() -> None:
+    parser = argparse.ArgumentParser()
+    add_bench_options(parser)
+    options = with_bench_defaults(parser.parse_args([]))
+    assert (options.url, options.rate, options.num_requests) == ("http://127.0.0.1:8000", 1.0, 30)
+    options = with_bench_defaults(parser.parse_args(["--arrival", "trace", "--trace", "x.csv"]))
+    assert (options.rate, options.num_requests) == (None, None)

@@ -7,12 +7,12 @@ from array import array
 
 import pytest
 
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import ClientUsage, LoadResult
-from benchmarks.load.report import as_text, percentile, summarise, warnings
-from benchmarks.load.request_record import RequestRecord
-from cluster.simulation.goodput import parse_goodput
+from cluster.load.client import Target
+from cluster.load.goodput import parse_goodput
+from cluster.load.load_plan import LoadPlan
+from cluster.load.processes import ClientUsage, LoadResult
+from cluster.load.report import as_text, percentile, summarise, warnings
+from cluster.load.request_record import RequestRecord
 
 PLAN = LoadPlan(Target("http://127.0.0.1:1", "m"))
 

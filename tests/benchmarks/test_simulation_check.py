@@ -10,7 +10,7 @@ import yaml
 
 from benchmarks import simulation_check
 from benchmarks.kept_loads import keep_records, kept_records
-from benchmarks.load.request_record import RequestRecord
+from cluster.load.request_record import RequestRecord
 from cluster.simulation.client import Client
 from cluster.simulation.cost_model import ControlCosts, CostModel, TransferCosts
 from cluster.simulation.step_model import StepModel

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.workload import LengthRange, PromptMaker, Shape, synthetic_shapes
-from cluster.simulation.traces import TraceEntry, read_trace
+from benchmarks.traces import chat
+from cluster.load.length_range import LengthRange
+from cluster.load.traces import MOONCAKE_BLOCK_TOKENS, TraceEntry, read_trace
+from cluster.load.workload import PromptMaker, Shape, synthetic_shapes
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -126,3 +128,21 @@ def test_length_ranges() -> None:
     for wrong in ("0", "9:3", "many"):
         with pytest.raises(ValueError):
             LengthRange.parse(wrong)
+
+
+def test_the_trace_of_our_own_is_what_its_script_makes() -> None:
+    assert chat.FILE.read_text() == chat.chat_trace(), "run: python -m benchmarks.traces.chat"
+
+
+def test_turns_of_the_trace_of_our_own_share_what_was_said_before() -> None:
+    entries = read_trace(chat.FILE)
+    assert [entry.timestamp_s for entry in entries] == sorted(entry.timestamp_s for entry in entries)
+    assert len(entries) > 150
+    assert all(len(entry.hash_ids) == -(-entry.input_len // MOONCAKE_BLOCK_TOKENS) for entry in entries)
+    firsts = {entry.hash_ids[0] for entry in entries}
+    assert firsts == {0, 1, 2}  # one of the system prompts
+    whole = {entry.hash_ids for entry in entries}
+    continued = [
+        entry for entry in entries if any(entry.hash_ids[:end] in whole for end in range(3, len(entry.hash_ids)))
+    ]
+    assert len(continued) > 50

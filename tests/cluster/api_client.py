@@ -54,5 +54,8 @@ async def api_client(
     ingress = FakeIngress(LetterSource(), sections, **limits)
     transport = httpx.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as http:
-        yield ApiClient(ingress, http)
+        try:
+            yield ApiClient(ingress, http)
+        finally:
+            ingress.compiler.close()
     assert ingress.num_in_flight == 0

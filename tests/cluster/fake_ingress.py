@@ -11,24 +11,31 @@ from starlette.types import ASGIApp
 from cluster.api_error import ApiError
 from cluster.config.root import Config
 from cluster.config.service import LimitsConfig
+from cluster.grammars.compile_process import Settings
+from cluster.grammars.grammar_compiler import GrammarCompiler
+from cluster.grammars.grammar_source import GrammarSource
+from cluster.grammars.known_grammars import KnownGrammars
+from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http.app import build_http_app
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import Readiness
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
+from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
 from cluster.routing.slow_transfers import SlowestRead
+from cluster.same_names import by_names
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.work_threads import WorkThreads
 from replicas.messages import FinishReason, GenerationSpec, Token
+from tests.cluster.byte_tokenizer import EOS, byte_tokenizer_json
 
 MODEL = "the-model"
-EOS = 256
 HANG = "hang"
 Step = Token | Exception | str
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -130,6 +137,23 @@ class ScriptedSource:
                 self.open_prompts.remove(prompt)
 
 
+class ByteCompiler:
+    """Compiles grammars for ByteTokenizer, in a process that starts with the first of them."""
+
+    def __init__(self, bounds: GrammarBounds) -> None:
+        self._bounds = bounds
+        self._compiler: GrammarCompiler | None = None
+
+    async def compile(self, source: GrammarSource) -> str:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(Settings(byte_tokenizer_json(), (EOS,), self._bounds))
+        return await self._compiler.compile(source)
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
 class FakeIngress:
     """An HttpBackend without Serve."""
 
@@ -162,7 +186,11 @@ class FakeIngress:
         self.tracing: Tracing | None = None
         tokenizer = cast("Tokenizer", ByteTokenizer())
         self.threads = WorkThreads()
-        self.service = GenerationService(config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults)
+        self.compiler = ByteCompiler(by_names(GrammarBounds, self.limits))
+        grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
+        self.service = GenerationService(
+            config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults, grammars
+        )
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
 
     def app(self) -> ASGIApp:

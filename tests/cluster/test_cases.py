@@ -4,9 +4,9 @@ The table is sent both ways, streamed and not: what is wrong must get the same a
 Rows about the text of a real model are in tests/server/test_cases.py, those about bytes of a body alone (A11, A31, A46)
 also in test_openai_api.py, keys and request ids (A44, G01, G02) in test_http_auth.py.
 
-Not here, as what they are about does not exist yet: A40's and A41's second halves (grammars; both are refused by name),
-C11's prefix cache, C13 (adapters), C14 (prefix cache), G13 (chart). C08 and C10 are in tests/engines/test_preemption.py
-and tests/server/test_small_pool.py, C07 in the engine's tests of rules, G08 in tests/server/test_small_pool.py.
+Not here, as what they are about does not exist yet: C11's prefix cache, C13 (adapters), C14 (prefix cache), G13
+(chart). C08 and C10 are in tests/engines/test_preemption.py and tests/server/test_small_pool.py, C07 in the engine's
+tests of rules, G08 in tests/server/test_small_pool.py.
 """
 
 from __future__ import annotations
@@ -91,9 +91,18 @@ ROWS: list[tuple[str, tuple[str, ...], dict[str, Any], int, str | None]] = [
     ("A35", (CHAT,), {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}, *HELLO]}, 200, None),
     ("A37", (CHAT,), {"messages": [{"role": "alien", "content": "x"}]}, 400, "messages[0].role"),
     ("A38", (CHAT,), {"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 400, "prompt"),
-    ("A40", BOTH, {"guided_regex": "^(.*)$"}, 400, "guided_regex"),
+    ("A40", BOTH, {"guided_regex": "^(.*)$"}, 200, None),
     ("A40", BOTH, {"guided_regex": "["}, 400, "guided_regex"),
-    ("A41", BOTH, {"response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
+    ("A40", BOTH, {"guided_regex": "^(.*)$"}, 200, None),
+    (
+        "A41",
+        BOTH,
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        400,
+        "response_format.json_schema.name",
+    ),
+    ("A41", BOTH, {"guided_json": {"type": "string", "pattern": "(?=a)"}}, 400, "guided_json"),
+    ("A41", BOTH, {"guided_json": {"properties": {"a": {"not": {}}}}}, 400, "guided_json"),
     ("A43", BOTH, {"ec_transfer_params": {"x": [{}]}}, 400, "ec_transfer_params"),
     ("B17", BOTH, {"stream_options": {"include_usage": True}, "stream": False}, 400, "stream_options"),
     *(("C05", BOTH, {"seed": seed}, 200, None) for seed in (0, -1, 2**63 - 1, None)),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.root import Config
-from cluster.serving import command_line
+from cluster.serving import package_roots
 from cluster.serving.command_line import main
 from cluster.user_error import UserError
 from cluster.version import VERSION
@@ -111,14 +111,16 @@ def test_serve_refuses_a_foreign_package_of_our_name(
         folder = "/elsewhere" if name == "scheduler" else str(ROOT)
         return ModuleSpec(name, None, origin=f"{folder}/{name}/__init__.py")
 
-    monkeypatch.setattr(command_line, "find_spec", find_spec)
+    monkeypatch.setattr(package_roots, "find_spec", find_spec)
     serve_with(monkeypatch, lambda config: pytest.fail("the server was started"))
     assert main(["serve", LOCAL]) == 1
     assert "scheduler in /elsewhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["serve"], ["srve", LOCAL], ["serve", LOCAL, "--port", "x"]], ids=lambda words: " ".join(words)
+    "arguments",
+    [[], ["srve", LOCAL], ["serve", LOCAL, "--decode", "many"], ["serve", LOCAL, "--port", "x"]],
+    ids=lambda words: " ".join(words),
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

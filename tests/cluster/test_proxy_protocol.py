@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import threading
 import time
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 import uvicorn.config
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http import proxy_protocol
 from cluster.http.proxy_headers import middlewares
@@ -19,6 +21,10 @@ from cluster.http.proxy_headers import middlewares
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 LATE_S = 0.4
+
+
+def more_may_come(message: Message) -> bool:
+    return message["type"] != "http.disconnect"
 
 
 async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,9 +35,13 @@ async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes += len(message.get("body", b""))
         more = message.get("more_body", False)
     if scope["path"] == "/slow":
-        import asyncio
-
         await asyncio.sleep(2 * LATE_S)
+    if scope["path"] == "/stream":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while more_may_come(await receive()):
+            pass
+        return
     text = b"%d" % num_bytes
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
     await send({"type": "http.response.body", "body": text})
@@ -72,6 +82,15 @@ def everything(link: socket.socket) -> bytes:
     return answer
 
 
+def error_in(head: bytes, body: bytes) -> tuple[str, str, str]:
+    """Of an answer in OpenAI's envelope: message, type and code."""
+    assert b"\r\ncontent-type: application/json\r\n" in head + b"\r\n"
+    assert f"\r\ncontent-length: {len(body)}\r\n".encode() in head
+    error = json.loads(body)["error"]
+    assert error["param"] is None
+    return error["message"], error["type"], error["code"]
+
+
 @pytest.mark.parametrize("piece", [b"X-A: b\r\n" * 8_192, b"a" * 65_536], ids=["many headers", "one long header"])
 def test_a_head_without_end_is_refused(piece: bytes, port: int) -> None:
     sent = 0
@@ -94,7 +113,11 @@ def test_the_refusal_says_why(port: int) -> None:
             link.sendall(b"X-A: " + b"a" * 40_000 + b"\r\n")
         head, _, body = everything(link).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 ")
-    assert body == b"The request's headers are too long."
+    assert error_in(head, body) == (
+        "the request's headers are too long: at most 65536 bytes are allowed",
+        "invalid_request_error",
+        "headers_too_long",
+    )
 
 
 def test_a_slow_head_is_given_up(port: int) -> None:
@@ -127,3 +150,63 @@ def test_large_bodies_and_several_requests_at_once_pass(port: int) -> None:
         answer = everything(link)
     assert answer.count(b"HTTP/1.1 200") == 23
     assert answer.count(b"\r\n\r\n3000000") == 2
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("num_bytes", [70_000, 100_000])
+def test_a_url_that_is_too_long_is_414(num_bytes: int, pieces: int, port: int) -> None:
+    """However it comes. (The parser's own answer was 400 in plain text.)"""
+    message = GET.replace(b"/ ", b"/" + b"a" * num_bytes + b" ", 1) + b"\r\n"
+    answer = b""
+    for _ in range(20):  # a close before all was read may lose what was said
+        answer = answer or answer_to_pieces(message, pieces, port)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 414 ")
+    assert error_in(head, body) == (
+        "the URL is too long: at most 65535 bytes are allowed",
+        "invalid_request_error",
+        "url_too_long",
+    )
+
+
+def answer_to_pieces(message: bytes, num: int, port: int) -> bytes:
+    with link_to(port) as link:
+        try:
+            for index in range(num):
+                link.sendall(message[index * len(message) // num : (index + 1) * len(message) // num])
+                time.sleep(0.02)
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+        return everything(link)
+
+
+def test_the_longest_url_is_answered(port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(GET.replace(b"/ ", b"/" + b"a" * 65_534 + b" ", 1) + b"Connection: close\r\n\r\n")
+        assert everything(link).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"\x16\x03\x01\x02\x00\xfc", b"GET  HTTP/1.1\r\n\r\n", GET + b"X-A\r\n\r\n", POST % 5 + b"{}{}{" + b"}\r\n"],
+    ids=["TLS", "no path", "no colon", "more than its length"],
+)
+def test_what_is_no_http_is_refused_in_an_envelope(message: bytes, port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(message)
+        head, _, body = everything(link).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert error_in(head, body) == ("the request is no valid HTTP/1.1", "invalid_request_error", "invalid_http")
+
+
+def test_what_is_no_http_never_comes_into_an_answer_that_is_under_way(port: int) -> None:
+    with link_to(port) as link:
+        link.sendall(GET.replace(b"/ ", b"/stream ", 1) + b"\r\n")
+        begun = b""
+        while b"first" not in begun:
+            begun += link.recv(65_536)
+        link.sendall(b"\0\0\0")
+        rest = everything(link)
+    assert begun.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1" not in begun[1:] + rest
+    assert b"error" not in begun + rest

@@ -41,7 +41,7 @@ class Storm:
         if rng.random() < 0.6 and self._asked[who] <= 3:
             phase = rng.choice([Phase.QUEUE, Phase.PREFILL, Phase.TRANSFER, Phase.DECODE, Phase.REPLY])
             hang = ["hang"] if phase in (Phase.PREFILL, Phase.TRANSFER, Phase.REPLY) else []
-            replies = sorted(set(CallStatus) - {"ok", "timeout", "nothing_allowed", "leaving"})
+            replies = sorted({status for status in CallStatus if status.may_retry} - {"ok", "leaving"})
             what = rng.choice(["gone", "raise", "cancelled", *hang, *replies])
             fault = Fault(phase, what, steps=rng.randrange(4))
         return Script(fault, *times)

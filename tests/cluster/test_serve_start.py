@@ -7,11 +7,15 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from cluster.config.root import Config
+from cluster.http import server_address
 from cluster.serving import serve_command
+from cluster.serving.ready_lines import ready_lines
+from cluster.terminal.log_file import LogFile
 from cluster.user_error import UserError
 from tests.server.local_ray import free_port
 
@@ -23,8 +27,9 @@ def config(**server: object) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(serve_command, "_serve", lambda _: 0)
+def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(serve_command, "_log_file", lambda _: LogFile(tmp_path / "serve.log"))
+    monkeypatch.setattr(serve_command, "_serve", lambda *_: 0)
     monkeypatch.setattr(serve_command, "_PORT_PATIENCE_S", 2.0)
     before = dict(os.environ)
     yield
@@ -59,15 +64,15 @@ def test_an_address_of_another_machine_is_named(host: str) -> None:
 
 
 def test_the_config_decides_about_the_proxy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     serve_command.run_server(config(port=free_port()))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
-    assert "set server.proxy: haproxy in the config" in capsys.readouterr().err
+    assert "set server.proxy: haproxy in the config" in capfd.readouterr().err
     serve_command.run_server(config(port=free_port(), proxy="haproxy"))
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == f"splitserve: log of Ray and replicas: {tmp_path / 'serve.log'}\n"
 
 
 def test_a_url_has_an_ipv6_address_in_brackets() -> None:
@@ -76,9 +81,18 @@ def test_a_url_has_an_ipv6_address_in_brackets() -> None:
         "127.0.0.1": "http://127.0.0.1:9203",
         "a.b": "http://a.b:9203",
     }.items():
-        lines = serve_command.ready_lines(config(host=host, port=9203), {"decode": [], "prefill": []})
+        lines = ready_lines(config(host=host, port=9203), {"decode": [], "prefill": []})
         assert f"URL        {url}/v1\n" in lines
         assert f"curl {url}/v1/chat/completions" in lines
+
+
+@pytest.mark.parametrize(
+    ("serves", "is_elsewhere"),
+    [(("0.0.0.0", 8000), False), ((None, 8000), False), (("0.0.0.0", 8001), True), (("127.0.0.1", 8000), True)],
+)
+def test_a_serve_that_listens_elsewhere_is_found(serves: tuple[str | None, int], is_elsewhere: bool) -> None:
+    """No host means every address, as in Serve's own schema."""
+    assert server_address.is_elsewhere("0.0.0.0", 8000, *serves) is is_elsewhere
 
 
 def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +103,14 @@ def test_serve_looks_after_its_proxy_every_two_seconds_unless_told_otherwise(mon
     monkeypatch.setenv(name, "5")
     serve_command.run_server(config(port=free_port()))
     assert os.environ[name] == "5"
+
+
+def test_a_ray_that_runs_elsewhere_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    serve_command.run_server(config(port=free_port()))
+    assert "RAY_ADDRESS" not in os.environ
+    assert "RAY_ADDRESS is not heeded: serve starts a Ray of its own; for a cluster: splitserve deploy" in (
+        capfd.readouterr().err
+    )

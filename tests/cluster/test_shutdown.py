@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config.root import Config
-from cluster.lifecycle.shutdown import StopSignals, wait_for_streams, without_last_words
-from cluster.serving import serve_command
+from cluster.lifecycle.shutdown import StopSignals, num_open_of, wait_for_streams
+from cluster.serving import local_ray, serve_command
+from cluster.terminal.terminal import Terminal
 from cluster.user_error import UserError
 
 
@@ -63,9 +67,8 @@ def start_ray_with(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> list[
         if left:
             raise left.pop(0)
 
-    monkeypatch.setattr(serve_command, "_start_ray", start)
-    monkeypatch.setattr(serve_command, "_stop_ray", lambda: said.append("stopped"))
-    monkeypatch.setattr(serve_command, "_say", said.append)
+    monkeypatch.setattr(local_ray, "start_ray", start)
+    monkeypatch.setattr(local_ray, "stop_ray", lambda: said.append("stopped"))
     return said
 
 
@@ -76,22 +79,89 @@ CONFIG = Config.model_validate(
 
 def test_ray_is_started_a_second_time_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = start_ray_with(monkeypatch, TimeoutError("the node timed out during startup\nmore"))
-    serve_command._start_ray_patiently(CONFIG)
+    local_ray.start_ray_patiently(CONFIG, said.append)
     assert said == ["stopped", "Ray did not start (the node timed out during startup); trying once more"]
 
 
 def test_then_the_user_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    start_ray_with(monkeypatch, TimeoutError("slow"), RuntimeError(""))
+    said = start_ray_with(monkeypatch, TimeoutError("slow"), RuntimeError(""))
     with pytest.raises(UserError, match=r"Ray did not start: RuntimeError\n.*busy"):
-        serve_command._start_ray_patiently(CONFIG)
+        local_ray.start_ray_patiently(CONFIG, said.append)
 
 
-def test_a_normal_end_does_not_sound_like_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    with without_last_words():
-        print("a line")
-        print("(raylet) Task ServeController.graceful_shutdown failed. There are infinite retries remaining\n")
-        print("(raylet) Task Other.call failed.")
-        print()
-        sys.stdout.flush()
-    print("after")
-    assert capsys.readouterr().out == "a line\n(raylet) Task Other.call failed.\n\nafter\n"
+def test_once_ray_ends_no_signal_interrupts_it(signals: StopSignals) -> None:
+    signals.requested.set()
+    signals.ignore()
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# -- ingresses that do not answer ------------------------------------------------------------------
+
+
+def test_what_nobody_answers_is_not_taken_for_nothing() -> None:
+    gone = ActorDiedError()
+    for answers, num_open in (
+        ([2, 0, 3], 5),
+        ([], 0),
+        ([2, gone], 2),
+        ([gone], 0),
+        ([2, TimeoutError()], None),
+        ([0, GetTimeoutError("not in time")], None),
+        ([ActorUnavailableError("for the moment", None)], None),
+    ):
+        assert num_open_of(answers) == num_open, answers
+
+
+class Asked:
+    """A handle to the ingresses. answers: what each gives, time after time; an exception of a whole call is raised."""
+
+    def __init__(self, *answers: list[object] | Exception) -> None:
+        self.answers, self.methods = list(answers), list[str]()
+
+    def broadcast(self, method: str) -> Asked:
+        self.methods.append(method)
+        return self
+
+    def results(self, timeout_s: float, return_exceptions: bool) -> list[object]:
+        assert return_exceptions
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def drained(monkeypatch: pytest.MonkeyPatch, asked: Asked, timeout_s: float = 60.0) -> list[str]:
+    """What is said."""
+    said = io.StringIO()
+    monkeypatch.setattr(local_ray, "ingresses", lambda: asked)
+    lifecycle = CONFIG.lifecycle.model_copy(update={"drain_timeout_s": timeout_s})
+    serve_command._drain(CONFIG.model_copy(update={"lifecycle": lifecycle}), Terminal(err=said))
+    return said.getvalue().replace("splitserve: ", "").splitlines()
+
+
+@pytest.mark.parametrize("silence", [[TimeoutError()], TimeoutError("broadcast"), RuntimeError("no controller")])
+def test_streams_of_an_ingress_that_does_not_answer_are_not_cut(
+    monkeypatch: pytest.MonkeyPatch, silence: list[object] | Exception
+) -> None:
+    """A starved machine: it answers the third time, and its stream ends before the fifth."""
+    asked = Asked(silence, silence, [1], [1], [0])
+    said = drained(monkeypatch, asked)
+    assert asked.methods == ["begin_drain"] * 5, "whoever did not hear it is told again"
+    assert [line.partition(";")[0] for line in said] == [
+        "an ingress does not answer, so requests may be open",
+        "1 request is not over",
+    ]
+
+
+def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = drained(monkeypatch, Asked([TimeoutError()]), timeout_s=0.3)
+    assert said[-1] == "an ingress did not answer until lifecycle.drain_timeout_s was over: requests may be cut"
+    assert (
+        drained(monkeypatch, Asked([3]), timeout_s=0.3)[-1] == "3 requests are cut: lifecycle.drain_timeout_s is over"
+    )
+
+
+def test_without_any_ingress_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drained(monkeypatch, Asked(DeploymentUnavailableError(DeploymentID("ingress", "splitserve")))) == []
+    assert drained(monkeypatch, Asked([])) == []

@@ -1,4 +1,4 @@
-"""The kernels run on a card, or, slowly, in Triton's interpreter (TRITON_INTERPRET=1). Elsewhere nothing here can."""
+"""The kernels run on a card, or, slowly, in Triton's interpreter (TRITON_INTERPRET=1); whole servers also on a CPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" not in str(item.path).replace(os.sep, "/"):
             continue
-        if not torch.cuda.is_available() and not (_INTERPRETED and item.get_closest_marker("interpreted")):
+        if torch.cuda.is_available() or _is_on_a_cpu(item):
+            continue
+        if not (_INTERPRETED and item.get_closest_marker("interpreted")):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA card (or TRITON_INTERPRET=1, for kernel tests)"))
+
+
+def _is_on_a_cpu(item: pytest.Item) -> bool:
+    """Whether it is for a place (served_place) without a card."""
+    place = getattr(item, "callspec", None) and item.callspec.params.get("place")  # type: ignore[attr-defined]
+    return getattr(place, "device", "") == "cpu"
 
 
 @pytest.fixture

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.logits import SeenLogits, compare, make_cases, reference_rows
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import NotDivisible
 from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
+from scheduler.lane_measurement import AbsurdTimes, LaneTimes
 from scheduler.lane_split import WHOLE_CARD, LaneShare
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda import lane_runner
 from replicas.cuda.lane_runner import DividedRunner
 from replicas.cuda.runner import CudaRunner
+from replicas.cuda.share_times import MeasuredPlans
 from tests.gpu import test_cuda_runner
 from tests.gpu.test_cuda_runner import CONFIG, LENGTHS
 
@@ -36,6 +39,7 @@ card = test_cuda_runner.card
 
 GREEDY = SamplingParams(temperature=0.0)
 SHARE = LaneShare(92, 0.615, 0.598)
+ALONE, BESIDE = LaneTimes(0.050, 0.005), LaneTimes(0.100, 0.008)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +47,7 @@ def streams(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "_ANYWHERE_ALONE", (16, 32))
     if torch.cuda.is_available():
         return
+    monkeypatch.setattr(lane_runner, "times_of_shares", lambda rows, lanes, plans: (ALONE, {SHARE: BESIDE}))
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None)
     monkeypatch.setattr(lane_runner, "lane_streams", lambda device: {SHARE: stream, WHOLE_CARD: stream})
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -125,6 +130,73 @@ def test_prompts_of_one_lane_and_rows_of_the_other_are_those_of_one_runner(
     assert len(texts[0]) == 8
     assert texts[1] == texts[0]
     assert texts[2] == texts[0]
+
+
+@pytest.mark.timeout(900)
+@torch.inference_mode()
+def test_logits_of_both_lanes_are_as_exact_as_transformers(device: torch.device, tmp_path: Path) -> None:
+    runner = loaded_into(DividedRunner, tmp_path, device)
+    runner.warm_up()
+    cases = make_cases(LENGTHS, CONFIG["vocab_size"])
+    exact, rounded = (
+        reference_rows(str(tmp_path), cases, dtype, device, torch.float16) for dtype in (torch.float32, torch.float16)
+    )
+    for share in (*runner.shares[:1], WHOLE_CARD):
+        seen = SeenLogits(runner, cases, runner.beside(share))
+        with seen.watch():
+            seen.run()
+        for way in compare(seen.rows, exact, rounded):
+            assert way["ours mean"] <= 1.5 * way["HF mean"], (share, way)
+        assert 0 < seen.num_drawn == seen.num_best
+
+
+def shares_told(caplog: pytest.LogCaptureFixture) -> dict[str, Any]:
+    (record,) = [vars(record) for record in caplog.records if vars(record).get("event") == "lane_shares"]
+    return record
+
+
+def test_the_shares_have_the_rates_that_were_measured_at_start(
+    device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = loaded_into(DividedRunner, tmp_path, device)
+    assert isinstance(runner, DividedRunner)
+    before = {share.num_processors: runner.beside(share) for share in runner.shares}
+    with caplog.at_level("INFO"):
+        runner.warm_up()
+    told = shares_told(caplog)
+    assert [share["processors"] for share in told["shares"]] == [share.num_processors for share in runner.shares]
+    assert {share.num_processors: runner.beside(share) for share in runner.shares} == before
+    assert runner.beside(WHOLE_CARD) not in before.values()
+    if not torch.cuda.is_available():
+        assert runner.shares == (LaneShare(92, 0.5, 0.625),)
+        assert told["prompts_ms"] == 50.0
+
+
+def test_what_cannot_be_measured_keeps_its_estimates_and_says_so(
+    device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> Any:
+        raise AbsurdTimes("2 steps of rows ended beside 3 prompts")
+
+    monkeypatch.setattr(lane_runner, "times_of_shares", fails)
+    runner = loaded_into(DividedRunner, tmp_path, device)
+    before = runner.shares
+    runner.warm_up()
+    assert runner.shares == before
+    assert shares_told(caplog)["reason"] == "2 steps of rows ended beside 3 prompts"
+
+
+def test_what_is_measured_is_a_prompt_and_rows_apart_from_each_other() -> None:
+    plans = MeasuredPlans(num_slots=8, num_blocks=100, block_size=16, max_model_len=512)
+    of_rows = {block for write in plans.first_rows.table_writes for block in write.block_ids}
+    of_prompt = {block for write in plans.prompt.table_writes for block in write.block_ids}
+    assert plans.num_rows == 7
+    assert not of_rows & of_prompt
+    assert max(of_rows | of_prompt) < 100
+    assert plans.prompt.num_prefill_tokens == 511
+    assert {row.start for row in plans.rows.rows} == {9 * 16 - 1}, "what is left for each row"
+    with pytest.raises(AbsurdTimes, match="20 blocks and 8 slots are too few"):
+        MeasuredPlans(num_slots=8, num_blocks=20, block_size=16, max_model_len=512)
 
 
 def test_a_card_that_cannot_be_divided_says_so_before_anything_is_changed(

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.config.root import Config
 from cluster.serving.serve_config import serve_config
-from tests.helm.chart import ALL_VALUES, merged, read_values, render
+from helm.config_schema import as_text, with_config
+from tests.helm.chart import ALL_VALUES, ROOT, merged, read_values, render
 from tests.helm.chart import CHART as CHART_FOLDER
 
 DEFAULTS = read_values(CHART_FOLDER / "values.yaml")
@@ -64,6 +65,19 @@ def test_its_form(name: str) -> None:
     assert application == {"name": "splitserve", "route_prefix": "/", "import_path": "cluster.serving.serve_app:build"}
 
 
-def test_the_schema_knows_every_section_of_the_config() -> None:
-    schema = json.loads((CHART_FOLDER / "values.schema.json").read_text())
-    assert set(Config.model_fields) <= set(schema["properties"]["config"]["properties"])
+def test_the_chart_knows_the_config_as_it_is() -> None:
+    """Its schema has every key, type and bound, so Helm refuses what `splitserve check` would."""
+    text = (CHART_FOLDER / "values.schema.json").read_text()
+    assert text == as_text(with_config(json.loads(text))), "run: python helm/config_schema.py"
+
+
+def test_every_key_of_the_config_passes_the_chart() -> None:
+    """All of configs/local.yaml, where its values do not speak of one machine."""
+    whole = read_values(ROOT / "configs/local.yaml")
+    whole["server"]["host"], whole["ingress"]["channel_host"] = "0.0.0.0", "auto"
+    for pool in ("prefill", "decode"):
+        whole["pools"][pool]["kv_memory_fraction"] = None  # the chart's default, which goes with no other size
+    deployed = render({"config": whole, "workers": {"paired": {"gpus": 0}}}).config
+    del whole["ray"]  # of the Ray that `splitserve serve` starts
+    assert _without_nulls(deployed) == _without_nulls(merged(DEFAULTS["config"], whole))
+    Config.model_validate(deployed)

@@ -35,10 +35,20 @@ WRONG = {
     "loopback only": ("config: {server: {host: 127.0.0.1}}", "config.server.host"),
     "tokens to loopback": ("config: {ingress: {channel_host: 127.0.0.1}}", "config.ingress.channel_host"),
     "keys nobody reads": ("apiKey: {existingSecret: keys}", "config.auth.api_keys_env"),
+    "misspelt key of the config": (
+        "config: {pools: {decode: {kv_memory_fractoin: 0.8}}}",
+        "'/config/pools/decode': additional properties 'kv_memory_fractoin' not allowed",
+    ),
+    "text for a number of the config": ("config: {model: {max_model_len: 8k}}", "'/config/model/max_model_len': got"),
+    "number out of its bounds": ("config: {server: {port: 0}}", "'/config/server/port': minimum"),
+    "no number of those allowed": ("config: {kv: {block_size: 17}}", "'/config/kv/block_size': value must be one of 8"),
+    "number for a label": ("config: {ingress: {node_labels: {a: 1}}}", "'/config/ingress/node_labels/a': got number"),
     "no bound to grow to": (
         "config: {pools: {decode: {autoscaling: {min_replicas: 1}}}}",
-        "config.pools.decode.autoscaling.max_replicas",
+        "'/config/pools/decode/autoscaling': missing property 'max_replicas'",
     ),
+    "null for what has no default": ("config: {kv: {block_size: null}}", "'/config/kv/block_size'"),
+    "null for a section": ("config: {transfer: null}", "'/config/transfer': got null, want object"),
     "Prometheus locked out": (
         "networkPolicy: {httpFrom: [{podSelector: {}}]}\nmetrics: {serviceMonitor: {enabled: true}}",
         "networkPolicy.metricsFrom",

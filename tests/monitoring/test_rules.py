@@ -30,7 +30,7 @@ def alerts() -> dict[str, dict[str, Any]]:
 @needs_promtool
 def test_prometheus_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", str(RULES))
-    # The config that the README offers finds them.
+    # The config that docs/runbook.md offers finds them.
     assert f"{len(rules())} rules found" in promtool("check", "config", str(ROOT / "docs" / "prometheus.yaml"))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from replicas import hub_model
 from replicas.kv.kv_pool import KvPool
 from replicas.model.attention_trace import AttentionShape, trace_attention
 from replicas.model.model_loader import LoadedModel, load_model
@@ -206,3 +207,18 @@ def test_dummy_weights_are_the_same_in_every_replica(tmp_path: Path) -> None:
     assert first.identity == second.identity
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_model_that_the_hub_does_not_have_is_refused_before_transformers_looks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would try for half a minute."""
+
+    def find_on_hub(source: str) -> None:
+        raise hub_model.HubRefusal(f"model.source: {source}: the Hub has no such model")
+
+    monkeypatch.setattr(hub_model, "find_on_hub", find_on_hub)
+    monkeypatch.setattr(hub_model, "copy_in_cache", lambda _: None)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was looked for"))
+    with pytest.raises(hub_model.HubRefusal, match="org/nothing: the Hub has no such model"):
+        load_model(ModelSettings("org/nothing", "/nowhere", "float32", 64, "auto", False), CPU)

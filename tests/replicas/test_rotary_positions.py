@@ -133,7 +133,7 @@ def test_what_is_made_static_is_tried_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_longrope_under_another_name_is_found_by_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should transformers name the kind otherwise one day: the module itself is tried."""
     save_phi3(tmp_path)
-    for file in ("model.rotary_positions", "layers.static_rotary"):
+    for file in ("position_reach", "layers.static_rotary"):
         monkeypatch.setattr(f"replicas.{file}.depends_on_step", lambda kind: False)
     with pytest.raises(UnsupportedModel, match=rf"{Phi3RotaryEmbedding.__name__}.*max_model_len to 128 or less"):
         load(tmp_path, 256)

@@ -114,6 +114,7 @@ class SimulatedEngine:
         self.num_beams_swapped = 0  # plans in which a search was out of memory's way
         self._rng, self._faults, self._on_event, self._on_end = rng, faults, on_event, on_end
         self._core = _CheckedTwoLanes(self) if scheduler.has_two_lanes else _CheckedCore(self)
+        self._num_turns = 0
         self.num_ahead = 0  # steps that ran though one of the other lane was launched before
         self.num_overtaken: Counter[str] = Counter()
         self._waiting = BruteQueue()
@@ -138,11 +139,18 @@ class SimulatedEngine:
         self.check()
         return ended
 
+    def _turn(self, now_s: float) -> Turn:
+        """With two lanes rows may have to wait for who becomes one."""
+        if isinstance(self._core, TwoLaneCore):
+            self._num_turns += 1
+            return self._core.turn(now_s, rows_step_s=3.0 * (self._num_turns % 3 > 0))
+        return self._core.turn(now_s)
+
     def iterate(self, now_s: float) -> tuple[Request, ...]:
         """One round of the loop; who was admitted."""
         self._admitted = ()
         try:
-            turn = self._core.turn(now_s)
+            turn = self._turn(now_s)
         except _EngineFails:
             self._fail(now_s)
             return self._admitted
@@ -291,15 +299,15 @@ class SimulatedEngine:
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
         self._count_beams(output)
-        events = self._core.commit(output, now_s, self._take(step))
+        events = self._core.commit(output, now_s, self._take(step, now_s))
         for event in (*events.tokens, *events.prompts):
             self._on_event(event)
         self.check()
 
-    def _take(self, step: _Step) -> Lane | None:
+    def _take(self, step: _Step, now_s: float) -> Lane | None:
         """It is in flight no more; its lane, where there are two."""
         if isinstance(self._core, TwoLaneCore):
-            lane = self._core.lane_of(step)
+            lane = self._core.lane_of(step, now_s)
             assert lane is not None
             return lane
         assert self._core.in_flight.popleft() is step

@@ -14,13 +14,13 @@ from scheduler.lane_split import (
     LaneRates,
     LaneShare,
     choose_share,
-    measured_shares,
+    estimated_shares,
 )
 
 # Llama-3.1-8B on an H200: 2,048 tokens in 47 ms, 16 rows in 5.2 ms.
 RATES = LaneRates(prefill_tokens_per_s=43_600.0, decode_step_s=0.0052)
 OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
-H200 = measured_shares(132)
+H200 = estimated_shares(132)
 
 CASES = {
     # tokens of prompts, their oldest wait, rows, seconds of a decode step -> multiprocessors of the prefill lane
@@ -69,4 +69,4 @@ def test_nothing_measured_yet() -> None:
     ("num_processors", "expected"), [(132, [100, 92, 68]), (108, [84, 76, 52]), (58, [42, 26]), (20, [12]), (8, [])]
 )
 def test_any_card(num_processors: int, expected: list[int]) -> None:
-    assert [share.num_processors for share in measured_shares(num_processors)] == expected
+    assert [share.num_processors for share in estimated_shares(num_processors)] == expected

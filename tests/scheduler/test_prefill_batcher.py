@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from scheduler.capabilities import DECODE
 from scheduler.plan import SampleTarget, Slice
+from scheduler.pool_limits import PoolLimits
 from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.request import Request, RequestState, Sequence
+from scheduler.scheduler import Scheduler
 from tests.scheduler.short_requests import make_request
 
 
@@ -22,8 +25,8 @@ def admitted(
     return request
 
 
-def batcher_of(*requests: Request) -> PrefillBatcher:
-    batcher = PrefillBatcher()
+def batcher_of(*requests: Request, most_shared_tokens: int | None = None) -> PrefillBatcher:
+    batcher = PrefillBatcher(most_shared_tokens)
     for request in requests:
         batcher.add(request)
     return batcher
@@ -79,6 +82,31 @@ def test_a_chunk_that_fills_the_budget_exactly_leaves_nothing_for_the_next() -> 
     chunks, completed = batcher.plan_chunks(4, 0, 0.0)
     assert spans(chunks) == [("a", 0, 4)]
     assert len(completed) == 1
+
+
+def test_a_long_prompt_has_a_step_to_itself_and_short_ones_share_what_keeps_a_device_busy() -> None:
+    requests = [admitted("a", 3), admitted("b", 4), admitted("c", 2), admitted("long", 30), admitted("d", 1)]
+    batcher = batcher_of(*requests, most_shared_tokens=8)
+    steps = [spans(batcher.plan_chunks(20, step_id, 0.0)[0]) for step_id in range(4)]
+    assert steps == [
+        [("a", 0, 3), ("b", 0, 4)],
+        [("c", 0, 2)],
+        [("long", 0, 20)],
+        [("long", 20, 30)],
+    ]
+    assert spans(batcher.plan_chunks(20, 4, 0.0)[0]) == [("d", 0, 1)]
+
+
+def test_of_two_lanes_only_the_prompts_of_one_do_not_wait_for_what_shares_their_step() -> None:
+    limits = PoolLimits(1000, block_size=16, max_sequences=8, max_step_tokens=8192)
+    for has_two_lanes, num_together in ((False, 3), (True, 1)):
+        scheduler = Scheduler(limits, DECODE, has_two_lanes=has_two_lanes)
+        for name in "abc":
+            scheduler.submit(make_request(name, 2048), 0.0)
+        scheduler.admit(0.0)
+        plan = scheduler.plan_prefill(0.0) if has_two_lanes else scheduler.plan(0.0)
+        assert plan is not None
+        assert len(plan.chunks) == num_together
 
 
 @pytest.mark.parametrize("budget", [0, -3])

@@ -18,15 +18,16 @@ class Driven:
         limits = PoolLimits(num_blocks, block_size=4, max_sequences=6, max_step_tokens=16)
         self.scheduler = Scheduler(limits, DECODE, lag=lag, has_two_lanes=True)
         self.core: TwoLaneCore[StepPlan] = TwoLaneCore(self.scheduler)
+        self.now_s = 0.0
 
     def submit(self, name: str, prompt_len: int, num_choices: int = 1, max_tokens: int = 9) -> Request:
         request = make_request(name, prompt_len, max_tokens, tuple(range(num_choices)))
         self.scheduler.submit(request, 0.0)
         return request
 
-    def turn(self) -> tuple[StepPlan | None, StepPlan | None]:
+    def turn(self, rows_step_s: float = 0.0) -> tuple[StepPlan | None, StepPlan | None]:
         """Rows and prompts of a turn, which are launched."""
-        turn = self.core.turn(0.0)
+        turn = self.core.turn(self.now_s, rows_step_s=rows_step_s)
         if turn.plan is not None:
             self.core.launched(turn.plan)
         if turn.prompts is not None:
@@ -36,7 +37,7 @@ class Driven:
     def commit(self, plan: StepPlan | None) -> list[str]:
         """Whose tokens it brought."""
         assert plan is not None
-        lane = self.core.lane_of(plan)
+        lane = self.core.lane_of(plan, self.now_s)
         assert lane is not None
         tokens = [SampledToken(part.request_id, c, 7) for part in plan.slices for c in part.sampled_choices]
         events = self.core.commit(StepOutput(plan.step_id, tuple(tokens)), 0.0, lane)
@@ -140,7 +141,84 @@ def test_abandoned_steps_of_both_lanes_leave_nothing() -> None:
     assert driven.scheduler.ledger().is_idle
     assert driven.scheduler.ledger().used_slots == 0
     assert rows is not None
-    assert driven.core.lane_of(rows) is None
+    assert driven.core.lane_of(rows, 0.0) is None
     assert prompts is not None
-    assert driven.core.lane_of(prompts) is None
+    assert driven.core.lane_of(prompts, 0.0) is None
     driven.running("later", 5)
+
+
+# -- a request's first row -----------------------------------------------------------------------------
+
+STEP_S = 0.010
+
+
+def rows_of(plan: StepPlan | None) -> list[str]:
+    return [] if plan is None else [part.request_id for part in plan.slices]
+
+
+def beside_a_prompt(driven: Driven) -> StepPlan:
+    """One step of rows has just begun, and that which ends a prompt is in flight."""
+    driven.running("row", 5, max_tokens=99)
+    driven.submit("prompt", 6)
+    rows, prompts = driven.turn(STEP_S)
+    assert rows_of(rows) == ["row"]
+    assert prompts is not None
+    return prompts
+
+
+def test_a_first_row_is_in_the_step_behind_the_one_that_runs() -> None:
+    """Not behind one more, which was planned ahead when the prompt had not ended."""
+    driven = Driven(lag=1)
+    prompts = beside_a_prompt(driven)
+    driven.now_s = 0.004
+    assert driven.turn(STEP_S) == (None, None), "planned ahead though somebody is about to be a row"
+    assert driven.core.rows_held_until_s == 0.007
+    driven.commit(prompts)
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row", "prompt"]
+    assert len(driven.core.in_flight) == 2
+
+
+def test_a_prompt_that_is_not_over_in_time_holds_nobody_up() -> None:
+    """The device has its next step before it runs out of work; and then the first row waits for that one too."""
+    driven = Driven(lag=1)
+    prompts = beside_a_prompt(driven)
+    assert driven.turn(STEP_S)[0] is None
+    driven.now_s = 0.007
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row"]
+    assert driven.core.rows_held_until_s is None
+    driven.now_s = 0.008
+    driven.commit(prompts)
+    assert driven.turn(STEP_S)[0] is None, "two are in flight"
+    driven.now_s = 0.010
+    driven.commit(driven.core.in_flight[0])
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row", "prompt"]
+
+
+def test_each_step_is_waited_for_from_where_it_began() -> None:
+    driven = Driven(lag=1)
+    beside_a_prompt(driven)
+    driven.now_s = 0.007
+    driven.turn(STEP_S)
+    driven.now_s = 0.012  # later than foretold
+    driven.commit(driven.core.in_flight[0])
+    assert driven.turn(STEP_S)[0] is None
+    assert driven.core.rows_held_until_s == 0.012 + STEP_S - 0.003
+
+
+def test_a_step_that_ends_sooner_than_foretold_is_followed_at_once() -> None:
+    driven = Driven(lag=1)
+    beside_a_prompt(driven)
+    assert driven.turn(STEP_S)[0] is None
+    driven.now_s = 0.002
+    driven.commit(driven.core.in_flight[0])
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row"]
+
+
+def test_rows_are_planned_ahead_at_once_where_no_prompt_ends() -> None:
+    driven = Driven(lag=1)
+    driven.running("row", 5, max_tokens=99)
+    driven.submit("prompt", 40)
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row"]
+    assert driven.scheduler.num_changing_lanes == 0, "this step only begins it"
+    assert rows_of(driven.turn(STEP_S)[0]) == ["row"]
+    assert len(driven.core.in_flight) == 2

@@ -60,7 +60,7 @@ class Prometheus:
 @contextmanager
 def run_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     """target: host:port of the server."""
-    config = yaml.safe_load((ROOT / "docs/prometheus.yaml").read_text())  # what the README offers
+    config = yaml.safe_load((ROOT / "docs/prometheus.yaml").read_text())  # what docs/runbook.md offers
     config["global"] = {"scrape_interval": f"{SCRAPE_INTERVAL_S}s", "evaluation_interval": f"{SCRAPE_INTERVAL_S}s"}
     config["rule_files"] = [str(ROOT / "docs" / file) for file in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ _START_TIMEOUT_S = 240.0
 @dataclass(frozen=True, slots=True)
 class RunningServer:
     url: str
-    log_file: Path
+    log_file: Path  # what the terminal shows
+    replica_log: Path  # what Ray and all replicas say
     fault_dir: Path
     process: subprocess.Popen[bytes]
 
@@ -47,6 +48,10 @@ class RunningServer:
         samples = self.metrics()
         assert any(sample[0] == name for sample in samples), f"no metric {name}"
         return sum(v for n, got, v in samples if n == name and labels.items() <= got.items())
+
+    def log(self) -> str:
+        """All that was said."""
+        return self.log_file.read_text() + self.replica_log.read_text()
 
     def hold(self, point: str) -> None:
         (self.fault_dir / f"hold.{point}").touch()
@@ -85,7 +90,9 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
     config = yaml.safe_load((ROOT / "configs" / config_file).read_text())
     fault_dir = folder / "faults"
     fault_dir.mkdir()
-    for key, value in {"testing.fault_dir": str(fault_dir), **(changes or {})}.items():
+    replica_log = folder / "replicas.log"
+    ours = {"testing.fault_dir": str(fault_dir), "logging.file": str(replica_log)}
+    for key, value in {**ours, **(changes or {})}.items():
         *sections, name = key.split(".")
         section = config
         for part in sections:
@@ -93,18 +100,30 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
         section[name] = value
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
+    with run_serve([str(path)], folder) as server:
+        yield server
+
+
+@contextmanager
+def run_serve(
+    arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """Likewise, with what is typed behind `splitserve serve`. folder: its log; and if it is told of
+    them its replicas' log and its faults.
+    """
     port = free_port()
-    log_file = folder / "server.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    log_file, replica_log, fault_dir = (folder / name for name in ("server.log", "replicas.log", "faults"))
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled", **(variables or {})}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)],
+            [sys.executable, "-m", "cluster.serving.command_line", "serve", *arguments, "--port", str(port)],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=ROOT,
         )
-    server = RunningServer(f"http://127.0.0.1:{port}", log_file, fault_dir, process)
+    server = RunningServer(f"http://127.0.0.1:{port}", log_file, replica_log, fault_dir, process)
     try:
         _wait_until_ready(server)
         yield server
@@ -115,12 +134,12 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    assert code == 0, log_file.read_text()[-3000:]
+    assert code == 0, server.log()[-3000:]
 
 
 def _wait_until_ready(server: RunningServer) -> None:
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while b"  curl " not in server.log_file.read_bytes():
-        assert server.process.poll() is None, server.log_file.read_text()[-5000:]
-        assert time.monotonic() < deadline_s, server.log_file.read_text()[-5000:]
+        assert server.process.poll() is None, server.log()[-5000:]
+        assert time.monotonic() < deadline_s, server.log()[-5000:]
         time.sleep(0.2)

@@ -366,4 +366,4 @@ def test_g14_metrics_and_log_hold_no_prompt_and_no_key(client: httpx.Client, api
     metrics = httpx.get(f"{api_server.url}/metrics").text
     for text in ("xyzzy", API_KEY):
         assert text not in metrics
-        assert text not in api_server.log_file.read_text()
+        assert text not in api_server.log()

@@ -95,7 +95,7 @@ def test_sigterm_of_a_replica_drains_and_replaces_it(server: RunningServer, pool
     check_streams(server)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
     wait_until(lambda: len(replicas(server, pool)) == 2 and ready(server), 120.0)
-    assert "SIGTERM: draining" in server.log_file.read_text()
+    assert "SIGTERM: draining" in server.log()
 
 
 @pytest.mark.parametrize("pool", ["decode", "prefill"])

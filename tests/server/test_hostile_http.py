@@ -92,6 +92,11 @@ RAW: dict[str, tuple[bytes, set[int]]] = {
     "path that climbs": (GET.replace("/v1/models", "/../../etc/passwd").encode() + b"\r\n", {404}),
     "path that climbs, hidden": (GET.replace("/v1/models", "/v1/models/%2e%2e/%2e%2e/etc").encode() + b"\r\n", {404}),
     "two slashes": (GET.replace("/v1", "//v1").encode() + b"\r\n", {404}),
+    "too long a path": (GET.replace("models", "m" * 70_000).encode() + b"\r\n", {414}),
+    "too long a body, asked about first": (post("Expect: 100-continue\r\nContent-Length: 5000000", b""), {413}),
+    "no key, asked about first": (
+        post("Expect: 100-continue\r\nContent-Length: 29", b"").replace(b"Bearer", b"Basic"), {401}
+    ),
     "long path": (GET.replace("models", "m" * 60_000).encode() + b"\r\n", {404, 414, 431}),
     "wrong percent signs": (GET.replace("models", "models/%zz%").encode() + b"\r\n", {400, 404}),
 }  # fmt: skip
@@ -189,7 +194,7 @@ def test_a_client_that_half_closes_harms_nobody(api_server: RunningServer, clien
 
 
 def test_ray_serves_own_pages_answer_without_a_key(api_server: RunningServer) -> None:
-    """As the README says: they tell the application's name, and nothing of a request."""
+    """As docs/api.md says: they tell the application's name, and nothing of a request."""
     assert httpx.get(f"{api_server.url}/-/healthz").text == "success"
     routes = httpx.get(f"{api_server.url}/-/routes").json()
     assert list(routes) == ["/"]

@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.load.client import Target
-from benchmarks.load.load_plan import LoadPlan
-from benchmarks.load.processes import LoadResult, run_load
-from benchmarks.load.report import latencies_s
-from benchmarks.load.workload import LengthRange
+from cluster.load.client import Target
+from cluster.load.length_range import LengthRange
+from cluster.load.load_plan import LoadPlan
+from cluster.load.processes import LoadResult, run_load
+from cluster.load.report import latencies_s
 from cluster.monitoring.metric_table import metric_table
 from tests.monitoring.dashboard_file import DASHBOARDS, ROOT, load, panels_of
 from tests.monitoring.promtool import promtool

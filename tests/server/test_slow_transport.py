@@ -45,7 +45,7 @@ def test_a_slow_transport_slows_requests_fails_none_and_is_told_of(tmp_path: Pat
                 (answer,) = post(client, *golden_request(golden))
                 golden.check(answer.token_ids)
         server.wait_for_baseline()
-        log = server.log_file.read_text()
+        log = server.log()
     assert "KV is read from" in log
     assert "to compute a prompt again would be faster" in log
 
@@ -78,5 +78,5 @@ def test_with_a_slow_transport_decode_computes_what_is_quicker_there(tmp_path: P
         assert server.total("splitserve_router_decisions_total", result="remote") == moved
         assert server.total("splitserve_router_decisions_total", result="local_slow_pair") == len(goldens) - moved
         server.wait_for_baseline()
-        log = server.log_file.read_text()
+        log = server.log()
     assert "decode computes prompts itself rather than read their KV from this replica" in log

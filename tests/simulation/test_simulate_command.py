@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cluster.load.traces import TraceEntry
 from cluster.serving.command_line import main
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs
-from cluster.simulation.traces import TraceEntry
 
 ROOT = Path(__file__).parents[2]
 LOCAL = str(ROOT / "configs/local.yaml")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from cluster.config.file import load_config
 from cluster.simulation.client import ClientStatus, Job
+from cluster.simulation.cost_model import LaneShareCosts
 from cluster.simulation.simulated_system import SimulatedSystem, SystemRun
-from cluster.simulation.system_shape import SystemShape
-from scheduler.lane_split import LaneObjectives, LaneShare
+from cluster.simulation.system_shape import SystemShape, shape_of
+from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
 from tests.simulation.small_system import COSTS, random_jobs, shape
 from tests.simulation.test_simulated_system import QUANTILE
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 HALF = LaneShare(66, 0.5, 0.5)
 OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.05)
 
@@ -28,6 +32,16 @@ SYSTEMS = {
     "preempting": with_lanes(shape(0, 1, num_blocks=64, lag=1, admission=QUANTILE, num_host_blocks=64), HALF),
     "beside a prefill pool": with_lanes(shape(1, 1, lag=1), HALF),
 }
+
+
+def test_shares_are_those_of_the_step_file_or_estimates() -> None:
+    config = load_config(CONFIGS / "gpu-one-card.yaml")
+    measured = [LaneShareCosts(processors=90, prefill_rate=0.6, decode_rate=0.55)]
+    with_them = shape_of(config, 131_072, kv_tokens=(0, 65_536), lane_shares=measured)
+    assert with_them.decode.shares == (LaneShare(90, 0.6, 0.55),)
+    assert shape_of(config, 131_072, kv_tokens=(0, 65_536)).decode.shares == estimated_shares(132)
+    on_a_cpu = load_config(CONFIGS / "colocated.yaml", {"layout": "two_lanes"})
+    assert shape_of(on_a_cpu, 46_080, lane_shares=measured).decode.shares == ()
 
 
 def run(system: SystemShape, jobs: list[Job]) -> tuple[SimulatedSystem, SystemRun]:

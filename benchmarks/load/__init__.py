@@ -1,1 +1,0 @@
-"""An open-loop load generator for OpenAI-compatible servers: `python -m benchmarks.load --help`."""

@@ -1,0 +1,26 @@
+"""Why a grammar can't be followed, in words for a client, made of those of what compiles."""
+
+from __future__ import annotations
+
+import re
+
+TOO_MUCH_WORK = "takes more work to follow than one request may cause; make it simpler"
+
+# Patterns of llguidance 1.9's messages, and what is said instead.
+_WORDS = (
+    (r"Unimplemented keys: \[(.*)\]", r"has keywords that are not supported: \1"),
+    (r"oneOf constraints are not supported.*", "has a oneOf whose schemas do not exclude each other, as far as can be "
+     "told; use anyOf"),
+    (r"Resource '(.*?)' is not present.*", r"has a $ref or $schema that leads out of it, which is not followed: \1"),
+    (r"patternProperty regexes (.*)", r"has patternProperties that may match one key, which is not supported: \1"),
+    (r"Unknown format: (.*)", r"has a format that is not supported: \1 (with strict false it says nothing)"),
+    (r".*(?:\bfuel\b|too big|too large|too complex|Unable to determine|\blimits?\b|row has).*", TOO_MUCH_WORK),
+)  # fmt: skip
+
+
+def in_our_words(reason: str) -> str:
+    """Goes on after a field's name."""
+    for pattern, words in _WORDS:
+        if found := re.match(pattern, reason, re.DOTALL):
+            return found.expand(words)
+    return f"can't be followed: {reason}"

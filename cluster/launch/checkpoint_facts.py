@@ -1,0 +1,147 @@
+"""Gathers what a model on this machine is: from the headers of its files, in a second or two. No weight is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.config.model import ModelConfig, SourceKind
+from cluster.launch.architecture import read_architecture
+from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
+from cluster.text.no_torch import no_torch
+from replicas.gguf.config import architecture_of, model_config
+from replicas.gguf.file import GgufFile, read_gguf
+from replicas.model_support import UnsupportedModel, refuse_unsupported
+from replicas.position_reach import step_dependent_reach
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_LONGEST_HEADER_BYTES = 100_000_000  # of safetensors itself
+
+
+def checkpoint_facts(model: ModelConfig) -> ModelFacts:
+    """Of a model on this machine. Raises UnsupportedModel for one that can't be served, or is not all there."""
+    if model.kind is SourceKind.BUNDLED:
+        return BUNDLED_FACTS
+    path = model.local_path()
+    assert path is not None, "a model of the Hub has been found before"
+    try:
+        if model.kind is SourceKind.GGUF:
+            return gguf_facts(read_gguf(path))
+        return folder_facts(path, model.trust_remote_code, has_weights=model.load_format != "dummy")
+    except OSError as error:
+        raise UnsupportedModel(f"{error.filename or path}: can't be read: {error.strerror}") from error
+
+
+def gguf_facts(file: GgufFile) -> ModelFacts:
+    architecture_of(file)
+    try:
+        with no_torch():
+            config = model_config(file)
+    except ImportError:  # factors of positions: they are compared by torch code
+        config = None
+    num_weights = sum(math.prod(shape) for shape in file.shapes.values())
+    if config is None:
+        length = file.settings.get("context_length")
+        return ModelFacts(length if isinstance(length, int) else None, num_weights)
+    refuse_unsupported(config)
+    return _facts(config, num_weights)
+
+
+def folder_facts(folder: Path, trust_remote_code: bool, has_weights: bool = True) -> ModelFacts:
+    """has_weights: false where they are made up."""
+    config = read_architecture(folder / "config.json", trust_remote_code)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise UnsupportedModel(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
+    num_weights = _num_weights(folder) if has_weights else None
+    if config is None:
+        return ModelFacts(num_weights=num_weights)
+    return _facts(config, num_weights)
+
+
+def config_facts(file: Path, trust_remote_code: bool, num_weights: int | None) -> ModelFacts:
+    """By a config.json alone, where the rest is still to be fetched. Raises UnsupportedModel."""
+    config = read_architecture(file, trust_remote_code)
+    return ModelFacts(num_weights=num_weights) if config is None else _facts(config, num_weights)
+
+
+def _facts(config: Any, num_weights: int | None) -> ModelFacts:
+    return ModelFacts(
+        max_positions=getattr(config, "max_position_embeddings", None),
+        num_weights=num_weights,
+        kv_numbers_per_token=_kv_numbers(config),
+        step_reach=step_dependent_reach(config),
+    )
+
+
+def _kv_numbers(config: Any) -> int | None:
+    """By the config, whose names differ: of real keys only a replica knows (replicas/model/attention_trace.py)."""
+    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "hidden_size", None)
+    head_dim = getattr(config, "head_dim", None) or (width // heads if width and heads else None)
+    if getattr(config, "multi_query", False):
+        kv_heads = 1
+    factors: list[Any] = [layers, 2, kv_heads, head_dim]
+    return int(math.prod(factors)) if all(isinstance(factor, int) for factor in factors) else None
+
+
+def _num_weights(folder: Path) -> int | None:
+    """Numbers of all tensors; None for files that do not say so in their header. Raises UnsupportedModel naming what
+    is missing or not whole.
+    """
+    files = list(_weight_files(folder))
+    if not files:
+        raise UnsupportedModel(
+            f"{folder} has no weights (model.safetensors, or shards with an index); is it all of the download? For "
+            "random ones: --set model.load_format=dummy"
+        )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UnsupportedModel(f"{folder} lacks {missing[0]}{more}, which its index lists; download the rest")
+    if any(file.suffix != ".safetensors" for file in files):
+        return None
+    return sum(_numbers_in(file) for file in files)
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    """As `replicas.model.checkpoint_files` has it, which needs torch, and is stricter."""
+    for name in _WEIGHTS:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            yield folder / name
+            return
+        if index.is_file():
+            try:
+                shards = set(json.loads(index.read_bytes())["weight_map"].values())
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UnsupportedModel(f"{index} is no index of a checkpoint's files: {error!r}") from error
+            yield from (folder / shard for shard in sorted(shards))
+            return
+
+
+def _numbers_in(file: Path) -> int:
+    """By the header of a safetensors file, which must be all there."""
+    tensors = _safetensors_header(file)
+    end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    size = file.stat().st_size
+    if end > size:
+        raise UnsupportedModel(f"{file} is not whole: {size} bytes of more than {end}; copy or download it again")
+    return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+
+
+def _safetensors_header(file: Path) -> Mapping[str, Any]:
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(_LONGEST_HEADER_BYTES, os.fstat(opened.fileno()).st_size):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(opened.read(length))
+        return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    except (ValueError, AttributeError) as error:
+        raise UnsupportedModel(f"{file} is no whole safetensors file: {error}; copy or download it again") from error

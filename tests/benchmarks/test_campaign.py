@@ -1,0 +1,91 @@
+"""A campaign's state: what was measured is not measured again, what went wrong is; the table says what is reached."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.campaign import KEPT, SERVED, WORKLOADS
+from benchmarks.gpu.campaign_record import CampaignRecord
+from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
+from benchmarks.gpu.campaign_table import as_text
+
+LOADS = {workload.name: workload for workload in WORKLOADS}
+KEPT_FIGURES: dict[str, Any] = json.loads(KEPT.read_text())
+
+
+def run(piece: str, rate: float, ttft_ms: float = 100.0, tpot_ms: float = 9.0, **others: Any) -> dict[str, Any]:
+    line = {"piece": piece, "workload": "2048/128", "rate": rate, "completed": 300, "failed": 0, "p50_tpot_ms": 8.3}
+    line |= {"p90_ttft_ms": ttft_ms, "p90_tpot_ms": tpot_ms, "p99_itl_ms": 14.0, "p90_second_token_ms": 20.0}
+    return line | others
+
+
+def place(folder: Path, known: tuple[dict[str, Any], ...] = ()) -> Place:
+    return Place(folder, folder, folder, LOADS, None, 1, 3, known, {}, lambda seconds: True)
+
+
+def test_lines_are_kept_and_read_again(tmp_path: Path) -> None:
+    state, out = tmp_path / "state.jsonl", tmp_path / "out" / "state.jsonl"
+    first = CampaignRecord([state, out], [])
+    first.add(run("lanes", 8.0))
+    first.add({"piece": "handoff", "workload": None, "error": "no card"})
+    assert state.read_text() == out.read_text()
+    later = CampaignRecord([tmp_path / "new.jsonl"], [out, state])
+    assert later.lines == first.lines
+    assert later.of("lanes", "2048/128", 8.0) == run("lanes", 8.0)
+    assert later.of("lanes", "2048/128", 12.0) is None
+    assert later.of("handoff") is None, "it went wrong: it is to be measured again"
+    later.add({"piece": "handoff", "workload": None, "ms": 1.0})
+    assert later.of("handoff") is not None
+
+
+def test_the_last_run_of_a_rate_counts(tmp_path: Path) -> None:
+    record = CampaignRecord([], [])
+    record.lines = [run("lanes", 8.0, tpot_ms=20.0), run("lanes", 8.0), run("lanes", 12.0, failed=1)]
+    points = record.points("lanes", "2048/128", LOADS["2048/128"].limits)
+    assert [(point.rate, round(point.ratio, 2)) for point in points] == [(8.0, 0.9), (12.0, float("inf"))]
+
+
+def test_fixed_runs_come_first_then_searches_that_take_them_into_account(tmp_path: Path) -> None:
+    (lanes,) = [piece for piece in SERVED if piece.name == "lanes"]
+    record = CampaignRecord([], [])
+    assert next(iter(todo_of(lanes, place(tmp_path), record))) == ("2048/128", 8.0)
+    record.lines = [run("lanes", 8.0)]
+    assert next(iter(todo_of(lanes, place(tmp_path), record))) == ("2048/128", 12.0)
+    record.lines.append(run("lanes", 12.0, tpot_ms=13.0))
+    (name, rate), *_ = todo_of(lanes, place(tmp_path), record)
+    assert name == "2048/128"
+    assert 8.0 < rate < 12.0
+    record.lines.append(run("lanes", rate))
+    assert [name for name, _ in todo_of(lanes, place(tmp_path), record)] == ["512/512", "8192/256"], (
+        "three runs at most"
+    )
+
+
+def test_a_search_of_vllm_s_rate_begins_with_what_is_kept(tmp_path: Path) -> None:
+    piece = ServedPiece("vllm", None, 1.0, (), ("2048/128", "512/512"))
+    todo = dict(todo_of(piece, place(tmp_path, tuple(KEPT_FIGURES["runs"])), CampaignRecord([], [])))
+    assert 6.0 < todo.get("2048/128", 6.5) < 7.0
+    assert todo["512/512"] > 8.0
+
+
+def test_the_table_says_what_is_reached_and_what_went_wrong() -> None:
+    record = CampaignRecord([], [])
+    record.lines = [
+        run("lanes", 8.0, ttft_ms=330.0),
+        run("lanes", 10.0, tpot_ms=11.0),
+        run("colocated", 4.0, tpot_ms=7.0),
+        run("split-slow", 4.0, tpot_ms=9.2),
+        run("vllm", 8.0, tpot_ms=10.7, p50_tpot_ms=8.5),
+        {"piece": "handoff", "workload": None, "256_mib_first_median_best_ms": [3.0, 1.1, 0.9]},
+        {"piece": "steps-two", "workload": None, "step_1_ms": 4.2, "step_64_ms": 8.0},
+        {"piece": "split", "workload": None, "error": "ServerFailed: not ready"},
+    ]
+    text = as_text(record, LOADS, KEPT_FIGURES)
+    assert "missed by 10.0 %" in text  # TTFT of the lanes
+    assert "missed by 1.1 %" in text  # 9.2 ms beside 1.3 x 7
+    assert text.count("reached") >= 7
+    assert "6 (6.79)" in text, "vLLM's goodput, by what is kept"
+    assert "1.024 of the kept; as then" in text
+    assert "WENT WRONG: split: ServerFailed: not ready" in text
