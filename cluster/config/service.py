@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config.autoscaling import IngressAutoscalingConfig
+from cluster.config.grammar_limits import GrammarLimits
 from cluster.config.section import (
     Cpus,
     Host,
@@ -141,7 +142,7 @@ class TransferConfig(Section):
     )
 
 
-class LimitsConfig(Section):
+class LimitsConfig(GrammarLimits):
     """What one HTTP request may ask for. Beyond: status 400, or 413 for the body."""
 
     max_body_bytes: int = Field(default=4 * 1024**2, ge=1_024, le=1024**3, description="Largest request body")
@@ -188,31 +189,6 @@ class LimitsConfig(Section):
     max_bad_words: int = Field(default=64, ge=0, le=1_024, description="Most bad words in a request")
     max_allowed_token_ids: int = Field(
         default=1_024, ge=1, le=65_536, description="Most token ids in a request's allowed_token_ids"
-    )
-    max_grammar_bytes: int = Field(
-        default=65_536,
-        ge=64,
-        le=1024**2,
-        description="Largest JSON schema, regular expression, list of choices or grammar that an answer shall follow",
-    )
-    max_grammar_depth: int = Field(
-        default=32, ge=1, le=100, description="Deepest nesting of objects and arrays in a JSON schema"
-    )
-    max_schema_properties: int = Field(
-        default=500, ge=1, le=5_000, description="Most properties in a JSON schema, of all objects together"
-    )
-    max_grammar_patterns: int = Field(
-        default=64, ge=0, le=1_024, description="Most regular expressions in a JSON schema"
-    )
-    max_enum_values: int = Field(
-        default=1_000, ge=1, le=20_000, description="Most enum values in a JSON schema, and most choices in a list"
-    )
-    max_grammar_seconds: float = Field(
-        default=0.5,
-        ge=0.01,
-        le=60.0,
-        description="CPU time that it may take to compile a schema or grammar, which is mostly milliseconds. Beyond: "
-        "it is refused",
     )
     max_generated_tokens: int = Field(
         default=262_144,
