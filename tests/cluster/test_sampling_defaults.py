@@ -102,7 +102,7 @@ def test_the_config_decides_and_one_line_of_the_log_says_what_holds(
     wrong_but_unread = {"top_p": 0} if kind == "none" else {}
     folder = folder_with(tmp_path, RECOMMENDED | wrong_but_unread)
     config = Config.model_validate({"model": {"sampling_defaults": kind}, "pools": POOLS})
-    with caplog.at_level(logging.INFO, "cluster.serving.ingress"):
+    with caplog.at_level(logging.INFO, "cluster.serving.checkpoint_parts"):
         defaults = load_defaults(folder, config, cast("Tokenizer", ByteTokenizer()))
     expected = RECOMMENDED if kind == "checkpoint" else {}
     assert defaults == SamplingDefaults(expected)
