@@ -260,7 +260,10 @@ class Router:
     def _check_room(self, route: Route) -> None:
         if route.must_wait and self.num_waiting >= self._limits.max_queued_requests:
             self._metrics.rejected("queue_full")
-            logger.warning("request shed", extra={"event": "queue_full", "num_waiting": self.num_waiting})
+            logger.warning(
+                "the queue is full: a request was turned away",
+                extra={"event": "queue_full", "num_waiting": self.num_waiting},
+            )
             raise ApiError(
                 429,
                 f"{self.num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
