@@ -32,10 +32,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _SERVER_TESTS if nodeid.startswith(_SERVER_TESTS) else nodeid.partition("::")[0]
+            return _SERVER_TESTS if _is_of_a_server(nodeid) else nodeid.partition("::")[0]
 
     return Lanes(config, log)
 
 
 def _starts_a_server(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(_SERVER_TESTS)
+    return _is_of_a_server(item.nodeid)
+
+
+def _is_of_a_server(nodeid: str) -> bool:
+    """Those of tests/gpu only on a CPU: a card's host has cores for all of them at once."""
+    return nodeid.startswith(_SERVER_TESTS) or (nodeid.startswith("tests/gpu/") and nodeid.endswith("[cpu]"))

@@ -44,7 +44,7 @@ def next_rate(points: Sequence[RatePoint], first: float) -> float | None:
     good, bad = best(points), _lowest_bad(points)
     if bad is None:
         assert good is not None
-        return _rounded(good.rate * min(_MOST_AT_ONCE, max(1.12, good.ratio**-0.5)))
+        return _rounded(good.rate * min(_MOST_AT_ONCE, max(1.12, 1.0 / max(0.1, good.ratio))))
     if good is None:
         return _rounded(bad.rate / min(_MOST_AT_ONCE, max(1.12, bad.ratio**0.5)))
     if bad.rate <= good.rate * _NEAR:
