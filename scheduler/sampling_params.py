@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.thinking_budget import ThinkingBudget
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -28,6 +30,7 @@ class SamplingParams:
     min_tokens: the request's stop token ids can't be chosen until so many tokens have been generated.
     num_logprobs: None: none; 0: the chosen token's; k: also those of the k most likely tokens.
     num_prompt_logprobs: the same, of every prompt token but the first.
+    thinking: how long the model may think; goes before all that is said above of what may be chosen.
     """
 
     temperature: float = 1.0
@@ -44,3 +47,4 @@ class SamplingParams:
     min_tokens: int = 0
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    thinking: ThinkingBudget | None = None

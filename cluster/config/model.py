@@ -110,6 +110,26 @@ class ModelConfig(Section):
         description="What holds for requests that do not say how to choose tokens. checkpoint: what the model's "
         "generation_config.json recommends. none: OpenAI's defaults",
     )
+    answer_parser: Literal[
+        "auto",
+        "none",
+        "hermes",
+        "qwen3",
+        "qwen3_coder",
+        "llama3_json",
+        "mistral",
+        "mistral_named",
+        "deepseek_r1",
+        "deepseek_v31",
+        "think",
+        "magistral",
+        "seed_think",
+    ] = Field(
+        default="auto",
+        description="How answers of chats are taken apart into reasoning, content and calls of tools. auto: by the "
+        "checkpoint's own response template, else by what its chat template names. none: they are not, though a "
+        "request may still force calls. Or by name, as a family writes: see docs/api.md",
+    )
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that comes with the model. Only for sources you trust like your own code",

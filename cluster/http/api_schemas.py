@@ -29,6 +29,10 @@ class PromptTokensDetails(_Answer):
     cached_tokens: int = Field(ge=0, description="Prompt tokens that were not computed again.")
 
 
+class CompletionTokensDetails(_Answer):
+    reasoning_tokens: int = Field(ge=0, description="Tokens that the model spent on thinking, its tags not included.")
+
+
 class UsageInfo(_Answer):
     """Tokens of the request."""
 
@@ -36,6 +40,9 @@ class UsageInfo(_Answer):
     completion_tokens: int = Field(ge=0, description="Generated for all choices, those of best_of included.")
     total_tokens: int = Field(ge=0)
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        default=None, description="For models that think."
+    )
 
 
 class TopLogprob(_Answer):
@@ -71,18 +78,36 @@ class PromptLogprob(_Answer):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class CalledFunction(_Answer):
+    name: str = Field(examples=["get_weather"])
+    arguments: str = Field(
+        description="JSON, as the model wrote it: an object, unless the model made none or max_tokens cut it off.",
+        examples=['{"city": "Paris"}'],
+    )
+
+
+class CalledTool(_Answer):
+    id: str = Field(description="For the message of role tool that answers it.", examples=["call_1"])
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(_Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where the answer has calls, or only reasoning.")
     refusal: None
+    reasoning_content: str | None = Field(default=None, description="What the model thought before it answered.")
+    reasoning: str | None = Field(default=None, description="The same, under vLLM's newer name.")
+    tool_calls: list[CalledTool] | None = Field(default=None, description="Functions to be called.")
 
 
 class ChatChoice(_Answer):
     index: int = Field(ge=0)
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] = Field(
-        description="stop: the model ended, or a stop string or id came. length: max_tokens."
+    finish_reason: Literal["stop", "length", "tool_calls"] = Field(
+        description="stop: the model ended, or a stop string or id came. length: max_tokens. tool_calls: the model "
+        "ended, and calls tools."
     )
     token_ids: list[int] | None = Field(default=None, description="With return_token_ids.")
 
@@ -98,16 +123,33 @@ class ChatCompletion(_Answer):
     system_fingerprint: str | None = None
 
 
+class FunctionDelta(_Answer):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(_Answer):
+    """The first one of a call has its id and its function's name; then come its arguments, piece by piece."""
+
+    index: int = Field(ge=0)
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(_Answer):
     index: int = Field(ge=0)
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: list[int] | None = None
 
 

@@ -19,22 +19,24 @@ from cluster.http.client_gone import ClientGone
 from cluster.http.client_label import client_label
 from cluster.http.event_stream import EventStream
 from cluster.http.middleware import add_middleware
+from cluster.http.not_served import add_routes_not_served
 from cluster.http.openapi_document import openapi_document
 from cluster.http.request_id import request_id_of
 from cluster.monitoring.metrics_merge import CONTENT_TYPE
 from cluster.monitoring.request_timer import RequestTimer, outcome_of
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.request import ChatCompletionBody, CompletionBody
+from cluster.openai.responses.request import ResponsesBody
+from cluster.openai.running_answer import RunningCompletion
 from cluster.openai.served_model import check_model, model_card, model_list
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
-from cluster.openai.whole_answer import whole_answer
 from cluster.text.generation import TextGeneration
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
     from cluster.http.backend import HttpBackend
     from cluster.lifecycle.readiness import Readiness
-    from cluster.openai.response import Answer
+    from cluster.openai.running_answer import RunningAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ def build_http_app(backend: HttpBackend, server_sends_request_id: bool = False) 
     _add_model_routes(app, backend)
     _add_operation_routes(app, backend)
     _add_documentation_routes(app, backend)
+    add_routes_not_served(app)
     app.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http_exception)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
@@ -73,6 +76,10 @@ def _add_generation_routes(app: FastAPI, backend: HttpBackend) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _serve_generation(backend, request, CompletionBody, "/v1/completions")
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await _serve_generation(backend, request, ResponsesBody, "/v1/responses")
 
 
 def _add_tokenize_routes(app: FastAPI, backend: HttpBackend) -> None:
@@ -158,7 +165,7 @@ def _add_documentation_routes(app: FastAPI, backend: HttpBackend) -> None:
 
 
 async def _serve_generation(
-    backend: HttpBackend, request: Request, body_class: type[GenerationBody], endpoint: str
+    backend: HttpBackend, request: Request, body_class: type[GenerationBody | ResponsesBody], endpoint: str
 ) -> Response:
     trace = backend.tracing.request(endpoint, request.headers) if backend.tracing is not None else None
     timer = RequestTimer(backend.metrics, endpoint, backend.config.slo, trace)
@@ -167,15 +174,11 @@ async def _serve_generation(
         backend.drain.check_accepting()
         body = await receive_body(request, body_class, backend.config.limits, backend.threads)
         client = client_label(request.headers, backend.config.fairness)
-        if isinstance(body, ChatCompletionBody):
-            generation, answer = await backend.service.chat(body, timer, client)
-        else:
-            assert isinstance(body, CompletionBody)
-            generation, answer = await backend.service.completion(body, timer, client)
-        _log(request, generation)
+        running = await _start(backend, body, timer, client)
+        _log(request, running.generation)
         if body.stream:
-            return await _stream(generation, answer, timer)
-        whole, reasons = await whole_answer(generation, answer, body.n)
+            return await _stream(running, timer)
+        whole, reasons = await running.whole()
         response = json_response(whole)
         timer.over("ok", reasons)
         return response
@@ -190,11 +193,24 @@ async def _serve_generation(
         raise
 
 
-async def _stream(generation: TextGeneration, answer: Answer, timer: RequestTimer) -> Response:
+async def _start(
+    backend: HttpBackend, body: GenerationBody | ResponsesBody, timer: RequestTimer, client: str
+) -> RunningAnswer:
+    if isinstance(body, ResponsesBody):
+        return await backend.responses_service.start(body, timer, client)
+    if isinstance(body, ChatCompletionBody):
+        generation, answer = await backend.service.chat(body, timer, client)
+    else:
+        assert isinstance(body, CompletionBody)
+        generation, answer = await backend.service.completion(body, timer, client)
+    return RunningCompletion(generation, answer, body.n)
+
+
+async def _stream(running: RunningAnswer, timer: RequestTimer) -> Response:
     """Headers leave only with the first token: what fails before is still a plain HTTP error."""
-    deltas = generation.deltas()
+    deltas = running.generation.deltas()
     first = await anext(deltas)  # if this raises, the deltas have ended with it
-    return EventStream(first, deltas, generation, answer, timer)
+    return EventStream(first, deltas, running.events(), timer)
 
 
 def _log(request: Request, generation: TextGeneration) -> None:

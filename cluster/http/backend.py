@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.monitoring.otel_tracing import Tracing
     from cluster.openai.generation_service import GenerationService
+    from cluster.openai.responses.responses_service import ResponsesService
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.openai.tokenize_service import TokenizeService
     from cluster.text.work_threads import WorkThreads
@@ -26,6 +27,7 @@ class HttpBackend(Protocol):
     started_at: int
     threads: WorkThreads
     service: GenerationService
+    responses_service: ResponsesService
     tokenize_service: TokenizeService
     sampling_defaults: SamplingDefaults
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -12,14 +12,12 @@ from starlette.requests import ClientDisconnect
 from cluster.api_error import ApiError
 from cluster.http.request_id import request_id_of
 from cluster.monitoring.request_timer import RequestTimer, outcome_of
-from cluster.openai import response as openai
-from cluster.openai.choice_events import ChoiceEvents
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from cluster.openai.answer_events import AnswerEvents
     from cluster.text.choice import TextDelta
-    from cluster.text.generation import TextGeneration
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +34,21 @@ class EventStream(StreamingResponse):
         self,
         first: list[TextDelta],
         deltas: AsyncGenerator[list[TextDelta], None],
-        generation: TextGeneration,
-        answer: openai.Answer,
+        events: AnswerEvents,
         timer: RequestTimer,
     ) -> None:
-        self._first, self._deltas, self._generation = first, deltas, generation
-        self._answer, self._timer = answer, timer
-        self._choices: dict[int, ChoiceEvents] = {}
+        """events: what the deltas are written as."""
+        self._first, self._deltas = first, deltas
+        self._written, self._timer = events, timer
         self._reasons: list[str] = []
         self._request_id = ""
+        self._state: dict[str, Any] = {}
         self._outcome = "cancelled"  # unless it comes to another end
         self._bytes = self._events()
         super().__init__(self._bytes, media_type="text/event-stream", headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._request_id = request_id_of(scope)
+        self._request_id, self._state = request_id_of(scope), scope.setdefault("state", {})
         try:
             await super().__call__(scope, receive, send)
         except ClientDisconnect:
@@ -68,26 +66,18 @@ class EventStream(StreamingResponse):
             async for deltas in self._deltas:
                 if events := self._events_of(deltas):
                     yield events
-            if self._answer.include_usage:
-                yield openai.sse_event(self._answer.usage_chunk(self._generation.usage))
+            end = self._written.end()
             self._outcome = "ok"
-            yield openai.SSE_DONE
+            yield end
         except ApiError as error:
             self._outcome = outcome_of(error)
-            yield openai.sse_error(error)
+            self._state["error_code"] = error.code
+            yield self._written.failed(error)
         except Exception:
             self._outcome = "server_error"
             logger.exception("stream failed", extra={"event": "stream_failed", "request_id": self._request_id})
-            yield openai.sse_error(ApiError(500, "internal error; the server's log has more"))
+            yield self._written.failed(ApiError(500, "internal error; the server's log has more"))
 
     def _events_of(self, deltas: list[TextDelta]) -> bytes:
-        return b"".join([self._choice(delta).of(delta) for delta in deltas])
-
-    def _choice(self, delta: TextDelta) -> ChoiceEvents:
-        if delta.finish_reason is not None:
-            self._reasons.append(delta.finish_reason)
-        choice = self._choices.get(delta.index)
-        if choice is None:
-            usage = (lambda: self._generation.usage) if self._answer.continuous_usage else None
-            choice = self._choices[delta.index] = ChoiceEvents(self._answer, delta.index, usage)
-        return choice
+        self._reasons += [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+        return self._written.of(deltas)

@@ -11,16 +11,19 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cluster.http import api_schemas as answers
+from cluster.http.response_schemas import Response, ResponseEvent
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.object import LIMIT
 from cluster.openai.request import ChatCompletionBody, CompletionBody
+from cluster.openai.responses.refused import REFUSED
+from cluster.openai.responses.request import ResponsesBody
 from cluster.openai.tokenize_request import DetokenizeBody, TokenizeBody
-from cluster.openai.unsupported import MAX_OFFERS, NEUTRAL_VALUES, OFFERS
+from cluster.openai.unsupported import NEUTRAL_VALUES
 from cluster.version import VERSION
 
 if TYPE_CHECKING:
     from cluster.config.access import AuthConfig
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 _REF = "#/components/schemas/{model}"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
@@ -69,6 +72,15 @@ _OPERATIONS = (
         answers.Completion,
         CompletionBody,
         answers.CompletionChunk,
+        _OF_GENERATION,
+    ),
+    _Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation, given and answered as items; nothing is stored",
+        Response,
+        ResponsesBody,
+        ResponseEvent,
         _OF_GENERATION,
     ),
     _Operation("get", "/v1/models", "The model that is served", answers.ModelList),
@@ -190,11 +202,19 @@ def _schemas(limits: LimitsConfig, model_name: str, defaults: Mapping[str, float
         schema = requests[model.__name__]
         schema["properties"]["model"] |= {"examples": [model_name]}
         if issubclass(model, GenerationBody):
-            schema["properties"] |= {name: _refused(name) for name in NEUTRAL_VALUES}
-            schema["properties"] |= {name: _offer() for name in OFFERS}
+            schema["properties"] |= {name: _refused(neutral) for name, neutral in NEUTRAL_VALUES.items()}
             for name, value in defaults.items():
                 schema["properties"][name] |= {"default": value}
+    _add_fields_of_chat(requests)
     return {**requests, **answer_part["$defs"]}
+
+
+def _add_fields_of_chat(requests: dict[str, Any]) -> None:
+    """Mutates: a responses body takes what a chat body does, but for what has another name there, or no place."""
+    own = requests[ResponsesBody.__name__]["properties"]
+    chat = requests[ChatCompletionBody.__name__]["properties"]
+    own |= {name: field for name, field in chat.items() if name not in own and name not in REFUSED}
+    own |= {name: _refused(refused.neutral, refused.instead) for name, refused in REFUSED.items()}
 
 
 def _with_limits(schema: Any, limits: LimitsConfig) -> Any:
@@ -215,21 +235,7 @@ def _accept_nulls(schema: dict[str, Any]) -> None:
         schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **outside}
 
 
-def _offer() -> dict[str, Any]:
-    """What the model may call, and never does here."""
-    return {
-        "anyOf": [{"type": "array", "items": {"type": "object"}, "maxItems": MAX_OFFERS}, {"type": "null"}],
-        "description": "Accepted and ignored: the model may call them and here never does. What asks for a call "
-        "(tool_choice, function_call) is refused.",
-        "examples": [[]],
-    }
-
-
-def _refused(name: str) -> dict[str, Any]:
+def _refused(neutral: tuple[Any, ...], instead: str = "only values that ask for nothing.") -> dict[str, Any]:
     """A field that is known, and refused unless it asks for nothing."""
-    allowed = [*NEUTRAL_VALUES[name], None]
-    return {
-        "enum": allowed,
-        "description": "Not supported: only values that ask for nothing.",
-        "examples": [allowed[0]],
-    }
+    allowed = [*neutral, None]
+    return {"enum": allowed, "description": f"Not supported: {instead}", "examples": [allowed[0]]}

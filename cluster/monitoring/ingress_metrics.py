@@ -11,9 +11,21 @@ from replicas.metrics.metric_set import MetricSet
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
 )
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "tool_calls")
+CALL_PARSERS = (
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "mistral",
+    "mistral_named",
+    "deepseek_r1",
+    "deepseek_v31",
+    "response_template",
+)
+CALL_RESULTS = ("valid", "malformed")
 REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
 DECISIONS = (
     "local",
@@ -82,6 +94,17 @@ class IngressMetrics(MetricSet):
         )
         self.successes = self.counter(
             "splitserve_request_success", "Choices generated to their end", {"finish_reason": FINISH_REASONS}
+        )
+        self.tool_calls = self.counter(
+            "splitserve_tool_calls",
+            "Calls of tools in answers, and what began as one and was none",
+            {"parser": CALL_PARSERS, "result": CALL_RESULTS},
+        )
+        self.unseen_tools = self.counter(
+            "splitserve_unseen_tools", "Requests with tools that the model's chat template does not show to it"
+        )
+        self.unenforced_tools = self.counter(
+            "splitserve_unenforced_tools", "Tools, not strict, whose parameters no grammar can be made of"
         )
         self.rejections = self.counter(
             "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.monitoring.ingress_metrics import (
+    CALL_PARSERS,
+    CALL_RESULTS,
     DECISIONS,
     ENDPOINTS,
     FINISH_REASONS,
@@ -104,6 +106,9 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "requests": {"endpoint": ENDPOINTS, "outcome": OUTCOMES},
     "request_success": {"finish_reason": FINISH_REASONS},
     "request_rejections": {"pool": None, "reason": REJECTIONS},
+    "tool_calls": {"parser": CALL_PARSERS, "result": CALL_RESULTS},
+    "unseen_tools": {},
+    "unenforced_tools": {},
     "slo_requests": {"slo": OBJECTIVES},
     "slo_violations": {"slo": OBJECTIVES},
     "router_decisions": {"policy": None, "result": DECISIONS},

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
 # Spans wait so long to be sent together; a replica that is stopped hard loses no more than these.
 _EXPORT_INTERVAL_MS = 1_000
 _MAX_WAITING_SPANS = 8_192

@@ -93,6 +93,12 @@ class RequestTimer:
         times.last_s = now_s
         times.num_tokens += 1
 
+    def calls(self, parser: str, num_valid: int, num_malformed: int) -> None:
+        """A choice has ended, in which so many calls of tools were read; parser: one of CALL_PARSERS."""
+        for result, number in (("valid", num_valid), ("malformed", num_malformed)):
+            if number:
+                self._metrics.tool_calls.add(number, parser=parser, result=result)
+
     def over(self, outcome: str, finish_reasons: list[str]) -> None:
         """The request has ended: outcome as in splitserve_requests_total. Once."""
         metrics, times = self._metrics, self._times()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
 from cluster.api_error import ApiError
 from cluster.openai.json_cost import has_more_values
-from cluster.openai.object import TOGETHER
+from cluster.openai.object import TOGETHER, UNSUPPORTED
 from cluster.openai.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -60,12 +60,26 @@ def parse_body(raw: bytes, content_type: str | None, model_class: type[Body], li
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     if len(body) > _MAX_FIELDS:
         raise ApiError(400, f"the body has {len(body)} fields; at most {_MAX_FIELDS} are allowed", code="invalid_value")
-    refuse_unsupported(body, getattr(model_class, "fields_elsewhere", {}))
+    return valid_body(body, model_class, limits)
+
+
+def valid_body(body: dict[str, Any], model_class: type[Body], limits: LimitsConfig) -> Body:
+    """The same of an object of JSON values. Raises ApiError 400.
+
+    model_class: its class method `refuse`, if it has one, says which fields are not supported, instead of
+    refuse_unsupported.
+    """
+    if (refuse := getattr(model_class, "refuse", None)) is not None:
+        refuse(body)
+    else:
+        refuse_unsupported(body, getattr(model_class, "fields_elsewhere", {}))
     try:
         return model_class.model_validate(body, context=limits)
     except ValidationError as error:
         param, reason = what_is_wrong(error)
-    raise ApiError(400, f"{param or 'the body'} {reason}", param=param or None, code="invalid_value")
+        is_unsupported = error.errors(include_url=False, include_input=False)[0]["type"] == UNSUPPORTED
+    code = "unsupported" if is_unsupported else "invalid_value"
+    raise ApiError(400, f"{param or 'the body'} {reason}", param=param or None, code=code)
 
 
 def what_is_wrong(error: ValidationError) -> tuple[str, str]:
@@ -88,6 +102,7 @@ def _check_content_type(content_type: str | None) -> None:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content") -> "messages[0].content"."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    """("messages", 0, "content") -> "messages[0].content". Names in <> are no fields, but of kinds of objects."""
+    named = (step for step in location if not str(step).startswith("<"))
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in named)
     return "".join(steps).removeprefix(".")

@@ -53,4 +53,5 @@ def sampling_params(
         bad_words=bad_words,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
+        thinking=None,  # of chats alone, which add it
     )

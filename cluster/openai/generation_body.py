@@ -12,14 +12,13 @@ from cluster.openai.answer_format import FormatFields, check_formats
 from cluster.openai.object import Integer, invalid, limit, limits_of, not_together
 from cluster.openai.output import OutputFields
 from cluster.openai.sampling import SamplingFields
-from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
+from cluster.openai.unsupported import NEUTRAL_VALUES
 from scheduler.sampling_params import SamplingParams
 
 # Known, without effect here, and no reason for a log line.
 _TOLERATED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
         "safety_identifier",
@@ -111,7 +110,6 @@ class GenerationBody(SamplingFields, OutputFields, FormatFields, ABC):
         """Names of ignored fields, for the log: sorted, shortened, the first few."""
         extra = self.model_extra or {}
         names = extra.keys() - _TOLERATED - NEUTRAL_VALUES.keys() - self.fields_elsewhere.keys()
-        names -= {name for name in OFFERS if not extra.get(name)}
         return [name[:64] for name in sorted(names)[:_MAX_UNKNOWN_NAMES]]
 
     @model_validator(mode="after")

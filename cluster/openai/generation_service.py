@@ -7,16 +7,19 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.api_error import ApiError
 from cluster.monitoring.request_timer import RequestTimer
+from cluster.openai.chat_grammar import ChatGrammars
 from cluster.openai.engine_params import beam_params, sampling_params
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.logprobs import LogprobsReport, TokenNames
 from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.openai.served_model import check_model
+from cluster.openai.tools import ToolMode
 from cluster.routing.generation import Generation
 from cluster.routing.model_binding import ModelBinding
 from cluster.text.chat_template import TemplateOptions
@@ -26,12 +29,14 @@ from cluster.text.length import size_up_to
 from cluster.text.prompt_echo import PromptEcho
 from cluster.text.work_threads import LONG
 from scheduler.generation_spec import GenerationSpec
+from scheduler.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.openai.answer_grammar import AnswerGrammars
     from cluster.openai.sampling_defaults import SamplingDefaults
+    from cluster.text.answer_parser import AnswerParser, AnswerReading
     from cluster.text.tokenizer import Tokenizer
     from cluster.text.work_threads import WorkThreads
     from scheduler.grammar import Grammar
@@ -52,7 +57,9 @@ class GenerationService:
         threads: WorkThreads,
         defaults: SamplingDefaults,
         grammars: AnswerGrammars,
+        parser: AnswerParser,
     ) -> None:
+        """parser: takes the answers of chats apart."""
         self._threads = threads
         self._defaults = defaults
         self._config = config
@@ -60,18 +67,24 @@ class GenerationService:
         self._source = source
         self._metrics = metrics
         self._grammars = grammars
+        self._parser = parser
+        self._chat_grammars = ChatGrammars(grammars, parser, config.limits, metrics)
 
     async def chat(
         self, body: ChatCompletionBody, timer: RequestTimer, client: str = ""
     ) -> tuple[TextGeneration, Answer]:
         """client: an opaque label, by which clients share fairly. Raises ApiError 4xx."""
         self._check_model(body)
+        tools = [tool.for_template() for tool in body.tools_shown]
+        if tools and not self._tokenizer.shows_tools:
+            self._metrics.unseen_tools.add()
+            logger.info("the chat template shows no tools to the model", extra={"event": "unseen_tools"})
         options = TemplateOptions(
-            body.add_generation_prompt, body.continue_final_message, dict(body.chat_template_kwargs)
+            body.add_generation_prompt, body.continue_final_message, body.template_variables, tools
         )
         messages = body.template_messages()
         ids = await self._threads.run(
-            size_up_to([messages, options.variables], LONG),
+            size_up_to([messages, options.variables, tools], LONG),
             self._tokenizer.apply_chat_template,
             messages,
             self._most_prompt_tokens,
@@ -81,8 +94,14 @@ class GenerationService:
         )
         configured = self._config.limits.max_tokens_default_chat
         default = self._defaults.max_tokens if configured is None else configured
-        generation = await self._generation(body, [ids], [None], default, timer, client)
-        return generation, self._answer(ChatAnswer, new_chat_id(), body)
+        is_forced = body.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+        in_play = [tool.for_template() for tool in body.tools_in_play]
+        reading = self._parser.reading(ids, in_play, is_forced, body.continued_text)
+        thinking = self._thinking(body, reading)
+        grammar = await self._chat_grammars.of(body, reading)
+        generation = await self._generation(body, [ids], [None], default, timer, client, grammar, reading, thinking)
+        answer = self._answer(ChatAnswer, new_chat_id(), body)
+        return generation, replace(answer, has_short_ids=self._parser.calls.has_short_ids)
 
     async def completion(
         self, body: CompletionBody, timer: RequestTimer, client: str = ""
@@ -100,8 +119,17 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        generation = await self._generation(body, prompts, echoes, default, timer, client)
+        grammar = await self._grammars.of(body)
+        generation = await self._generation(body, prompts, echoes, default, timer, client, grammar)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
+
+    def _thinking(self, body: ChatCompletionBody, reading: AnswerReading | None) -> ThinkingBudget | None:
+        if body.thinking_token_budget is None:
+            return None
+        if (ids := self._parser.reasoning_ids) is None:
+            message = "thinking_token_budget is not supported: this model has no token that ends its thinking"
+            raise ApiError(400, message, param="thinking_token_budget", code="unsupported")
+        return ThinkingBudget(body.thinking_token_budget, *ids, reading is not None and reading.is_in_reasoning)
 
     @property
     def _most_prompt_tokens(self) -> int:
@@ -145,27 +173,31 @@ class GenerationService:
         default_max_tokens: int | None,
         timer: RequestTimer,
         client: str,
+        grammar: Grammar | None,
+        reading: AnswerReading | None = None,
+        thinking: ThinkingBudget | None = None,
     ) -> TextGeneration:
         body = self._defaults.complete(body)
         self._tokenizer.check_ids(body.stop_token_ids, "stop_token_ids")
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        grammars = await self._grammars.of(body, prompts)
-        specs = [
-            self._spec(body, ids, bad_words, default_max_tokens, client, grammar)
-            for ids, grammar in zip(prompts, grammars, strict=True)
-        ]
+        specs = [self._spec(body, ids, bad_words, default_max_tokens, client, grammar) for ids in prompts]
+        if thinking is not None:
+            specs = [replace(spec, sampling=replace(spec.sampling, thinking=thinking)) for spec in specs]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
-        choices = [self._choice(index, body, echo) for index, echo in enumerate(echo_of_choice)]
+        choices = [self._choice(index, body, echo, reading) for index, echo in enumerate(echo_of_choice)]
         timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         timeout_s, binding = self._config.ingress.request_timeout_s, ModelBinding()
         generations = [Generation(uuid.uuid4().hex, spec, timeout_s, timer.trace, binding) for spec in specs]
-        return TextGeneration(self._source, generations, choices, timer)
+        thinks = reading is not None and self._parser.reasoning is not None
+        return TextGeneration(self._source, generations, choices, timer, thinks)
 
-    def _choice(self, index: int, body: GenerationBody, echo: PromptEcho | None) -> TextChoice:
+    def _choice(
+        self, index: int, body: GenerationBody, echo: PromptEcho | None, reading: AnswerReading | None
+    ) -> TextChoice:
         return TextChoice(
             index,
             self._tokenizer,
@@ -175,6 +207,7 @@ class GenerationService:
             min_tokens=body.min_tokens,
             echo=echo,
             only_echo=body.max_new_tokens == 0,
+            reading=reading,
         )
 
     def _spec(
@@ -188,7 +221,7 @@ class GenerationService:
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         # A grammar says where an answer may end, and where it must: nothing else could come there.
-        has_ends = grammar is not None or not body.ignore_eos
+        has_ends = (grammar is not None and not grammar.repeats) or not body.ignore_eos
         stop_ids = frozenset(body.stop_token_ids) | (self._tokenizer.eos_token_ids if has_ends else frozenset())
         beam = beam_params(body)
         return GenerationSpec(

@@ -111,10 +111,22 @@ class ChatMessage(OpenAIObject):
         examples=[[{"id": "call_1", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]],
     )
 
+    reasoning_content: str | None = Field(
+        default=None,
+        description="For role assistant: what it thought, for templates that show it. Not in OpenAI's API.",
+        examples=["The user greets me."],
+    )
+    reasoning: str | None = Field(
+        default=None, description="vLLM's newer name for reasoning_content, which goes before it.", examples=["Hm."]
+    )
+
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         message |= {key: text for key in ("name", "tool_call_id") if (text := getattr(self, key)) is not None}
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        if thought is not None and self.role == "assistant":
+            message |= {"reasoning_content": thought, "reasoning": thought}
         if self.tool_calls:
             message["tool_calls"] = [
                 {

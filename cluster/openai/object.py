@@ -18,17 +18,24 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 # In a JSON schema, stands for a number of the config's limits: {"maximum": {LIMIT: "max_choices"}}.
 LIMIT = "$limit"
 # The type of an error between fields; its context names the one to change.
 TOGETHER = "together"
+# The type of an error about what is understood, and not done here.
+UNSUPPORTED = "unsupported"
 
 
 def invalid(message: str) -> PydanticCustomError:
     """An error whose message goes on after the field's name. It must not quote what the client sent."""
     return PydanticCustomError("invalid", message)
+
+
+def unsupported(message: str) -> PydanticCustomError:
+    """As `invalid`, for what is understood and not done here: the error's code says so."""
+    return PydanticCustomError(UNSUPPORTED, message)
 
 
 def not_together(param: str, message: str) -> PydanticCustomError:

@@ -10,7 +10,7 @@ Where OpenAI's specification is silent or loose, this is what holds here:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     FailFast,
@@ -33,8 +33,10 @@ from cluster.openai.object import (
     token_ids,
     token_ids_schema,
 )
+from cluster.openai.tools import ToolFields, ToolMode
 
 _MAX_MESSAGES = 2048
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TokensOrZero = Annotated[Integer, Field(ge=0, le=INT64_MAX)]
 
 
@@ -69,7 +71,7 @@ _PROMPT_SCHEMA = {
 }
 
 
-class ChatCompletionBody(GenerationBody):
+class ChatCompletionBody(ToolFields, GenerationBody):  # the last base says what becomes of unknown fields
     """Body of POST /v1/chat/completions."""
 
     fields_elsewhere: ClassVar[dict[str, tuple[Any, ...]]] = {"echo": (False,)}
@@ -106,6 +108,19 @@ class ChatCompletionBody(GenerationBody):
         examples=[{"enable_thinking": False}],
     )
 
+    reasoning_effort: ReasoningEffort | None = Field(
+        default=None,
+        description="For the model's chat template, as its variable reasoning_effort, which it heeds or not. none also "
+        "sets enable_thinking to false. chat_template_kwargs go before it.",
+        examples=["low"],
+    )
+    thinking_token_budget: Annotated[Integer, Field(ge=0, le=INT64_MAX)] | None = Field(
+        default=None,
+        description="Most tokens that the model may spend on thinking, as in vLLM: then it is made to close its "
+        "reasoning. Not in OpenAI's API.",
+        examples=[1024],
+    )
+
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
@@ -113,6 +128,18 @@ class ChatCompletionBody(GenerationBody):
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as Tokenizer.apply_chat_template takes them."""
         return [message.for_template() for message in self.messages]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables for the model's chat template."""
+        effort = self.reasoning_effort
+        given = {} if effort is None else {"reasoning_effort": effort}
+        return {**given, **({"enable_thinking": False} if effort == "none" else {}), **self.chat_template_kwargs}
+
+    @property
+    def continued_text(self) -> str | None:
+        """The assistant's text that the answer goes on with, where it does."""
+        return self.messages[-1].content if self.continue_final_message else None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
@@ -122,6 +149,12 @@ class ChatCompletionBody(GenerationBody):
             raise not_together("best_of", "is only supported in /v1/completions, or with use_beam_search")
         if self.continue_final_message and self.add_generation_prompt:
             raise not_together("continue_final_message", "is only allowed together with add_generation_prompt false")
+        if (wrong := self.what_is_wrong_with_tools()) is not None:
+            raise not_together(*wrong)
+        if self.use_beam_search and self.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED):
+            raise not_together("tool_choice", "that asks for a call is not supported together with use_beam_search")
+        if self.use_beam_search and self.thinking_token_budget is not None:
+            raise not_together("thinking_token_budget", "is not supported together with use_beam_search")
         return self
 
 
@@ -132,6 +165,10 @@ class CompletionBody(GenerationBody):
         "top_logprobs": (0,),
         "continue_final_message": (False,),
         "chat_template_kwargs": ({},),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "thinking_token_budget": (),
+        "reasoning_effort": (),
     }
 
     # A text may be empty: whether that means BOS or nothing is up to the tokenizer.

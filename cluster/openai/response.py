@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import orjson
 
+from cluster.answers.answer_part import AnswerPart
 from cluster.api_error import ApiError
 from cluster.openai.logprobs import LogprobsReport, chat_logprobs, completion_logprobs
+from cluster.openai.message_parts import part_delta, whole_message
 from cluster.text.scored_token import ScoredToken
 from cluster.text.usage import Usage
 
@@ -20,8 +22,9 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished choice. finish_reason: "stop" or "length". token_ids: only when the client asked for them.
+    """One finished choice. finish_reason: "stop", "length" or "tool_calls". token_ids: only when the client asked.
 
+    parts: of an answer that is taken apart, in place of text.
     tokens: for `logprobs`, if the answer has them. prompt_logprobs: in their final form, where they were asked for.
     """
 
@@ -31,6 +34,7 @@ class Choice:
     token_ids: tuple[int, ...] | None = None
     tokens: tuple[ScoredToken, ...] = ()
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    parts: tuple[AnswerPart, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ class Answer(ABC):
 
     created: Unix time in seconds. include_usage: chunks have "usage": null, as the last one has the numbers.
     continuous_usage: the chunks have the numbers so far instead. return_token_ids: vLLM's extension; choices and chunks
-    have the ids that their text was made of. report: for log-probabilities.
+    have the ids that their text was made of. report: for log-probabilities. has_short_ids: of calls, as templates of
+    Mistral's demand.
     """
 
     id: str
@@ -54,6 +59,7 @@ class Answer(ABC):
     system_fingerprint: str | None = None
     continuous_usage: bool = False
     report: LogprobsReport | None = None
+    has_short_ids: bool = False
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -67,6 +73,16 @@ class Answer(ABC):
         self, index: int, text: str, token_ids: Sequence[int] | None = None, tokens: Sequence[ScoredToken] = ()
     ) -> dict[str, Any]:
         """A chunk with more text of a choice. token_ids, tokens: those it was made of, when the client asked."""
+
+    def part(
+        self,
+        index: int,
+        part: AnswerPart,
+        token_ids: Sequence[int] | None = None,
+        tokens: Sequence[ScoredToken] = (),
+    ) -> dict[str, Any]:
+        """`delta` with a part of an answer that is taken apart; only a chat's is."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
@@ -110,6 +126,15 @@ class ChatAnswer(Answer):
     ) -> dict[str, Any]:
         return self._delta_chunk(index, {"content": text}, None, token_ids, tokens)
 
+    def part(
+        self,
+        index: int,
+        part: AnswerPart,
+        token_ids: Sequence[int] | None = None,
+        tokens: Sequence[ScoredToken] = (),
+    ) -> dict[str, Any]:
+        return self._delta_chunk(index, part_delta(part, self.has_short_ids), None, token_ids, tokens)
+
     def finish(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._delta_chunk(index, {}, finish_reason)
 
@@ -138,7 +163,10 @@ class ChatAnswer(Answer):
         return chat_logprobs(tokens, report.num_top, report.names)
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.parts is None:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            message = whole_message(choice.parts, self.has_short_ids)
         logprobs = self._logprobs(choice.tokens)
         whole = {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         return _with_ids(whole, choice.token_ids)

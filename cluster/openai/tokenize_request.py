@@ -16,6 +16,7 @@ from cluster.openai.object import (
     token_ids,
     token_ids_schema,
 )
+from cluster.openai.tools import MAX_TOOLS, Tool
 
 
 def _tokens(value: Any, info: ValidationInfo) -> list[int]:
@@ -63,6 +64,13 @@ class TokenizeBody(OpenAIObject):
         default_factory=dict,
         description="As in /v1/chat/completions; only for messages.",
         examples=[{"enable_thinking": False}],
+    )
+
+    tools: Annotated[list[Tool], FailFast()] = Field(
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description="As in /v1/chat/completions; only for messages.",
+        examples=[[]],
     )
 
     @model_validator(mode="after")

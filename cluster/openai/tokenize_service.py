@@ -55,7 +55,10 @@ class TokenizeService:
     def _encode(self, body: TokenizeBody, messages: list[dict[str, Any]]) -> list[int]:
         if messages:
             options = TemplateOptions(
-                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+                body.add_generation_prompt,
+                body.continue_final_message,
+                body.chat_template_kwargs,
+                [tool.for_template() for tool in body.tools],
             )
             return self._tokenizer.apply_chat_template(
                 messages, options=options, max_chars=self._config.limits.max_text_chars

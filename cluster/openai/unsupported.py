@@ -20,9 +20,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     # what the text must look like
     "guided_whitespace_pattern": (),
-    # tools: a list of them is an offer, which the model may leave alone; these ask for a call
-    "tool_choice": ("none", "auto"),
+    # tools under the names that OpenAI has left behind
+    "functions": ([],),
     "function_call": ("none", "auto"),
+    # tools that are no functions of the client's
     "web_search_options": (),
     # how the prompt is made
     "chat_template": (),
@@ -34,38 +35,25 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Lists of what the model may call, if it likes: never called here, as nothing may ask for it.
-OFFERS = ("tools", "functions")
-MAX_OFFERS = 128
+# What to use in place of some of them.
+_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 
 
 def refuse_unsupported(body: Mapping[str, Any], others: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral,
-    and 400 `invalid_value` for OFFERS that are no lists of objects.
+    """Raises ApiError 400 `unsupported`, naming the field, for the first one with a value that is not neutral.
 
     others: further fields with their neutral values, those that only another endpoint has.
     """
     for name, neutral in (*NEUTRAL_VALUES.items(), *others.items()):
         value = body.get(name)
-        if value is None or any(_same(value, candidate) for candidate in neutral):
+        if value is None or any(same(value, candidate) for candidate in neutral):
             continue
         allowed = " or ".join(orjson.dumps(candidate).decode() for candidate in neutral)
         hint = f": it may only be {allowed}, or left out" if neutral else ""
-        raise ApiError(400, f"{name} is not supported{hint}", param=name, code="unsupported")
-    for name in OFFERS:
-        _check_offer(name, body.get(name))
+        instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise ApiError(400, f"{name} is not supported{hint}{instead}", param=name, code="unsupported")
 
 
-def _check_offer(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value[:MAX_OFFERS]):
-        raise ApiError(400, f"{name} must be an array of objects", param=name, code="invalid_value")
-    if len(value) > MAX_OFFERS:
-        message = f"{name} has {len(value)} entries; at most {MAX_OFFERS} are allowed"
-        raise ApiError(400, message, param=name, code="invalid_value")
-
-
-def _same(value: Any, neutral: Any) -> bool:
+def same(value: Any, neutral: Any) -> bool:
     """Equal in JSON: 0.0 is 0, but false is not."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from cluster.answers.answer_part import AnswerPart
 from cluster.openai.logprobs import prompt_logprobs
 from cluster.openai.response import Choice
 from cluster.text.scored_token import ScoredToken
@@ -26,6 +27,7 @@ class _Parts:
     texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
+    parts: list[AnswerPart] | None = None
 
 
 async def whole_answer(generation: TextGeneration, answer: Answer, num_kept: int) -> tuple[dict[str, Any], list[str]]:
@@ -39,6 +41,9 @@ async def whole_answer(generation: TextGeneration, answer: Answer, num_kept: int
             for delta in deltas:
                 of_choice = parts[delta.index]
                 of_choice.texts.append(delta.text)
+                if delta.parts is not None:
+                    of_choice.parts = of_choice.parts or []
+                    of_choice.parts += delta.parts
                 of_choice.tokens += delta.scored
                 if delta.token_id is not None:
                     of_choice.ids.append(delta.token_id)
@@ -64,6 +69,7 @@ def _put_together(
             tuple(parts[choice.index].ids) if answer.return_token_ids else None,
             tuple(parts[choice.index].tokens),
             of_prompt[id(choice.prompt_logprobs)],
+            None if (found := parts[choice.index].parts) is None else tuple(found),
         )
         for index, choice in enumerate(kept)
     ]

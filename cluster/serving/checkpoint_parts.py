@@ -1,4 +1,4 @@
-"""What an ingress makes of a checkpoint besides its tokenizer: how answers end, grammars."""
+"""What an ingress makes of a checkpoint besides its tokenizer: how answers end, how they are taken apart, grammars."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from cluster.grammars.grammar_compiler import GrammarCompiler
 from cluster.grammars.source_bounds import GrammarBounds
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
 from cluster.same_names import by_names
+from cluster.text.answer_parser import AnswerParser
+from cluster.user_error import ConfigError
 from replicas.grammars.grammar_fuel import GrammarFuel
 
 if TYPE_CHECKING:
@@ -17,6 +19,17 @@ if TYPE_CHECKING:
     from cluster.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def answer_parser(config: ServingConfig, tokenizer: Tokenizer) -> AnswerParser:
+    """Raises ConfigError where a checkpoint's own response template can't be used."""
+    try:
+        parser = AnswerParser(tokenizer, config.model.answer_parser)
+    except ValueError as error:
+        raise ConfigError(f"model.answer_parser: {error}") from error
+    extra = {"event": "answer_parser", "parser": parser.name, "shows_tools": tokenizer.shows_tools}
+    logger.info("how answers are taken apart", extra=extra)
+    return parser
 
 
 def grammar_compiler(tokenizer: Tokenizer, config: ServingConfig) -> GrammarCompiler:

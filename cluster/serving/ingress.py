@@ -25,6 +25,7 @@ from cluster.monitoring.otel_tracing import open_tracing
 from cluster.monitoring.throughput import ThroughputLog
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
@@ -34,7 +35,7 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
-from cluster.serving.checkpoint_parts import grammar_compiler, load_defaults
+from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
 from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
@@ -93,6 +94,7 @@ class Ingress:
         with start_step("loading the tokenizer"):
             tokenizer, digest = await asyncio.to_thread(_load_tokenizer, folder, config.model.trust_remote_code)
         self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
+        parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
         self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
         self._router = Router(
@@ -117,11 +119,12 @@ class Ingress:
         self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
-        self._compiler = grammar_compiler(tokenizer, config)
-        grammars = AnswerGrammars(KnownGrammars(self._compiler, self.metrics))
+        self.compiler = grammar_compiler(tokenizer, config)
+        grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
         self.service = GenerationService(
-            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars
+            config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
         )
+        self.responses_service = ResponsesService(self.service, config.limits, self.threads, self.sampling_defaults)
         self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
         await self._start()
         extra = {"event": "replica_ready", "replica": self._replica_id}
@@ -137,7 +140,7 @@ class Ingress:
             )
         await warn_if_elsewhere(self.config.server)
         await self._router.start()
-        start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
+        start_detached(self.compiler.start())  # so that no request waits for it; what goes wrong is in the log
         if self.config.logging.throughput:
             self._throughput.start()
         loop = asyncio.get_running_loop()
@@ -218,7 +221,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
-        if (compiler := getattr(self, "_compiler", None)) is not None:  # it may not have started
+        if (compiler := getattr(self, "compiler", None)) is not None:  # it may not have started
             await asyncio.to_thread(compiler.close)
         tracing = getattr(self, "tracing", None)
         if tracing is not None:

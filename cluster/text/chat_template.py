@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 from cluster.api_error import ApiError
 from cluster.text.control_tokens import ControlTokens
 from cluster.text.stand_ins import StandIns, map_texts, private_use, two_sets
+
+_PROBE = "splitserve_probe"  # the name of an argument, that no template has
 
 _Hide = Callable[[str, StandIns], str]
 
@@ -42,11 +45,14 @@ _RESERVED_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a client may say about rendering. variables: vLLM's chat_template_kwargs, by name."""
+    """What a client may say about rendering. variables: vLLM's chat_template_kwargs, by name. tools: those that the
+    model is told of, as OpenAI writes them; only of use to a template that shows them (`ChatTemplate.shows_tools`).
+    """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class _Conversation:
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
+    tools: list[Any] = field(default_factory=list)
 
 
 class ChatTemplate:
@@ -67,7 +74,10 @@ class ChatTemplate:
 
     What templates do not say by themselves is decided here:
     - role "developer" is OpenAI's newer word for "system", and becomes that unless the template knows it;
-    - tool messages and tool calls are refused unless the template knows them: most would drop them silently.
+    - tool messages and tool calls are refused unless the template knows them: most would drop them silently;
+    - arguments of tool calls are objects, unless the template writes only strings as JSON: found by trying.
+
+    shows_tools: whether the model is told of a request's tools.
     """
 
     def __init__(self, tokenizer: Any, source: str | None, control_tokens: ControlTokens) -> None:
@@ -80,6 +90,8 @@ class ChatTemplate:
         self._knows_developer = _names(source, "developer")
         self._knows_tool_role = _names(source, "tool")
         self._knows_tool_calls = "tool_calls" in (source or "")
+        self.shows_tools = re.search(r"\btools\b", source or "") is not None
+        self._writes_arguments_as_text = self._knows_tool_calls and self._takes_only_text()
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions | None = None) -> str:
         """The prompt as text for the guarded tokenizer, by default up to where the assistant's answer begins.
@@ -92,7 +104,8 @@ class ChatTemplate:
             raise ApiError(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
         try:
             prepared = [self._prepare(index, message) for index, message in enumerate(messages)]
-            return self._guarded(_Conversation(prepared, _accepted(options.variables)), options)
+            tools = list(options.tools) if self.shows_tools else []
+            return self._guarded(_Conversation(prepared, _accepted(options.variables), tools), options)
         except ApiError:
             raise
         except Exception as error:
@@ -117,7 +130,7 @@ class ChatTemplate:
         return tokens.disclose(shown, stand_ins.reveal(shown))
 
     def _stand_ins(self, conversation: _Conversation) -> tuple[StandIns, StandIns]:
-        seen = private_use([conversation.messages, conversation.variables])
+        seen = private_use([conversation.messages, conversation.variables, conversation.tools])
         return two_sets(self._control_tokens.characters, self._seen | seen) if seen else self._usual
 
     def _hidden(self, conversation: _Conversation, stand_ins: StandIns, hide_untrusted: _Hide) -> _Conversation:
@@ -131,7 +144,9 @@ class ChatTemplate:
         for message in conversation.messages:
             way = hide_untrusted if message["role"] in _UNTRUSTED_ROLES else hide_special
             messages.append({key: item if key == "role" else hide(item, way) for key, item in message.items()})
-        return _Conversation(messages, hide(conversation.variables, hide_untrusted))
+        return _Conversation(
+            messages, hide(conversation.variables, hide_untrusted), hide(conversation.tools, hide_untrusted)
+        )
 
     def _try(self, conversation: _Conversation, options: TemplateOptions) -> str | None:
         """None where the template does not take stand-ins, though it takes what they stand for."""
@@ -146,6 +161,7 @@ class ChatTemplate:
             tokenize=False,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
+            tools=conversation.tools or None,
             **conversation.variables,
         )
         return rendered
@@ -156,7 +172,32 @@ class ChatTemplate:
             raise _unsupported("messages of role 'tool'", f"messages[{index}].role")
         if message.get("tool_calls") and not self._knows_tool_calls:
             raise _unsupported("tool calls", f"messages[{index}].tool_calls")
-        return {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
+        prepared = {**message, "role": "system" if role == "developer" and not self._knows_developer else role}
+        if self._writes_arguments_as_text and message.get("tool_calls"):
+            prepared["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+        return prepared
+
+    def _takes_only_text(self) -> bool:
+        """Whether a past call's arguments must be given as text. Some templates put them in as they are: an object
+        would be written in Python's way, or be no text to join.
+        """
+        call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "f", "arguments": {_PROBE: "x"}}}
+
+        def rendered(call: dict[str, Any]) -> str | None:
+            asking = {"role": "assistant", "content": "", "tool_calls": [call]}
+            answer = {"role": "tool", "content": "1", "name": "f", "tool_call_id": call["id"]}
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}, asking, answer]
+            return self._try(_Conversation(messages, {}), TemplateOptions(add_generation_prompt=False))
+
+        as_object, as_text = rendered(call), rendered(_with_text_arguments(call))
+        has_object = as_object is not None and f"'{_PROBE}'" not in as_object
+        return not has_object and as_text is not None and f'"{_PROBE}"' in as_text
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _accepted(variables: Mapping[str, Any]) -> dict[str, Any]:

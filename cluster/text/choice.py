@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from cluster.answers.answer_part import AnswerPart, joined
+from cluster.answers.answer_splitter import CallCounts
 from cluster.text.detokenizer import IncrementalDetokenizer
 from cluster.text.scored_token import ScoredToken
 from cluster.text.stop_strings import StopMatch, StopMatcher
 
 if TYPE_CHECKING:
+    from cluster.text.answer_parser import AnswerReading
     from cluster.text.prompt_echo import PromptEcho
     from cluster.text.tokenizer import Tokenizer
     from replicas.messages import Token, TokenLogprobs
 
 
 class TextDelta(NamedTuple):
-    """One token's piece of a choice's text, often empty; finish_reason ("stop" or "length") on the last one.
+    """One token's piece of a choice's text, often empty; finish_reason on the last one: "stop", "length", or, of an
+    answer that is taken apart, "tool_calls".
 
     token_id: None when nothing was generated, but the prompt echoed. scored: the token, and with the first one those of
-    an echoed prompt, where log-probabilities were asked for.
+    an echoed prompt, where log-probabilities were asked for. parts: of an answer that is taken apart, in place of text.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
@@ -27,13 +31,16 @@ class TextDelta(NamedTuple):
     finish_reason: str | None
     token_id: int | None
     scored: tuple[ScoredToken, ...] = ()
+    parts: Sequence[AnswerPart] | None = None
 
 
 class TextChoice:
     """Mutable; one per choice of an answer. Streamed and whole answers are both made of its deltas.
 
     prompt_logprobs: of the prompt, when they were asked for and have come. sum_logprobs: over the tokens so far, where
-    they have any.
+    they have any. num_reasoning_tokens: of them, those that the model spent on thinking, tags not included.
+
+    Stop strings are looked for in all that the model writes, what it thinks and calls included, as in vLLM.
     """
 
     def __init__(
@@ -47,8 +54,9 @@ class TextChoice:
         min_tokens: int = 0,
         echo: PromptEcho | None = None,
         only_echo: bool = False,
+        reading: AnswerReading | None = None,
     ) -> None:
-        """min_tokens: stop strings are looked for only in the text after so many tokens.
+        """min_tokens: stop strings are looked for only in the text after so many tokens. reading: takes it apart.
 
         echo: the prompt, to come before the text. only_echo: and nothing else: the one token generated is dropped.
         """
@@ -57,7 +65,11 @@ class TextChoice:
         self.finish_reason: str | None = None
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
         self.sum_logprobs = 0.0
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self.num_reasoning_tokens = 0
+        self.parser = "none" if reading is None else reading.parser
+        self._splitter = None if reading is None else reading.splitter()
+        shown = None if reading is None else reading.shown
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, shown)
         self._matcher = StopMatcher(stops, include_stop)
         self._min_tokens = min_tokens
         self._echo = echo
@@ -85,8 +97,31 @@ class TextChoice:
         elif finish_reason is not None:
             self.finish_reason = finish_reason.value
         scored = () if logprobs is None else (self._scored(token_id, piece, logprobs),)
+        if self._splitter is not None:
+            parts = self._taken_apart(text)
+            return TextDelta(self.index, "", self.finish_reason, token_id, scored, parts)
         delta = TextDelta(self.index, text, self.finish_reason, token_id, scored)
         return delta if self._echo is None else self._with_echo(delta, logprobs is not None)
+
+    @property
+    def call_counts(self) -> CallCounts:
+        """Calls in what has come so far."""
+        return CallCounts() if self._splitter is None else self._splitter.counts
+
+    def _taken_apart(self, text: str) -> list[AnswerPart]:
+        """A token belongs to the reasoning that it neither opens nor closes. An answer that ends with calls ends for
+        them, unless the last one is not complete.
+        """
+        assert self._splitter is not None
+        was_reasoning = self._splitter.is_reasoning
+        parts = self._splitter.push(text)
+        self.num_reasoning_tokens += was_reasoning and self._splitter.is_reasoning
+        if self.finish_reason is not None:
+            parts = joined(parts + self._splitter.finish())
+            counts = self._splitter.counts
+            if self.finish_reason == "stop" and counts.num_calls and not counts.is_open:
+                self.finish_reason = "tool_calls"
+        return parts
 
     def _scored(self, token_id: int, piece: str, logprobs: TokenLogprobs) -> ScoredToken:
         token = ScoredToken(token_id, piece, self._offset, logprobs)

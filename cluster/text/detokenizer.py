@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,13 +24,18 @@ class IncrementalDetokenizer:
     character's bytes are no character by themselves and come out as U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: Mapping[int, bytes] | None = None
+    ) -> None:
+        """shown: special tokens that are not skipped."""
         self._visible_bytes = tokenizer.visible_bytes if skip_special_tokens else tokenizer.bytes_of_token
+        self._shown = shown or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """The text that this token made certain; often empty. Ids that the tokenizer does not know give no text."""
-        return self._utf8.decode(self._visible_bytes.get(token_id, b""))
+        text = self._visible_bytes.get(token_id)
+        return self._utf8.decode(self._shown.get(token_id, b"") if text is None else text)
 
     def finish(self) -> str:
         """The rest: one U+FFFD if the text ends within a character. Ready for another text afterwards."""

@@ -33,11 +33,14 @@ class TextGeneration:
         generations: Sequence[Generation],
         choices: Sequence[TextChoice],
         timer: RequestTimer,
+        thinks: bool = False,
     ) -> None:
+        """thinks: whether usage has tokens that were spent on thinking."""
         self._source = source
         self._generations = generations
         self._choices = choices
         self._timer = timer
+        self._thinks = thinks
 
     @property
     def _specs(self) -> list[GenerationSpec]:
@@ -77,6 +80,7 @@ class TextGeneration:
         return Usage(
             prompt_tokens=sum(len(spec.prompt_ids) for spec in self._specs),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices) if self._thinks else None,
         )
 
     def deltas(self) -> AsyncGenerator[list[TextDelta], None]:
@@ -114,6 +118,9 @@ class TextGeneration:
         delta = choice.push(item)
         if delta.token_id is not None:  # else the prompt was only echoed: its one token is dropped, nobody pays for it
             self._timer.token(choice.index)
+        if delta.finish_reason is not None and choice.parser != "none":
+            counts = choice.call_counts
+            self._timer.calls(choice.parser, counts.num_valid, counts.num_malformed)
         return delta
 
     async def _side_by_side(self) -> AsyncGenerator[list[TextDelta], None]:

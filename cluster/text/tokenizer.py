@@ -35,6 +35,9 @@ class Tokenizer:
     That one too because it is the end by the chat template, and fine-tunes often leave the files of their base behind.
     bos_token_id: None if the model has none. special_ids: ids that leave no text.
     visible_bytes: the bytes of each other token. bytes_of_token: the bytes of every token.
+    added_ids: tokens beside the vocabulary proper, by their text: the markers of a chat format are among them.
+    template: the chat template's source, of several all in one; empty: there is none.
+    response_template: how the checkpoint's makers have its answers taken apart, for transformers' ResponseParser.
     """
 
     def __init__(self, folder_or_hub_id: str, trust_remote_code: bool = False) -> None:
@@ -49,7 +52,7 @@ class Tokenizer:
         if not loaded.is_fast:
             raise ValueError(f"{type(loaded).__name__} is not supported: it has no Rust implementation")
         spec = orjson.loads(loaded.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-        template = loaded.get_chat_template() if loaded.chat_template else None
+        template = _template(loaded)
         control_tokens = ControlTokens(spec, template or "")
         # Only asked to render from here on: its own encode() changes settings of the backend, which threads share.
         self._plain = loaded.backend_tokenizer
@@ -57,6 +60,9 @@ class Tokenizer:
         self._plain.no_padding()
         self._guarded = control_tokens.guarded_backend(spec)
         self._chat_template = ChatTemplate(loaded, template, control_tokens)
+        self.template = template or ""
+        self.response_template: Any = getattr(loaded, "response_template", None)
+        self.added_ids: Mapping[str, int] = {token["content"]: token["id"] for token in spec["added_tokens"]}
 
         bytes_of_token = token_bytes(self._plain.get_vocab(with_added_tokens=True), spec["decoder"])
         self.bytes_of_token: Mapping[int, bytes] = bytes_of_token
@@ -73,6 +79,11 @@ class Tokenizer:
         self.bos_token_id: int | None = loaded.bos_token_id
         longest = max(map(len, [*bytes_of_token.values(), *map(str.encode, control_tokens.secret_names.values())]))
         self._max_bytes_per_token = longest * _shrink_factor(spec["normalizer"])
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template tells the model of a request's tools."""
+        return self._chat_template.shows_tools
 
     def to_json(self) -> str:
         """The text of a tokenizer.json that encodes and decodes likewise; some megabytes. Control tokens in a text
@@ -195,6 +206,16 @@ class Tokenizer:
         # Text can have unknown ids too: some tokenizers have special tokens that the model has no weights for.
         self.check_ids(ids, param)
         return ids
+
+
+def _template(loaded: Any) -> str | None:
+    """A checkpoint may have one more for requests with tools, which transformers chooses by itself."""
+    if not loaded.chat_template:
+        return None
+    sources = {loaded.get_chat_template(): None}
+    if isinstance(loaded.chat_template, dict):
+        sources[loaded.get_chat_template(tools=[{}])] = None
+    return "\n".join(sources)
 
 
 def _last(ids: list[int], count: int | None) -> list[int]:

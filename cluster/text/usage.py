@@ -11,11 +11,13 @@ class Usage:
     """Tokens of one request; completion_tokens of all its choices together.
 
     cached_tokens: how many of the prompt's tokens were not computed again; None while there is no prefix cache.
+    reasoning_tokens: how many of the completion's the model spent on thinking; None for a model that does not.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -25,4 +27,6 @@ class Usage:
         }
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage

@@ -12,7 +12,7 @@ import httpx
 from tests.cluster.fake_ingress import FakeIngress
 from tests.cluster.letter_source import LetterSource
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -24,7 +24,8 @@ class ApiClient:
         """fields: beside the smallest valid body; or a whole body in bytes."""
         if isinstance(fields, bytes):
             return await self.http.post(path, content=fields, headers={"content-type": "application/json"})
-        body: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "hi"}
+        smallest: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, RESPONSES: {"input": "hi"}}
+        body = dict(smallest.get(path, {"prompt": "hi"}))
         body |= fields | ({"stream": True} if stream else {})
         # Not json=: that would not write NaN, lone surrogates and the like as we mean them.
         return await self.send(path, json.dumps(body).encode())

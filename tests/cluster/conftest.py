@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,13 @@ def reference(tokenizer_folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def spec(reference: Any) -> dict[str, Any]:
+    """The content of its tokenizer.json."""
+    content: dict[str, Any] = json.loads(reference.backend_tokenizer.to_str())
+    return content
 
 
 @pytest.fixture(scope="session")

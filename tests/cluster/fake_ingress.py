@@ -9,8 +9,8 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from cluster.api_error import ApiError
+from cluster.config.limits import LimitsConfig
 from cluster.config.root import Config
-from cluster.config.service import LimitsConfig
 from cluster.grammars.compile_process import Settings
 from cluster.grammars.grammar_compiler import GrammarCompiler
 from cluster.grammars.grammar_source import GrammarSource
@@ -23,11 +23,13 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.otel_tracing import Tracing
 from cluster.openai.answer_grammar import AnswerGrammars
 from cluster.openai.generation_service import GenerationService
+from cluster.openai.responses.responses_service import ResponsesService
 from cluster.openai.sampling_defaults import SamplingDefaults
 from cluster.openai.tokenize_service import TokenizeService
 from cluster.routing.generation import Generation, GenerationItem
 from cluster.routing.slow_transfers import SlowestRead
 from cluster.same_names import by_names
+from cluster.text.answer_parser import AnswerParser
 from cluster.text.chat_template import TemplateOptions
 from cluster.text.length import check_length
 from cluster.text.tokenizer import Tokenizer
@@ -49,13 +51,23 @@ def text(choice: int, content: str | bytes, end: FinishReason | None = None, *, 
 
 
 class ByteTokenizer:
-    """Token ids are bytes, and one that ends an answer."""
+    """Token ids are bytes, and one that ends an answer. Markers that a test adds come behind it."""
 
     eos_token_ids = frozenset({EOS})
-    special_ids = eos_token_ids
-    vocab_size = 257
     visible_bytes: Mapping[int, bytes] = {value: bytes([value]) for value in range(256)}
-    bytes_of_token: Mapping[int, bytes] = {**visible_bytes, EOS: b"<eos>"}
+    response_template: Any = None
+
+    def __init__(self, template: str = "", special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
+        """special, plain: added tokens, special ones and others, of ids from 257 on."""
+        self.template, self.special, self.plain = template, special, plain
+        self.shows_tools = "tools" in template
+        self.added_ids = {text: EOS + 1 + index for index, text in enumerate((*special, *plain))}
+        self.vocab_size = EOS + 1 + len(self.added_ids)
+        added = {id_: text.encode() for text, id_ in self.added_ids.items()}
+        self.special_ids = frozenset({EOS, *(self.added_ids[text] for text in special)})
+        self.bytes_of_token: Mapping[int, bytes] = {**self.visible_bytes, EOS: b"<eos>", **added}
+        self.visible_bytes = {id_: text for id_, text in self.bytes_of_token.items() if id_ not in self.special_ids}
+        self.rendered: list[tuple[list[Mapping[str, Any]], TemplateOptions | None]] = []
 
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
@@ -97,6 +109,7 @@ class ByteTokenizer:
         keep_last: int | None = None,
         max_chars: int | None = None,
     ) -> list[int]:
+        self.rendered.append((list(messages), options))
         prompt = "".join(message["content"] for message in messages)
         return self.encode_prompt(prompt, max_tokens, keep_last, max_chars, "messages")
 
@@ -140,13 +153,15 @@ class ScriptedSource:
 class ByteCompiler:
     """Compiles grammars for ByteTokenizer, in a process that starts with the first of them."""
 
-    def __init__(self, bounds: GrammarBounds) -> None:
+    def __init__(self, bounds: GrammarBounds, special: Sequence[str] = (), plain: Sequence[str] = ()) -> None:
+        """special, plain: the tokenizer's added tokens."""
         self._bounds = bounds
+        self._json = byte_tokenizer_json(special, plain)
         self._compiler: GrammarCompiler | None = None
 
     async def compile(self, source: GrammarSource) -> str:
         if self._compiler is None:
-            self._compiler = GrammarCompiler(Settings(byte_tokenizer_json(), (EOS,), self._bounds))
+            self._compiler = GrammarCompiler(Settings(self._json, (EOS,), self._bounds))
         return await self._compiler.compile(source)
 
     def close(self) -> None:
@@ -164,9 +179,14 @@ class FakeIngress:
         source: Any,
         sections: dict[str, Any] | None = None,
         defaults: SamplingDefaults | None = None,
+        tokenizer: ByteTokenizer | None = None,
+        parser: str = "auto",
+        compiler: ByteCompiler | None = None,
         **limits: float,
     ) -> None:
-        """sections: of the config, beside its limits. defaults: of the checkpoint."""
+        """sections: of the config, beside its limits. defaults: of the checkpoint. parser: model.answer_parser.
+        compiler: for the same tokenizer, shared with others: a process takes a while to start.
+        """
         self.sampling_defaults = defaults or SamplingDefaults()
         self.config = config = Config.model_validate(
             {
@@ -184,14 +204,18 @@ class FakeIngress:
         self.slowest_read: SlowestRead | None = None
         self.drain = IngressDrain(self.metrics)
         self.tracing: Tracing | None = None
-        tokenizer = cast("Tokenizer", ByteTokenizer())
+        self.tokenizer = tokenizer or ByteTokenizer()
+        real = cast("Tokenizer", self.tokenizer)
         self.threads = WorkThreads()
-        self.compiler = ByteCompiler(by_names(GrammarBounds, self.limits))
+        added = (self.tokenizer.special, self.tokenizer.plain)
+        self.compiler = compiler or ByteCompiler(by_names(GrammarBounds, self.limits), *added)
         grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
+        answers = AnswerParser(real, parser)
         self.service = GenerationService(
-            config, tokenizer, source, self.metrics, self.threads, self.sampling_defaults, grammars
+            config, real, source, self.metrics, self.threads, self.sampling_defaults, grammars, answers
         )
-        self.tokenize_service = TokenizeService(config, tokenizer, self.threads)
+        self.responses_service = ResponsesService(self.service, self.limits, self.threads, self.sampling_defaults)
+        self.tokenize_service = TokenizeService(config, real, self.threads)
 
     def app(self) -> ASGIApp:
         return build_http_app(self)

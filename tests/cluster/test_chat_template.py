@@ -23,12 +23,6 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-@pytest.fixture(scope="session")
-def spec(reference: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(reference.backend_tokenizer.to_str())
-    return content
-
-
 def template_of(reference: Any, spec: dict[str, Any], source: str | None) -> tuple[ChatTemplate, ControlTokens]:
     """The same tokenizer with another chat template."""
     renderer = copy.copy(reference)

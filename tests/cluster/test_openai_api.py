@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.openai.body import parse_body
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.request import ChatCompletionBody, CompletionBody
@@ -392,8 +392,7 @@ def test_what_goes_together() -> None:
     ("name", "value"),
     [
         ("suffix", "x"),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
         ("guided_whitespace_pattern", "[ ]"),
         ("ec_transfer_params", {"a": {"b": [1]}}),
@@ -411,19 +410,19 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
         for value in values:
             assert chat(**{name: value}).unknown_fields == []
             assert completion(**{name: value}).unknown_fields == []
-    assert 'may only be "none" or "auto"' in refused_field("tool_choice", tool_choice="required")
+    assert 'may only be "none" or "auto"' in refused_field("function_call", function_call={"name": "f"})
 
 
-def test_tools_are_refused_only_when_a_call_is_asked_for() -> None:
-    offer = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    for choice in ({}, {"tool_choice": None}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
-        assert chat(tools=offer, **choice).unknown_fields == ["tools"]
-    assert chat(functions=[{"name": "f"}]).unknown_fields == ["functions"]
-    assert chat(tools=[], functions=None).unknown_fields == []
-    message = refused_field("tool_choice", tools=offer, tool_choice="required")
-    assert message == 'tool_choice is not supported: it may only be "none" or "auto", or left out'
-    for wrong in (1, "f", {}, [1], [None], [{}] * 129):
-        assert refused_field("tools", tools=wrong).startswith("tools ")
+def test_older_names_of_tools_are_refused_with_the_newer_ones() -> None:
+    assert refused_field("functions", functions=[{"name": "f"}]).endswith("; use tools")
+    assert refused_field("function_call", function_call={"name": "f"}).endswith("; use tool_choice")
+
+
+def test_completions_have_no_tools() -> None:
+    for name, value in (("tools", [{}]), ("tool_choice", "required"), ("thinking_token_budget", 5)):
+        error = refusal(json.dumps({"prompt": "hi", name: value}).encode(), CompletionBody)
+        assert (error.param, error.code) == (name, "unsupported")
+    assert completion(tools=[], tool_choice="auto").unknown_fields == []
 
 
 # --- messages ------------------------------------------------------------------------------------------------------

@@ -20,11 +20,14 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.http.api_schemas import ChatCompletionChunk, CompletionChunk
+from cluster.http.response_schemas import ResponseEvent
 from cluster.openai.request import ChatCompletionBody, CompletionBody
-from cluster.openai.unsupported import NEUTRAL_VALUES, OFFERS
-from tests.cluster.api_client import CHAT, TEXT, api_client, events_in
+from cluster.openai.responses.refused import REFUSED
+from cluster.openai.responses.request import LOGPROBS, ResponsesBody
+from cluster.openai.unsupported import NEUTRAL_VALUES
+from tests.cluster.api_client import CHAT, RESPONSES, TEXT, api_client, events_in
 from tests.cluster.fake_ingress import FakeIngress
 from tests.cluster.letter_source import LetterSource
 
@@ -38,7 +41,7 @@ CONFORMANCE = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-POSTS = [CHAT, TEXT, "/tokenize", "/detokenize"]
+POSTS = [CHAT, TEXT, RESPONSES, "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{model}", "/health", "/health/ready", "/version", "/metrics"]
 
 
@@ -106,10 +109,16 @@ async def test_every_field_of_a_request_is_described_with_an_example() -> None:
     schemas = (await document())["components"]["schemas"]
     for model in (ChatCompletionBody, CompletionBody):
         properties = schemas[model.__name__]["properties"]
-        assert properties.keys() == model.model_fields.keys() | NEUTRAL_VALUES.keys() | set(OFFERS)
-    requests = ("Body", "StreamOptions", "ChatMessage", "Call")
-    bodies = {name: schema for name, schema in schemas.items() if name.endswith(requests)}
-    assert len(bodies) >= 8
+        assert properties.keys() == model.model_fields.keys() | NEUTRAL_VALUES.keys()
+    known = ResponsesBody.model_fields.keys() | REFUSED.keys()
+    assert schemas["ResponsesBody"]["properties"].keys() == known | schemas["ChatCompletionBody"]["properties"].keys()
+    requests = ("Body", "Options", "ChatMessage", "Call", "FunctionTool", "TextFormat", "InputMessage", "CallOutput")
+    bodies = {
+        name: schema
+        for name, schema in schemas.items()
+        if name.endswith(requests) and name[:6] not in ("Answer", "Output")
+    }
+    assert len(bodies) >= 16
     for name, schema in bodies.items():
         for field, described in schema["properties"].items():
             if "$ref" in described:
@@ -125,11 +134,21 @@ async def test_examples_are_accepted() -> None:
         "stream_options": {"stream": True},
         "best_of": {"n": 1},
     }
+
+    def needs_of(path: str, field: str) -> dict[str, Any]:
+        if path == RESPONSES and field == "top_logprobs":
+            return {"include": [LOGPROBS]}
+        return needs.get(field, {})
+
+    only_of_models_that_think = {"thinking_token_budget"}
     async with api_client() as c:
-        for path, name in ((CHAT, "ChatCompletionBody"), (TEXT, "CompletionBody")):
+        for path, name in ((CHAT, "ChatCompletionBody"), (TEXT, "CompletionBody"), (RESPONSES, "ResponsesBody")):
+            short = "max_output_tokens" if path == RESPONSES else "max_tokens"
             for field, described in schemas[name]["properties"].items():
+                if field in only_of_models_that_think:
+                    continue
                 for example in described["examples"]:
-                    response = await c.send(path, {"max_tokens": 20, **needs.get(field, {}), field: example})
+                    response = await c.send(path, {short: 20, **needs_of(path, field), field: example})
                     assert response.status_code == 200, (field, example, response.text)
 
 
@@ -172,3 +191,13 @@ async def test_events_of_streams_are_as_described(fields: dict[str, Any]) -> Non
             ended = [choice["index"] for event in events[:-1] for choice in event["choices"] if choice["finish_reason"]]
             assert sorted(ended) == list(range(fields.get("n", 1)))
             assert events[-1] == "[DONE]"
+
+
+async def test_events_of_a_streamed_response_are_as_described() -> None:
+    async with api_client() as c:
+        for fields in ({}, {"include": [LOGPROBS], "top_logprobs": 2}):
+            content = (await c.send(RESPONSES, {"max_output_tokens": 9, **fields}, stream=True)).content
+            events = [json.loads(block.split(b"\ndata: ")[1]) for block in content.split(b"\n\n")[:-1]]
+            for event in events:
+                ResponseEvent.model_validate(event, strict=True)
+            assert events[-1]["type"] == "response.incomplete"

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.config.root import Config
 from cluster.openai.sampling_defaults import SamplingDefaults, checkpoint_defaults
-from cluster.serving.ingress import _load_defaults
+from cluster.serving.checkpoint_parts import load_defaults
 from cluster.text.tokenizer import Tokenizer
 from cluster.user_error import ConfigError
 from scheduler.sampling_params import SamplingParams
@@ -102,8 +102,8 @@ def test_the_config_decides_and_one_line_of_the_log_says_what_holds(
     wrong_but_unread = {"top_p": 0} if kind == "none" else {}
     folder = folder_with(tmp_path, RECOMMENDED | wrong_but_unread)
     config = Config.model_validate({"model": {"sampling_defaults": kind}, "pools": POOLS})
-    with caplog.at_level(logging.INFO, "cluster.serving.ingress"):
-        defaults = _load_defaults(folder, config, cast("Tokenizer", ByteTokenizer()))
+    with caplog.at_level(logging.INFO, "cluster.serving.checkpoint_parts"):
+        defaults = load_defaults(folder, config, cast("Tokenizer", ByteTokenizer()))
     expected = RECOMMENDED if kind == "checkpoint" else {}
     assert defaults == SamplingDefaults(expected)
     (record,) = (record for record in caplog.records if vars(record).get("event") == "checkpoint_defaults")

@@ -22,6 +22,7 @@ from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
 from scheduler.request import RequestState
 from scheduler.sampling_params import SamplingParams
+from scheduler.thinking_budget import ThinkingBudget
 from tests.engines.local_system import Generated, LocalSystem
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
 from tests.replicas.rule_reference import Row, expected
@@ -42,6 +43,7 @@ RULES = [
         presence_penalty=0.2,
         frequency_penalty=0.1,
     ),
+    SamplingParams(thinking=ThinkingBudget(6, 42, 41, True), repetition_penalty=1.2),
 ]
 GREEDY = [replace(rule, temperature=0.0) for rule in RULES]
 SAMPLED = [

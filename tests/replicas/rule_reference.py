@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from scheduler.sampling_params import SamplingParams
+from scheduler.thinking_budget import ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -54,4 +55,20 @@ def expected(logits: torch.Tensor, row: Row) -> torch.Tensor:
     scores = processors(input_ids, scores)
     for token_id, count in Counter(ids[num_prompt:]).items():
         scores[0, token_id] -= count * params.frequency_penalty + params.presence_penalty
+    if params.thinking is not None and is_thinking_over(params.thinking, ids[num_prompt:]):
+        scores = torch.full_like(scores, -torch.inf)
+        scores[0, params.thinking.closer_id] = 0.0
     return scores[0]
+
+
+def is_thinking_over(budget: ThinkingBudget, output: list[int]) -> bool:
+    """By the definition, token by token."""
+    is_open, num_thought = budget.is_opened, 0
+    for token_id in output:
+        if token_id == budget.opener_id:
+            is_open, num_thought = True, 0
+        elif token_id == budget.closer_id:
+            is_open = False
+        else:
+            num_thought += is_open
+    return is_open and num_thought >= budget.num_tokens

@@ -21,6 +21,7 @@ from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED, sampl
 from replicas.sampling.slot_state import SlotState
 from scheduler.plan import RuleContext, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
+from scheduler.thinking_budget import ThinkingBudget
 from tests.replicas.rule_reference import Row, expected
 from tests.replicas.test_sampling import chi_square, chi_square_limit
 
@@ -36,6 +37,9 @@ RULES = {
     "presence": SamplingParams(presence_penalty=1.5),
     "frequency": SamplingParams(frequency_penalty=-0.3),
     "presence and frequency": SamplingParams(presence_penalty=-0.5, frequency_penalty=0.8),
+    "thinking": SamplingParams(thinking=ThinkingBudget(2, 3, 4)),
+    "thinking that the prompt opened": SamplingParams(thinking=ThinkingBudget(4, 3, 9, True)),
+    "no thinking": SamplingParams(thinking=ThinkingBudget(0, 3, 4, True), allowed_token_ids=(5, 17)),
     "all": SamplingParams(
         logit_bias=((3, 7.5), (1, -2.0)),
         bad_words=((9,), (1, 2), (2, 1, 2)),
@@ -44,6 +48,7 @@ RULES = {
         repetition_penalty=1.2,
         presence_penalty=0.4,
         frequency_penalty=0.6,
+        thinking=ThinkingBudget(1, 9, 40),
     ),
     "none": SamplingParams(),
 }
@@ -258,3 +263,24 @@ def test_ten_thousand_draws_with_everything_at_once() -> None:
     statistic, degrees = chi_square(tokens, probabilities)
     assert degrees > 5
     assert statistic < chi_square_limit(degrees)
+
+
+@pytest.mark.parametrize("num_generated", [0, 3])
+def test_thinking_is_over_at_its_budget_and_not_before(num_generated: int) -> None:
+    """Also where the output of an earlier attempt is part of the prompt."""
+    budget = ThinkingBudget(3, 9, 40)
+    logits = logits_of(5, 1)
+    output = (9, 1, 2, 3, 4)
+    for length in range(len(output) + 1):
+        prompt = (7, 7, *output[:num_generated])
+        if length < num_generated:
+            continue
+        row = Row(SamplingParams(thinking=budget), prompt, output[num_generated:length], num_generated)
+        is_over = length >= 4  # opened, and three tokens
+        got = changed(logits, [row])[0]
+        assert (got[40] == 0.0 and got.isneginf().sum() == VOCAB_SIZE - 1) == is_over
+        assert torch.equal(got, logits[0]) == (not is_over)
+    closed = Row(SamplingParams(thinking=budget), (7,), (9, 1, 2, 3, 40, 1, 2, 3, 4))
+    assert torch.equal(changed(logits, [closed]), logits)
+    again = Row(SamplingParams(thinking=budget), (7,), (9, 1, 2, 3, 40, 9, 2, 3, 4))
+    assert changed(logits, [again])[0].isneginf().sum() == VOCAB_SIZE - 1

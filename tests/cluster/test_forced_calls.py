@@ -1,0 +1,213 @@
+"""What the grammars of calls let a model write: an engine that draws anything they allow, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from cluster.config.limits import LimitsConfig
+from cluster.grammars.source_bounds import GrammarBounds
+from cluster.same_names import by_names
+from tests.cluster.answer_families import TEMPLATES
+from tests.cluster.fake_ingress import ByteCompiler, ByteTokenizer, FakeIngress
+from tests.cluster.following_source import FollowingSource
+from tests.cluster.test_chat_tools import _PLAIN, _SPECIAL, Client, tokenizer_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
+        "exact": {"type": "boolean"},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 7}},
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "time"}},
+]
+SCHEMAS = {"weather": SCHEMA, "time": NOTHING}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [12]}}}
+NAMED = {"type": "function", "function": {"name": "time"}}
+FAMILIES = [name for name in TEMPLATES if name != "plain"]
+COMPILERS: list[ByteCompiler] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilers() -> Iterator[None]:
+    COMPILERS.append(ByteCompiler(by_names(GrammarBounds, LimitsConfig()), _SPECIAL, _PLAIN))
+    yield
+    COMPILERS.pop().close()
+
+
+@asynccontextmanager
+async def client(
+    family: str, begins: str | list[int] = "", seed: int = 0, parser: str = "auto"
+) -> AsyncIterator[tuple[Client, FollowingSource]]:
+    """begins: what the model would write first, markers as tokens."""
+    tokenizer = tokenizer_of(family)
+    source = FollowingSource(tokenizer, ids_of(tokenizer, begins) if isinstance(begins, str) else begins, seed)
+    ingress = FakeIngress(source, tokenizer=tokenizer, parser=parser, compiler=COMPILERS[0])
+    transport = httpx.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        yield Client(ingress, http), source
+
+
+def ids_of(tokenizer: ByteTokenizer, text: str) -> list[int]:
+    pattern = "|".join(map(re.escape, tokenizer.added_ids))
+    pieces = [piece for piece in re.split(f"({pattern})", text) if piece]
+    return [id_ for p in pieces for id_ in ([tokenizer.added_ids[p]] if p in tokenizer.added_ids else p.encode())]
+
+
+def valid_calls(choice: dict[str, Any]) -> list[str]:
+    """Names of the calls; all are valid."""
+    assert choice["finish_reason"] == "tool_calls", choice
+    names = []
+    for call in choice["message"]["tool_calls"]:
+        names.append(call["function"]["name"])
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[names[-1]])
+    return names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_calls_that_are_required_are_valid_in_each_familys_way(family: str) -> None:
+    seen: set[str] = set()
+    async with client(family, "I do not want to call.") as (c, _):
+        for fields in ({"tool_choice": "required"}, {"tool_choice": "required", "parallel_tool_calls": False}) * 3:
+            for stream in (False, True):
+                (choice,) = (await c.whole(stream, tools=TOOLS, max_tokens=420, **fields))["choices"]
+                if choice["finish_reason"] == "length":
+                    continue  # chance has drawn many of them
+                names = valid_calls(choice)
+                assert choice["message"]["content"] is None
+                assert len(names) == 1 or "parallel_tool_calls" not in fields
+                seen |= set(names)
+        (choice,) = (await c.whole(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False))["choices"]
+        assert valid_calls(choice) == ["time"]
+    assert seen
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "mistral_named", "deepseek_v31", "qwen3_coder"])
+async def test_with_auto_a_call_that_the_model_begins_goes_on_as_one(family: str) -> None:
+    openers = {"deepseek_v31": "<｜tool▁calls▁begin｜>", "hermes": "<tool_call>", "qwen3_coder": "<tool_call>"}
+    opener = openers.get(family, "[TOOL_CALLS]")
+    tools = TOOLS[1:] if family == "qwen3_coder" else TOOLS  # chance would not end a text up to a tag
+    for seed in range(3):
+        async with client(family, f"Hm. {opener}Hello there", seed) as (c, source):
+            (choice,) = (await c.whole(tools=tools, parallel_tool_calls=False))["choices"]
+            grammar = source.specs[0].grammar
+            assert grammar is not None
+            assert (grammar.begins_after, grammar.repeats) == ((c.ingress.tokenizer.added_ids[opener],), False)
+            assert choice["message"]["content"] == "Hm."
+            assert len(valid_calls(choice)) == 1
+    async with client(family, "Hello there") as (c, source):
+        (choice,) = (await c.whole(tools=TOOLS, max_tokens=11))["choices"]
+        assert choice["message"]["content"] == "Hello there"  # free, where no call begins
+        assert source.specs[0].grammar is not None
+        assert source.specs[0].grammar.repeats
+
+
+@pytest.mark.parametrize(("begins", "calls"), [("<tool_call>", True), ("12", False), ("Hello", None)])
+async def test_with_auto_and_a_format_an_answer_is_one_or_the_other(begins: str, calls: bool | None) -> None:
+    async with client("hermes", begins) as (c, source):
+        (choice,) = (await c.whole(tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False))["choices"]
+        grammar = source.specs[0].grammar
+        assert grammar is not None
+        assert grammar.begins_after == ()
+        if calls or (calls is None and choice["message"].get("tool_calls")):
+            assert valid_calls(choice)
+        else:
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("12", "stop")
+
+
+async def test_with_none_only_the_format_counts_and_with_required_only_calls() -> None:
+    async with client("hermes", "<tool_call>") as (c, _):
+        (choice,) = (await c.whole(tools=TOOLS, response_format=FORMAT, tool_choice="none"))["choices"]
+        assert choice["message"]["content"] == "12"
+        fields = {"tool_choice": NAMED, "parallel_tool_calls": False}
+        (choice,) = (await c.whole(tools=TOOLS, response_format=FORMAT, **fields))["choices"]
+        assert valid_calls(choice) == ["time"]
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": NAMED, "tools": TOOLS, "parallel_tool_calls": False}, {}])
+@pytest.mark.parametrize(
+    ("prompt", "begins", "reasoning"),
+    [
+        ("p", "<think>\nHm.</think>", "Hm."),  # the model thinks
+        ("p", "", None),  # it does not, and is held to the grammar all the same
+        ("p<think>", "Hm {</think>", "Hm {"),
+        ("p<think>\n\n</think>\n\n", "<think>", None),  # it shall not
+    ],
+)
+async def test_the_grammar_begins_behind_what_the_model_thinks(
+    prompt: str, begins: str, reasoning: str | None, fields: dict[str, Any]
+) -> None:
+    answer = "<tool_call>!" if fields else "12"
+    async with client("qwen3", begins or answer) as (c, source):
+        messages = [{"role": "user", "content": prompt}]
+        (choice,) = (await c.whole(messages=messages, response_format=FORMAT, **fields))["choices"]
+        assert choice["message"].get("reasoning") == reasoning
+        if fields:
+            assert valid_calls(choice) == ["time"]
+        else:
+            assert choice["message"]["content"].strip() == "12"
+        grammar = source.specs[0].grammar
+        assert grammar is not None
+        closer = c.ingress.tokenizer.added_ids["</think>"]
+        assert grammar.begins_after == ((closer,) if prompt == "p<think>" else ())
+
+
+async def test_what_cannot_be_enforced_is_refused_for_strict_functions_only() -> None:
+    hard: dict[str, Any] = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}, "required": ["a"]}
+    for choice in ("auto", "required"):
+        async with client("hermes", "<tool_call>") as (c, _):
+            tools = [TOOLS[1], {"type": "function", "function": {"name": "hard", "parameters": hard, "strict": True}}]
+            response = await c.post(tools=tools, tool_choice=choice)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
+            assert error["code"] == "grammar_refused"
+            assert "not" in error["message"]
+            assert c.ingress.samples("splitserve_unenforced_tools") == 0
+            del tools[1]["function"]["strict"]
+            response = await c.post(tools=tools[1:], tool_choice=choice, parallel_tool_calls=False, max_tokens=450)
+            assert response.status_code == 200
+            assert c.ingress.samples("splitserve_unenforced_tools") == 1
+            (answer,) = response.json()["choices"]
+            if answer["finish_reason"] == "tool_calls":
+                assert isinstance(json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]), dict)
+
+
+async def test_calls_are_forced_from_models_whose_template_shows_no_tools() -> None:
+    async with client("plain", "Hello") as (c, source):
+        (choice,) = (await c.whole(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False))["choices"]
+        assert valid_calls(choice) == ["time"]
+        assert c.ingress.samples("splitserve_unseen_tools") == 1
+        (choice,) = (await c.whole(tools=TOOLS, max_tokens=5))["choices"]  # auto: the model knows of none
+        assert choice["message"]["content"] == "Hello"
+        assert source.specs[1].grammar is None
+        assert c.ingress.samples("splitserve_unseen_tools") == 2
+
+
+async def test_beams_follow_no_grammar_and_may_call_as_they_like() -> None:
+    async with client("hermes") as (c, _):
+        response = await c.post(tools=TOOLS, tool_choice="required", use_beam_search=True)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+
+
+async def test_ignore_eos_goes_on_behind_calls_that_nobody_asked_for() -> None:
+    async with client("hermes", "Hello") as (c, source):
+        await c.whole(tools=TOOLS, ignore_eos=True, max_tokens=5)
+        assert source.specs[0].stop_token_ids == frozenset()
+        await c.whole(tools=TOOLS, ignore_eos=True, tool_choice="required")
+        assert source.specs[1].stop_token_ids == c.ingress.tokenizer.eos_token_ids
