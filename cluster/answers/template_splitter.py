@@ -21,9 +21,10 @@ class TemplateSplitter:
     that follows.
     """
 
-    def __init__(self, parser: Any) -> None:
-        """parser: a transformers ResponseParser that has read the prompt."""
+    def __init__(self, parser: Any, may_call: bool = True) -> None:
+        """parser: a transformers ResponseParser that has read the prompt. may_call: else calls are content."""
         self._parser = parser
+        self._may_call = may_call
         self._field: str | None = None
         self._is_broken = False
         self._since = ""  # read since the parser last was outside of what has to be complete
@@ -49,11 +50,11 @@ class TemplateSplitter:
             self._since += ch
             try:
                 events = self._parser.feed(ch)
+                for event in events:
+                    parts += self._note(event)
             except Exception:
                 parts.append(self._broken())
                 continue
-            for event in events:
-                parts += self._note(event)
             if events and events[-1]["type"] == "region_close":
                 self._since = ""  # closed by a tag of its own, not by what opens the next one
         return joined(parts)
@@ -62,11 +63,14 @@ class TemplateSplitter:
         if self._is_broken:
             return []
         self._is_call_open = self._field == "tool_calls"
+        parts: list[AnswerPart] = []
         try:
             _, events = self._parser.finalize()
+            for event in events:
+                parts += self._note(event)
         except Exception:
-            return [self._broken()] if self._since else []
-        return joined([part for event in events for part in self._note(event)])
+            parts += [self._broken()] if self._since else []
+        return joined(parts)
 
     def _note(self, event: Mapping[str, Any]) -> Sequence[AnswerPart]:
         kind, name = event["type"], event["field"]
@@ -75,8 +79,9 @@ class TemplateSplitter:
             self._since = self._since[len(event["text"]) :]
             return self._chunk(name, event["text"])
         if kind == "region_close" and name == "tool_calls":
+            parts = self._calls(event["value"]) if self._may_call else [AnswerPart(PartKind.CONTENT, self._since)]
             self._since = ""
-            return self._calls(event["value"])
+            return parts
         return ()
 
     def _chunk(self, name: str, text: str) -> Sequence[AnswerPart]:
@@ -84,16 +89,17 @@ class TemplateSplitter:
         return (AnswerPart(kind, text),)
 
     def _calls(self, value: Any) -> list[AnswerPart]:
-        parts = []
+        """Raises whatever comes of a value that is no call."""
+        found = []
         for call in value if isinstance(value, list) else [value]:
-            function = call["function"]
-            arguments = function.get("arguments", {})
-            text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-            parts += [
-                AnswerPart(PartKind.CALL, str(function["name"]), self._num_calls),
-                AnswerPart(PartKind.ARGUMENTS, text, self._num_calls),
-            ]
-            self._num_calls += 1
+            name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+            if not isinstance(name, str):
+                raise TypeError("a function's name is no text")
+            found.append((name, arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()))
+        parts = []
+        for number, (name, arguments) in enumerate(found, start=self._num_calls):
+            parts += [AnswerPart(PartKind.CALL, name, number), AnswerPart(PartKind.ARGUMENTS, arguments, number)]
+        self._num_calls += len(found)
         self._is_call_open = False
         return parts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # How many times limits.max_grammar_bytes the grammar of all of a request's tools may have.
 _MOST_AT_ONCE = 8
+# Words of a schema by which an object has properties that `properties` does not name.
+_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
 _ANY_OBJECT = GrammarSource("json_object", "")
 
 
@@ -56,26 +58,40 @@ class ChatGrammars:
     async def of(self, body: ChatCompletionBody, reading: AnswerReading | None) -> Grammar | None:
         """None: an answer may be anything. Raises ApiError 400, naming the field that can't be followed, and 503."""
         mode = body.tool_mode
-        if mode is ToolMode.AUTO and not (self._parser.reads_calls and self._parser.knows_calls):
-            mode = ToolMode.NONE  # nobody knows how this model calls, or only its checkpoint's own template
         if mode is ToolMode.AUTO and body.answer_format is None:
-            return None if body.use_beam_search else await self._behind_opener(body)
-        builder = GrammarBuilder(self._parser.token_ids)
-        starts = []
+            return await self._behind_opener(body)
+        if mode is ToolMode.AUTO and not self._parser.knows_calls:
+            self._refuse_both(body)
+            mode = ToolMode.NONE
         if mode is not ToolMode.NONE:
-            functions = await self._functions(body)
-            starts.append(CallGrammar(self._parser.calls, builder).calls(functions, body.parallel_tool_calls))
-        if mode in (ToolMode.NONE, ToolMode.AUTO):
-            if body.answer_format is None:
-                return None
-            field, source = body.answer_format
-            text = await self._grammars.text_of(field, source)
-            if mode is ToolMode.NONE and (reading is None or not reading.may_think):
-                return Grammar(text)
-            starts.append(builder.use(text))
-        return await self._whole(builder, " | ".join(starts), reading)
+            return await self._enforced(body, lambda functions: self._calls(body, functions, reading))
+        if body.answer_format is None:
+            return None
+        text = await self._grammars.text_of(*body.answer_format)
+        if reading is None or not reading.may_think:
+            return Grammar(text)
+        builder = GrammarBuilder(self._parser.token_ids)
+        return await self._after_thinking(builder, builder.use(text), reading)
 
-    async def _whole(self, builder: GrammarBuilder, start: str, reading: AnswerReading | None) -> Grammar:
+    def _refuse_both(self, body: ChatCompletionBody) -> None:
+        """Raises ApiError for a format beside tools that the model is told of, and calls in a way that nobody knows."""
+        if not self._parser.shows_tools or body.answer_format is None:
+            return
+        field = body.answer_format[0]
+        message = f"{field} is not supported beside tools: it is not known how this model calls them; set tool_choice"
+        raise ApiError(400, message, param=field, code="unsupported")
+
+    async def _calls(
+        self, body: ChatCompletionBody, functions: list[CallFunction], reading: AnswerReading | None
+    ) -> Grammar:
+        """And with auto, what the format says instead."""
+        builder = GrammarBuilder(self._parser.token_ids)
+        start = CallGrammar(self._parser.calls, builder).calls(functions, body.parallel_tool_calls)
+        if body.tool_mode is ToolMode.AUTO and body.answer_format is not None:
+            start = f"{start} | {builder.use(await self._grammars.text_of(*body.answer_format))}"
+        return await self._after_thinking(builder, start, reading)
+
+    async def _after_thinking(self, builder: GrammarBuilder, start: str, reading: AnswerReading | None) -> Grammar:
         tags = self._parser.reasoning
         begins_after: tuple[int, ...] = ()
         if reading is not None and reading.may_think and tags is not None:
@@ -87,13 +103,34 @@ class ChatGrammars:
         return Grammar(await self._checked(builder.text(start)), begins_after)
 
     async def _behind_opener(self, body: ChatCompletionBody) -> Grammar | None:
+        """None where it can't be told by a token that a call begins; and for beams, which follow no grammar."""
         opener = self._parser.token_ids.get(self._parser.calls.first_marker)
-        if opener is None:
+        knows_calls = self._parser.knows_calls and not self._parser.has_own_template
+        if opener is None or not knows_calls or body.use_beam_search:
             return None
-        builder = GrammarBuilder(self._parser.token_ids)
-        functions = await self._functions(body)
-        start = CallGrammar(self._parser.calls, builder).behind_opener(functions, body.parallel_tool_calls)
-        return Grammar(await self._checked(builder.text(start)), (opener,), repeats=body.parallel_tool_calls)
+
+        async def behind(functions: list[CallFunction]) -> Grammar:
+            builder = GrammarBuilder(self._parser.token_ids)
+            start = CallGrammar(self._parser.calls, builder).behind_opener(functions, body.parallel_tool_calls)
+            return Grammar(await self._checked(builder.text(start)), (opener,), repeats=body.parallel_tool_calls)
+
+        return await self._enforced(body, behind)
+
+    async def _enforced(
+        self, body: ChatCompletionBody, made_of: Callable[[list[CallFunction]], Awaitable[Grammar]]
+    ) -> Grammar:
+        """made_of the functions in play; of those that are not strict with any arguments, if all is too much."""
+        try:
+            return await made_of(await self._functions(body))
+        except ApiError as error:
+            if (
+                error.status != 400
+                or error.param != "tools"
+                or all(tool.function.strict for tool in body.tools_in_play)
+            ):
+                raise
+            self._tell_of_unenforced("tools")
+        return await made_of(await self._functions(body, are_free=True))
 
     async def _checked(self, text: str) -> str:
         """What is made of good parts may still be too much."""
@@ -105,27 +142,31 @@ class ChatGrammars:
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
-    async def _functions(self, body: ChatCompletionBody) -> list[CallFunction]:
+    async def _functions(self, body: ChatCompletionBody, are_free: bool = False) -> list[CallFunction]:
+        """are_free: those that are not strict take any object."""
         indexes = {tool.function.name: index for index, tool in enumerate(body.tools)}
-        made = [self._function(tool, indexes[tool.function.name]) for tool in body.tools_in_play]
+        made = [self._function(tool, indexes[tool.function.name], are_free) for tool in body.tools_in_play]
         return list(await asyncio.gather(*made))
 
-    async def _function(self, tool: Tool, index: int) -> CallFunction:
+    async def _function(self, tool: Tool, index: int, is_free: bool) -> CallFunction:
         name, schema, is_strict = tool.function.name, tool.function.parameters or {}, tool.function.strict
         field = f"tools[{index}].function.parameters"
-        text = await self._enforced(field, _of_object(schema), is_strict)
+        if is_free and not is_strict and self._parser.calls.body is not CallBody.XML:
+            return CallFunction(name, await self._grammars.text_of(field, _ANY_OBJECT))
+        text = await self._schema(field, _of_object(schema), is_strict)
         if self._parser.calls.body is not CallBody.XML:
             return CallFunction(name, text or await self._grammars.text_of(field, _ANY_OBJECT))
         properties, required = schema.get("properties"), schema.get("required")
         parameters = []
         for key, value in (properties if isinstance(properties, Mapping) else {}).items():
             own = value if isinstance(value, Mapping) else {}
-            grammar = None if _is_text(own) else await self._enforced(field, _within(own, schema), False)
+            is_text = _is_text(own) or (is_free and not is_strict)
+            grammar = None if is_text else await self._schema(field, _within(own, schema), False)
             is_required = isinstance(required, list) and key in required
             parameters.append(CallParameter(key, grammar, is_required))
         return CallFunction(name, parameters=tuple(parameters))
 
-    async def _enforced(self, field: str, schema: Mapping[str, Any], is_strict: bool) -> str | None:
+    async def _schema(self, field: str, schema: Mapping[str, Any], is_strict: bool) -> str | None:
         """The text of a schema's grammar; None where none can be made and the function is not strict."""
         try:
             source = GrammarSource("json_schema", orjson.dumps(schema).decode(), is_lenient=not is_strict)
@@ -139,16 +180,21 @@ class ChatGrammars:
         except ApiError as error:
             if is_strict or error.status != 400:
                 raise
-            self._metrics.unenforced_tools.add()
-            logger.info("a tool's parameters are not enforced", extra={"event": "unenforced_tool", "param": field})
+            self._tell_of_unenforced(field)
             return None
+
+    def _tell_of_unenforced(self, field: str) -> None:
+        self._metrics.unenforced_tools.add()
+        logger.info("a tool's parameters are not enforced", extra={"event": "unenforced_tool", "param": field})
 
 
 def _of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments are an object, whether a schema says so or not; without properties, an empty one."""
+    """Arguments are an object, whether a schema says so or not, and have no others than the function's own: most
+    schemas leave that unsaid, and a small model fills the object with what it has read.
+    """
     own = {**schema, "type": "object"} if "type" not in schema else dict(schema)
-    is_empty = not own.get("properties") and own.keys() <= {"type", "properties", "required", "description", "title"}
-    return {**own, "additionalProperties": False} if is_empty else own
+    names_all = not schema or ("properties" in schema and not _OPEN & own.keys())
+    return {**own, "additionalProperties": False} if names_all else own
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

@@ -94,7 +94,9 @@ class GenerationService:
         )
         configured = self._config.limits.max_tokens_default_chat
         default = self._defaults.max_tokens if configured is None else configured
-        is_forced = body.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+        # With auto and a format, a call is written as the grammar of both has it.
+        has_both = body.answer_format is not None and self._parser.knows_calls
+        is_forced = body.tool_mode in (ToolMode.REQUIRED, ToolMode.NAMED) or has_both
         in_play = [tool.for_template() for tool in body.tools_in_play]
         reading = self._parser.reading(ids, in_play, is_forced, body.continued_text)
         thinking = self._thinking(body, reading)

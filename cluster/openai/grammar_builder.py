@@ -26,13 +26,15 @@ class GrammarBuilder:
     token_ids: Mapping[str, int]
     _rules: list[str] = field(default_factory=list)
     _others: list[dict[str, object]] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)  # of others, by their text
 
     def use(self, text: str) -> str:
         """The text of a grammar that stands alone, as rules name it."""
-        name = f"g{len(self._others)}"
-        (grammar,) = orjson.loads(text)["grammars"]
-        self._others.append({**grammar, "name": name})
-        return f"@{name}"
+        if text not in self._names:
+            name = self._names[text] = f"g{len(self._others)}"
+            (grammar,) = orjson.loads(text)["grammars"]
+            self._others.append({**grammar, "name": name})
+        return f"@{self._names[text]}"
 
     def rule(self, name: str, right: str, options: str = "") -> str:
         """A new rule; its name."""

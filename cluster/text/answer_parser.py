@@ -44,8 +44,9 @@ class AnswerParser:
 
     name: what the config says, or what "auto" has found. reasoning: None: the model does not think. calls: how it
     writes calls when it is forced to, which is some way in any case. reads_calls: whether calls are found in what it
-    writes of itself. knows_calls: and it is known that it writes them as `calls`. token_ids: of the tokens, by their
-    text, that stand in tags.
+    writes of itself. knows_calls: whether `calls` is the model's own way. has_own_template: its answers are read by the
+    checkpoint's response template, but for those that are forced. shows_tools: whether it is told of tools. token_ids:
+    of the tokens, by their text, that stand in tags.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str = "auto") -> None:
@@ -63,7 +64,9 @@ class AnswerParser:
         self._template = _loaded(tokenizer.response_template) if is_auto and tokenizer.response_template else None
         self.calls: CallSyntax = found or HERMES
         self.reads_calls = found is not None or self._template is not None
-        self.knows_calls = found is not None and self._template is None
+        self.knows_calls = found is not None
+        self.has_own_template = self._template is not None
+        self.shows_tools = tokenizer.shows_tools
         names = [self.reasoning.opener if self.reasoning else None, found.name if found else None]
         described = " and ".join(part for part in names if part) or "none"
         self.name = "the checkpoint's response template" if self._template else described if is_auto else name
@@ -96,8 +99,9 @@ class AnswerParser:
     ) -> AnswerReading | None:
         """How the answers to a prompt are read; None: they are text and nothing else.
 
-        tools: those that may be called, as OpenAI writes them. is_forced: a grammar has the model call one of them,
-        written as self.calls. continued: the assistant's text that the prompt ends with, if the answer goes on with it.
+        tools: those that may be called, as OpenAI writes them. is_forced: a grammar has the model write calls as
+        self.calls, if it calls. continued: the assistant's text that the prompt ends with, if the answer goes on with
+        it.
         """
         offered = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         is_in_reasoning = self._is_in_reasoning(prompt_ids, continued)
@@ -124,7 +128,7 @@ class AnswerParser:
         prompt = self._tokenizer.decode(prompt_ids[-_ANCHOR_TOKENS:], skip_special_tokens=False)
         named = [text for text in self._tokenizer.added_ids if text in self._template_text]
         return AnswerReading(
-            lambda: TemplateSplitter(ResponseParser(self._template, prefix=prompt, tools=tools)),
+            lambda: TemplateSplitter(ResponseParser(self._template, prefix=prompt, tools=tools), bool(tools)),
             self._special(named),
             "response_template",
             is_in_reasoning,

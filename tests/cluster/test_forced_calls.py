@@ -53,12 +53,12 @@ def compilers() -> Iterator[None]:
 
 @asynccontextmanager
 async def client(
-    family: str, begins: str | list[int] = "", seed: int = 0, parser: str = "auto"
+    family: str | ByteTokenizer, begins: str | list[int] = "", seed: int = 0, parser: str = "auto", **limits: int
 ) -> AsyncIterator[tuple[Client, FollowingSource]]:
     """begins: what the model would write first, markers as tokens."""
-    tokenizer = tokenizer_of(family)
+    tokenizer = tokenizer_of(family) if isinstance(family, str) else family
     source = FollowingSource(tokenizer, ids_of(tokenizer, begins) if isinstance(begins, str) else begins, seed)
-    ingress = FakeIngress(source, tokenizer=tokenizer, parser=parser, compiler=COMPILERS[0])
+    ingress = FakeIngress(source, tokenizer=tokenizer, parser=parser, compiler=COMPILERS[0], **limits)
     transport = httpx.ASGITransport(app=ingress.app(), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
         yield Client(ingress, http), source
@@ -188,6 +188,60 @@ async def test_what_cannot_be_enforced_is_refused_for_strict_functions_only() ->
                 assert isinstance(json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]), dict)
 
 
+def many_tools(**function: Any) -> list[dict[str, Any]]:
+    schemas: list[Any] = [{"type": "object", "properties": {f"argument_{i}": {"enum": [i]}}} for i in range(10)]
+    return [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema, **function}}
+        for i, schema in enumerate(schemas)
+    ]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_tools_that_are_too_much_together_take_any_arguments_unless_they_are_strict(choice: str) -> None:
+    async with client("hermes", "<tool_call>", max_grammar_bytes=200) as (c, source):
+        response = await c.post(tools=many_tools(), tool_choice=choice, max_tokens=5)
+        assert response.status_code == 200
+        assert c.ingress.samples("splitserve_unenforced_tools") == 1
+        grammar = source.specs[0].grammar
+        assert grammar is not None
+        assert "f9" in grammar.text
+        assert "argument_9" not in grammar.text
+        response = await c.post(tools=many_tools(strict=True), tool_choice=choice)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    async with client("hermes", "<tool_call>") as (c, source):
+        assert (await c.post(tools=many_tools(), tool_choice=choice, max_tokens=5)).status_code == 200
+        grammar = source.specs[0].grammar
+        assert grammar is not None
+        assert "argument_9" in grammar.text
+
+
+async def test_a_format_beside_tools_whose_calls_nobody_knows_is_refused() -> None:
+    tokenizer = ByteTokenizer("{% if tools %}{{ tools }}{% endif %}", _SPECIAL, _PLAIN)
+    async with client(tokenizer) as (c, _):
+        response = await c.post(tools=TOOLS, response_format=FORMAT)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "unsupported")
+        assert error["param"] == "response_format.json_schema.schema"
+        for choice in ("none", NAMED):
+            assert (await c.post(tools=TOOLS, response_format=FORMAT, tool_choice=choice)).status_code == 200
+
+
+async def test_beside_a_format_calls_are_read_as_the_grammar_has_them_written() -> None:
+    """Whatever the checkpoint's own response template says."""
+    tokenizer = tokenizer_of("hermes")
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "p",
+        "fields": {"content": {"content": "text"}},
+    }
+    async with client(tokenizer, "<tool_call>") as (c, source):
+        fields: dict[str, Any] = {"tools": TOOLS[1:], "response_format": FORMAT, "parallel_tool_calls": False}
+        (choice,) = (await c.whole(**fields))["choices"]
+        assert valid_calls(choice) == ["time"]
+        assert (await c.post(tools=TOOLS, max_tokens=3)).status_code == 200
+        assert source.specs[1].grammar is None  # its own template: nobody knows how it opens a call
+
+
 async def test_calls_are_forced_from_models_whose_template_shows_no_tools() -> None:
     async with client("plain", "Hello") as (c, source):
         (choice,) = (await c.whole(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False))["choices"]
@@ -197,6 +251,25 @@ async def test_calls_are_forced_from_models_whose_template_shows_no_tools() -> N
         assert choice["message"]["content"] == "Hello"
         assert source.specs[1].grammar is None
         assert c.ingress.samples("splitserve_unseen_tools") == 2
+
+
+async def test_arguments_are_those_that_the_function_names_unless_its_schema_is_open() -> None:
+    closed: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1]}}}
+    for schema, is_open in (
+        (closed, False),
+        ({"properties": {"a": {"enum": [1]}}}, False),
+        ({}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object"}, True),
+        (closed | {"additionalProperties": True}, True),
+        (closed | {"patternProperties": {"^b": {"enum": [2]}}}, True),
+        ({"anyOf": [closed, {"type": "object", "properties": {"b": {"enum": [2]}}}]}, True),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        async with client("hermes", '<tool_call>\n{"name": "f", "arguments": {"b') as (c, _):
+            response = await c.post(tools=tools, tool_choice="required", parallel_tool_calls=False)
+            call = response.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+            assert call["arguments"].startswith('{"b') == is_open, schema
 
 
 async def test_beams_follow_no_grammar_and_may_call_as_they_like() -> None:

@@ -68,12 +68,22 @@ def taken_apart(parser: AnswerParser, prompt: str, pieces: list[str]) -> tuple[P
         ("<|go|>((", "hm))Hi", [("REASONING", "hm"), ("CONTENT", "Hi")], [0, 0]),
         ("<|go|>", "Hi <<{oops}>> and on", [("CONTENT", "Hi <<{oops}>> and on")], [0, 1]),
         ("<|go|>", 'Hi <<{"name": "f"', [("CONTENT", 'Hi <<{"name": "f"')], [0, 1]),
+        ("<|go|>", 'Hi <<{"nome": "f"}>> x', [("CONTENT", 'Hi <<{"nome": "f"}>> x')], [0, 1]),
+        ("<|go|>", "Hi <<[1]>> x", [("CONTENT", "Hi <<[1]>> x")], [0, 1]),
     ],
 )
 def test_every_cut_gives_the_same_parts(prompt: str, text: str, parts: Parts, counts: list[int]) -> None:
     for size in (1, 2, 3, 5, len(text)):
         got = taken_apart(parser_of(), prompt, [text[start : start + size] for start in range(0, len(text), size)])
         assert got == (parts, counts), size
+
+
+def test_without_tools_calls_are_content() -> None:
+    reading = parser_of().reading(list(b"<|go|>"))
+    assert reading is not None
+    splitter = reading.splitter()
+    parts = joined([*splitter.push('Hi <<{"name": "f"}>> x'), *splitter.finish()])
+    assert parts == [AnswerPart(PartKind.CONTENT, 'Hi <<{"name": "f"}>> x')]
 
 
 def test_forced_calls_are_read_as_the_grammar_has_them_written() -> None:
