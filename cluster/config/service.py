@@ -195,13 +195,6 @@ class LimitsConfig(Section):
         le=1024**2,
         description="Largest JSON schema, regular expression, list of choices or grammar that an answer shall follow",
     )
-    max_tool_grammar_bytes: int = Field(
-        default=524_288,
-        ge=64,
-        le=4 * 1024**2,
-        description="Largest grammar of all of a request's tools together, of whose parameters each may have "
-        "max_grammar_bytes",
-    )
     max_grammar_depth: int = Field(
         default=32, ge=1, le=100, description="Deepest nesting of objects and arrays in a JSON schema"
     )

@@ -86,7 +86,7 @@ class CalledFunction(_Answer):
     )
 
 
-class AnswerToolCall(_Answer):
+class CalledTool(_Answer):
     id: str = Field(description="For the message of role tool that answers it.", examples=["call_1"])
     type: Literal["function"]
     function: CalledFunction
@@ -98,7 +98,7 @@ class AssistantMessage(_Answer):
     refusal: None
     reasoning_content: str | None = Field(default=None, description="What the model thought before it answered.")
     reasoning: str | None = Field(default=None, description="The same, under vLLM's newer name.")
-    tool_calls: list[AnswerToolCall] | None = Field(default=None, description="Functions to be called.")
+    tool_calls: list[CalledTool] | None = Field(default=None, description="Functions to be called.")
 
 
 class ChatChoice(_Answer):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How many times limits.max_grammar_bytes the grammar of all of a request's tools may have.
+_MOST_AT_ONCE = 8
 _ANY_OBJECT = GrammarSource("json_object", "")
 
 
@@ -95,7 +97,7 @@ class ChatGrammars:
 
     async def _checked(self, text: str) -> str:
         """What is made of good parts may still be too much."""
-        most = self._limits.max_tool_grammar_bytes
+        most = _MOST_AT_ONCE * self._limits.max_grammar_bytes
         if (num_bytes := len(text.encode())) > most:
             message = f"tools: their grammar has {num_bytes} bytes; at most {most} are allowed"
             raise ApiError(400, message, param="tools", code="grammar_refused")

@@ -32,7 +32,7 @@ from replicas.engine.engine_watch import Watched
 from replicas.engine.inbox import Inbox
 from replicas.engine.open_call import open_call
 from replicas.engine.open_calls import OpenCalls
-from replicas.engine.step_isolation import run_isolated
+from replicas.engine.step_launch import StepLaunch
 from replicas.engine.step_timer import StepTimer
 from replicas.engine.token_frames import TokenFrames
 from replicas.kv.handoff_actions import Event
@@ -46,7 +46,6 @@ from replicas.messages import (
 )
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
-from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.engine_core import EngineCore
 from scheduler.lane import Lane
 from scheduler.plan import StepOutput, StepPlan
@@ -83,6 +82,7 @@ class Engine:
         self._num_threads = parts.num_threads
         self._grammars = parts.grammars
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load, parts.grammars)
+        self._launching = StepLaunch(self.core, self.calls, self._commit)
         self.steps = StepClock()
         self._timer = StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
@@ -151,11 +151,8 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is open here: no request, lease or block held, nothing unsent. As of 50 ms ago."""
-        return (
-            self.status.ledger.is_idle
-            and not self.calls.is_compiling
-            and not (self.frames is not None and self.frames.sender.owes_tokens)
-        )
+        owes_tokens = self.frames is not None and self.frames.sender.owes_tokens
+        return self.status.ledger.is_idle and not self.calls.is_compiling and not owes_tokens
 
     @property
     def transfers(self) -> TransferThread:
@@ -194,7 +191,7 @@ class Engine:
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
                 self._end_all(CallStatus.ERROR, "the engine failed; see its log")
-                # What fails with nothing open fails at once again: not a thousand times a second until it is replaced.
+                # What fails with nothing open fails at once again: not a thousand times a second.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
         if self.frames is not None:
@@ -230,47 +227,13 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> StepHandle | StepOutput:
         started_s = time.monotonic()
-        handle: StepHandle | StepOutput
-        if self.calls.constrained.concern(plan):
-            handle = self._launch_constrained(plan)
-        else:
-            try:
-                handle = self.runner.launch(plan)
-            except Exception as error:
-                handle = self._launch_in_pieces(plan, error)
+        handle = self._launching.launch(self.runner, plan)
         self.recorder.launched(plan, started_s)
         if isinstance(handle, StepHandle) and handle.is_running:
             self._timer.launched(plan, started_s)
         else:
             self._count(plan, time.monotonic() - started_s)
         return handle
-
-    def _launch_constrained(self, plan: StepPlan) -> StepHandle | StepOutput:
-        """While the pass runs, the tokens of the steps in front of it are taken, and the masks are made that depend on
-        them; then the tokens are chosen."""
-        forwarded, failure = None, None
-        try:
-            forwarded = self.runner.forward(plan)
-        except Exception as error:
-            failure = error
-        for step in self.core.in_front():
-            self._commit(step)
-        masks = self.calls.masks(plan)
-        if forwarded is not None:
-            try:
-                return self.runner.choose(forwarded, masks)
-            except Exception as error:
-                failure = error
-        assert failure is not None
-        return self._launch_in_pieces(plan, failure, masks)
-
-    def _launch_in_pieces(self, plan: StepPlan, error: Exception, masks: TokenMasks | None = None) -> StepOutput:
-        extra = {"event": "step_failed", "step": plan.step_id}
-        logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-        isolated = run_isolated(self.runner, plan, masks)
-        for request_id, failed_by in isolated.errors.items():
-            self.calls.fail(request_id, failed_by)
-        return isolated.output
 
     def _count(self, plan: StepPlan, duration_s: float) -> None:
         self.steps.count(plan, duration_s)

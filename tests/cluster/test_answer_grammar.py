@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -172,22 +171,11 @@ class StubCompiler:
         return self.outcome
 
 
-async def test_where_an_answer_begins_is_asked_of_each_prompt() -> None:
-    def begins_after(ids: Sequence[int]) -> tuple[int, ...]:
-        return (99,) if 5 in ids else ()
-
-    known = KnownGrammars(StubCompiler("text"), IngressMetrics("m", "1", "2"))
-    grammars = AnswerGrammars(known, begins_after)
-    got = await grammars.of(completion(guided_regex="a"), [[1, 5], [1]])
-    assert got == [Grammar("text", (99,)), Grammar("text", ())]
-    assert await grammars.of(completion(), [[1, 5]]) == [None]
-
-
 async def test_a_compiler_that_is_away_is_no_fault_of_the_client() -> None:
     stub, metrics = StubCompiler(CompilerUnavailable("x")), IngressMetrics("m", "1", "2")
     grammars = AnswerGrammars(KnownGrammars(stub, metrics))
     with pytest.raises(ApiError) as caught:
-        await grammars.of(completion(guided_regex="a"), [[1]])
+        await grammars.of(completion(guided_regex="a"))
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "unavailable", 1.0)
     stub.outcome = "text"
-    assert await grammars.of(completion(guided_regex="a"), [[1]]) == [Grammar("text")]
+    assert await grammars.of(completion(guided_regex="a")) == Grammar("text")
