@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,9 @@ def copy_in_cache(hub_id: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def fetch(model: HubModel, with_weights: bool = True) -> Path:
-    """Its files, into the Hub's cache, with progress on the terminal; the folder. Blocks for as long as that takes.
+def fetch(model: HubModel, with_weights: bool = True, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
+    """Its files, into the Hub's cache; the folder. Blocks for as long as that takes. on_bytes: told now and then how
+    many of them are there, on threads of the Hub's library.
 
     Raises HubRefusal.
     """
@@ -86,9 +87,28 @@ def fetch(model: HubModel, with_weights: bool = True) -> Path:
     if with_weights:
         _refuse_full_disk(model)
     try:
-        return Path(snapshot_download(model.hub_id, allow_patterns=patterns))
+        return Path(snapshot_download(model.hub_id, allow_patterns=patterns, tqdm_class=_bar_class(on_bytes)))
     except Exception as error:
         raise _refusal(model.hub_id, error) from error
+
+
+def _bar_class(on_bytes: Callable[[int], None]) -> Any:
+    """What the Hub's library takes for its progress bars: nothing is drawn."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.counts_bytes, self.num_counted = options.get("unit") == "B", 0
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.num_counted += int(n or 0)
+            # Of several bars, of what has come and of what has been written, each is told: the later one is right.
+            if self.counts_bytes and n:
+                on_bytes(self.num_counted)
+            return None
+
+    return Bar
 
 
 def refuse_unavailable(source: str) -> None:

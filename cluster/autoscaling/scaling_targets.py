@@ -36,6 +36,8 @@ class ScalingTargets:
         while True:
             try:
                 self._show(await _targets(self._app_name))
+            except KeyError as error:  # the application is being taken down, or is not whole yet
+                logger.info("a deployment has gone", extra={"event": "targets_unknown", "deployment": str(error)})
             except Exception as error:  # metrics stop no serving; the controller may be starting anew
                 logger.warning("scaling targets unknown", extra={"event": "targets_unknown", "reason": repr(error)})
             await asyncio.sleep(self._interval_s)

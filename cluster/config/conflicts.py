@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cluster.config.limits import LimitsConfig
 from cluster.config.model import ModelConfig
 from cluster.config.pool import PoolsConfig
 from cluster.config.service import (
@@ -16,7 +17,6 @@ from cluster.config.service import (
     INGRESS_PORTS,
     IngressConfig,
     KVConfig,
-    LimitsConfig,
     RayConfig,
     ServerConfig,
     TransferConfig,

@@ -9,18 +9,11 @@ from pydantic import Field
 from cluster.config.access import AuthConfig, CorsConfig
 from cluster.config.fairness import FairnessConfig
 from cluster.config.lifecycle import LifecycleConfig
+from cluster.config.limits import LimitsConfig
 from cluster.config.model import ModelConfig
 from cluster.config.routing import RoutingConfig
 from cluster.config.section import Section
-from cluster.config.service import (
-    FaultsConfig,
-    IngressConfig,
-    KVConfig,
-    LimitsConfig,
-    LoggingConfig,
-    ServerConfig,
-    TransferConfig,
-)
+from cluster.config.service import FaultsConfig, IngressConfig, KVConfig, LoggingConfig, ServerConfig, TransferConfig
 from cluster.config.slo import SloConfig
 from cluster.config.structured_outputs import StructuredOutputsConfig
 from cluster.config.tracing import TracingConfig

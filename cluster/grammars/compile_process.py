@@ -121,6 +121,8 @@ def _answer(source: GrammarSource, tokenizer: LLTokenizer, bounds: GrammarBounds
         return {"refused": refused.reason}
     except GrammarRefused as refused:
         return {"refused": in_our_words(str(refused))}
+    except Exception as error:  # of what a client sent: nobody else is concerned
+        return {"refused": in_our_words(type(error).__name__)}
     if warnings:  # of what would be left out
         return {"refused": in_our_words("; ".join(warnings)[:_MOST_REASON_CHARS])}
     return {"text": text}

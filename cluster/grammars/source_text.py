@@ -50,8 +50,9 @@ def _schema(source: GrammarSource, bounds: GrammarBounds) -> dict[str, Any]:
             raise SourceRefused(f"has {_OPTIONS}, which is not supported")
         if "$ref" in part and "$id" in part:  # of which older drafts ignore the second one
             raise SourceRefused("has $id beside $ref, which is not supported")
-        if source.is_lenient and part.get("format") not in KNOWN_FORMATS:
-            part.pop("format", None)
+        name = part.get("format")
+        if source.is_lenient and isinstance(name, str) and name not in KNOWN_FORMATS:
+            del part["format"]
     with_exact_formats(schema)
     return schema
 

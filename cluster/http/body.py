@@ -13,7 +13,7 @@ from cluster.openai.body import Body, parse_body
 from cluster.text.work_threads import LONG
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
     from cluster.text.work_threads import WorkThreads
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -42,12 +42,13 @@ class EventStream(StreamingResponse):
         self._written, self._timer = events, timer
         self._reasons: list[str] = []
         self._request_id = ""
+        self._state: dict[str, Any] = {}
         self._outcome = "cancelled"  # unless it comes to another end
         self._bytes = self._events()
         super().__init__(self._bytes, media_type="text/event-stream", headers=_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._request_id = request_id_of(scope)
+        self._request_id, self._state = request_id_of(scope), scope.setdefault("state", {})
         try:
             await super().__call__(scope, receive, send)
         except ClientDisconnect:
@@ -70,6 +71,7 @@ class EventStream(StreamingResponse):
             yield end
         except ApiError as error:
             self._outcome = outcome_of(error)
+            self._state["error_code"] = error.code
             yield self._written.failed(error)
         except Exception:
             self._outcome = "server_error"

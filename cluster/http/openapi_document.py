@@ -23,7 +23,7 @@ from cluster.version import VERSION
 
 if TYPE_CHECKING:
     from cluster.config.access import AuthConfig
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 _REF = "#/components/schemas/{model}"
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"

@@ -38,18 +38,28 @@ def checkpoint_facts(model: ModelConfig) -> ModelFacts:
 
 
 def gguf_facts(file: GgufFile) -> ModelFacts:
+    """Raises UnsupportedModel as its conversion would, but for what only torch finds out."""
     architecture_of(file)
+    num_weights = sum(math.prod(shape) for shape in file.shapes.values())
     try:
         with no_torch():
             config = model_config(file)
-    except ImportError:  # factors of positions: they are compared by torch code
-        config = None
-    num_weights = sum(math.prod(shape) for shape in file.shapes.values())
-    if config is None:
-        length = file.settings.get("context_length")
-        return ModelFacts(length if isinstance(length, int) else None, num_weights)
+    except ImportError:
+        # Of Llama 3.1 and later: how their positions are stretched is told from factors, which torch code computes.
+        return _facts_of_settings(file, num_weights)
     refuse_unsupported(config)
     return _facts(config, num_weights)
+
+
+def _facts_of_settings(file: GgufFile, num_weights: int) -> ModelFacts:
+    def number(key: str, otherwise: int = 0) -> int:
+        value = file.settings.get(key)
+        return value if isinstance(value, int) and value > 0 else otherwise
+
+    heads = number("attention.head_count", 1)
+    head_dim = number("attention.key_length", number("embedding_length") // heads)
+    kv_numbers = number("block_count") * 2 * number("attention.head_count_kv", heads) * head_dim
+    return ModelFacts(number("context_length") or None, num_weights, kv_numbers or None)
 
 
 def folder_facts(folder: Path, trust_remote_code: bool, has_weights: bool = True) -> ModelFacts:

@@ -38,7 +38,7 @@ def model_findings(config: Config, machine: Machine, model: ModelFacts) -> Itera
     yield from _length(config, model)
     for name, pool in config.pools.deployed().items():
         yield from _holds_one_request(f"pools.{name}", pool, config, model)
-        if pool.device == "cuda" and machine.gpus:
+        if pool.device == "cuda" and machine.gpus and all(gpu.memory_bytes for gpu in machine.gpus):
             yield from _card_memory(f"pools.{name}", pool, config, machine.gpus, model)
     yield from _host_memory(config, machine, model)
 
@@ -137,7 +137,8 @@ def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
     if kv:
         parts.append(f"KV cache {show_bytes(kv)}")
     if any(pool.device == "cuda" for pool in pools.values()) and machine.gpus:
-        has = f"{len(machine.gpus)} x {show_bytes(min(gpu.memory_bytes for gpu in machine.gpus))} on GPUs"
+        card = min(gpu.memory_bytes for gpu in machine.gpus)
+        has = f"{len(machine.gpus)} x {show_bytes(card)} on GPUs" if card else f"{len(machine.gpus)} GPUs"
     else:
         has = f"{show_bytes(machine.memory_bytes)}, {show_bytes(machine.available_bytes)} of it free now"
     return f"{' + '.join(parts)}; this machine has {has}"

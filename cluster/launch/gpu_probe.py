@@ -67,6 +67,6 @@ def _read(library: Any, index: int) -> Gpu | None:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.nvmlDeviceGetName(device, name, ctypes.c_uint(_NAME_BYTES))
     if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-        return None
+        memory.total = 0  # of a GPU that shares the machine's memory NVML does not tell any
     library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
     return Gpu(name.value.decode(errors="replace") or "GPU", memory.total, (major.value, minor.value))

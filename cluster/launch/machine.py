@@ -11,7 +11,7 @@ RAY_BYTES, ENGINE_BYTES = 1_000_000_000, 750_000_000
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """capability: CUDA's, major and minor; (0, 0) where it is not known."""
+    """memory_bytes: 0 where it is not told. capability: CUDA's, major and minor; (0, 0) where it is not known."""
 
     name: str
     memory_bytes: int

@@ -21,6 +21,7 @@ from cluster.launch.machine import Machine
 from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from cluster.launch.packages import missing_packages
 from cluster.launch.start_choice import Said, choose
+from cluster.terminal.steps import Steps
 from cluster.user_error import ConfigError
 from replicas.hub_model import HUB_ID, HubModel, HubRefusal, HubUnreachable, copy_in_cache, fetch, find_on_hub
 from replicas.model_support import UnsupportedModel
@@ -91,7 +92,10 @@ def ready_to_serve(start: Start) -> Config:
     folder = start.folder
     if start.hub is not None:
         try:
-            folder = fetch(start.hub, with_weights=start.config.model.load_format != "dummy")
+            with_weights = start.config.model.load_format != "dummy"
+            size = start.hub.num_bytes if with_weights else None
+            with Steps() as steps, steps.step(f"fetching {start.hub.hub_id} from the Hub", size, "bytes") as step:
+                folder = fetch(start.hub, with_weights, step.reached)
         except HubRefusal as refusal:
             raise ConfigError(str(refusal)) from refusal
     if folder is None:

@@ -106,7 +106,8 @@ def choose(machine: Machine, model: ModelFacts, said: Said) -> StartChoice:
 
 def _describe_cards(machine: Machine) -> str:
     first = machine.gpus[0]
-    return f"{len(machine.gpus)} x {first.name}, {show_bytes(first.memory_bytes)} each"
+    memory = f", {show_bytes(first.memory_bytes)} each" if first.memory_bytes else ""
+    return f"{len(machine.gpus)} x {first.name}{memory}"
 
 
 def _said_layout(said: Said, single: str) -> str | None:

@@ -14,7 +14,7 @@ from cluster.openai.object import TOGETHER, UNSUPPORTED
 from cluster.openai.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -18,7 +18,7 @@ from cluster.openai.tools import ToolMode
 from scheduler.grammar import Grammar
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.openai.answer_grammar import AnswerGrammars
     from cluster.openai.request import ChatCompletionBody

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 # In a JSON schema, stands for a number of the config's limits: {"maximum": {LIMIT: "max_choices"}}.
 LIMIT = "$limit"

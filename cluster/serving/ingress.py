@@ -119,8 +119,8 @@ class Ingress:
         self._changes = PoolChanges()
         self._targets = ScalingTargets(context.app_name, self.metrics)
         self.threads = WorkThreads()
-        self._compiler = grammar_compiler(tokenizer, config)
-        grammars = AnswerGrammars(KnownGrammars(self._compiler, self.metrics))
+        self.compiler = grammar_compiler(tokenizer, config)
+        grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
         self.service = GenerationService(
             config, tokenizer, self._router, self.metrics, self.threads, self.sampling_defaults, grammars, parser
         )
@@ -140,7 +140,7 @@ class Ingress:
             )
         await warn_if_elsewhere(self.config.server)
         await self._router.start()
-        start_detached(self._compiler.start())  # so that no request waits for it; what goes wrong is in the log
+        start_detached(self.compiler.start())  # so that no request waits for it; what goes wrong is in the log
         if self.config.logging.throughput:
             self._throughput.start()
         loop = asyncio.get_running_loop()
@@ -221,7 +221,7 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve's hook for the end, when no request is open any more; Serve awaits it. Sends the last spans."""
-        if (compiler := getattr(self, "_compiler", None)) is not None:  # it may not have started
+        if (compiler := getattr(self, "compiler", None)) is not None:  # it may not have started
             await asyncio.to_thread(compiler.close)
         tracing = getattr(self, "tracing", None)
         if tracing is not None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def _serve(config: Config, terminal: Terminal, file: LogFile) -> int:
         _start_ray(config, terminal)
         signals.install()
         local_ray.take_log(ReplicaLog(file, terminal, is_json).take)
-        description = _deploy(config, signals.requested, terminal)
+        with _starting_replicas(terminal):
+            description = _deploy(config, signals.requested)
         terminal.end_steps()
         if description is not None:
             is_ready = True
@@ -103,11 +105,20 @@ def _start_ray(config: Config, terminal: Terminal) -> None:
         local_ray.start_ray_patiently(config, terminal.say)
 
 
-def _deploy(config: Config, stop: threading.Event, terminal: Terminal) -> Description | None:
+def _starting_replicas(terminal: Terminal) -> AbstractContextManager[object]:
+    """Says that they start. Their processes take a while before they have anything to say: a row moves meanwhile."""
+    message = "starting replicas: each loads the weights, allocates its KV pool and warms up"
+    steps = terminal.steps_of_start
+    if steps is not None and steps.is_lively:
+        return steps.step(message)
+    terminal.say(message, "starting")
+    return nullcontext()
+
+
+def _deploy(config: Config, stop: threading.Event) -> Description | None:
     """Run the application and describe it; None when interrupted meanwhile. Raises UserError."""
     from ray import serve
 
-    terminal.say("starting replicas: each loads the weights, allocates its KV pool and warms up", "starting")
     local_ray.run_application(config)
     while not stop.wait(_POLL_S):
         status = serve.status().applications.get(APP_NAME)

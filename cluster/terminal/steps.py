@@ -28,7 +28,7 @@ class Steps:
         """stream: stderr if not given. Rows move only if it is a terminal: no control character gets into a file."""
         self.stream = sys.stderr if stream is None else stream
         self.clock = clock
-        self._is_lively = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.is_lively = self.stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._rows: Progress | None = None
 
     def __enter__(self) -> Steps:
@@ -40,7 +40,7 @@ class Steps:
     def begin(self, name: str, total: int | None = None, unit: str = "") -> Step:
         """A step that its caller ends. total: how much there is to do, if that is known, in `unit`; "bytes" are shown
         in MB."""
-        if self._is_lively and self._rows is None:
+        if self.is_lively and self._rows is None:
             self._rows = _rows(self.stream)
             self._rows.start()
         row = None if self._rows is None else self._rows.add_task(name, total=None, amount="")

@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 
-from replicas.cuda.runner import CudaRunner
-from replicas.model.model_runner import StepHandle
+from replicas.model.model_runner import ModelRunner, StepHandle
 from scheduler.lane_measurement import AbsurdTimes, LaneTimes
 from scheduler.lane_split import WHOLE_CARD, LaneShare
 from scheduler.memory_budget import num_blocks_for
@@ -61,7 +60,7 @@ class MeasuredPlans:
 
 
 def times_of_shares(
-    rows: CudaRunner, lanes: dict[LaneShare, PromptLane], plans: MeasuredPlans
+    rows: ModelRunner, lanes: dict[LaneShare, PromptLane], plans: MeasuredPlans
 ) -> tuple[LaneTimes, dict[LaneShare, LaneTimes]]:
     """Both lanes' steps alone on the whole card, and beside each other for each share of `lanes` but WHOLE_CARD.
 
@@ -75,7 +74,7 @@ def times_of_shares(
     return alone, beside
 
 
-def _rows_alone_s(rows: CudaRunner, plans: MeasuredPlans) -> float:
+def _rows_alone_s(rows: ModelRunner, plans: MeasuredPlans) -> float:
     first, last = _event(), _event()
     first.record()
     handles = [rows.launch(plans.rows) for _ in range(_NUM_STEPS)]
@@ -90,7 +89,7 @@ def _prompts_alone_s(lane: PromptLane, plans: MeasuredPlans) -> float:
     return _seconds(first, last) / _NUM_PROMPTS
 
 
-def _beside(rows: CudaRunner, lane: PromptLane, plans: MeasuredPlans) -> LaneTimes:
+def _beside(rows: ModelRunner, lane: PromptLane, plans: MeasuredPlans) -> LaneTimes:
     """Steps of rows go on until the prompts are through; only those count that ended before."""
     first, last, handles = _launched_prompts(lane, plans)
     ends: list[torch.cuda.Event] = []

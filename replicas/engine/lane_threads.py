@@ -34,14 +34,16 @@ _LOOK_FOR_MASKS_S = 0.1  # at whether they will still come
 class LaneStep:
     """A plan in a lane, and what came of it: its output and the error of each request that failed in it; or failure,
     after which its blocks cannot be trusted. share: of the prompts in it, or beside it when it was launched. started_s:
-    when it was launched or the one before it had ended. masks: of its rows, when the tokens in front of it are taken;
-    None: no row has one.
+    when it was launched or the one before it had ended. launch_s: from its submission until it was launched. masks: of
+    its rows, when the tokens in front of it are taken; None: no row has one.
     """
 
     plan: StepPlan
     runner: ModelRunner
     share: LaneShare = ALONE
     masks: Future[TokenMasks | None] | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    launch_s: float = 0.0
     started_s: float = 0.0
     ended_s: float = 0.0
     output: StepOutput | None = None
@@ -166,6 +168,7 @@ class LaneThreads:
         with self._idle:
             self._num_launched += 1
             self._launch_s = time.monotonic()
+        step.launch_s = self._launch_s - step.submitted_s
         self._launched.put((step, handle))
 
     def _launched_step(self, step: LaneStep) -> StepHandle | StepOutput:

@@ -17,7 +17,7 @@ from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.lane_threads import LaneStep, LaneThreads
 from replicas.engine.token_frames import TokenFrames
-from replicas.metrics.engine_status import EngineStatus
+from replicas.metrics.engine_status import SMOOTHING, EngineStatus
 from replicas.metrics.lane_clock import LaneClock
 from replicas.sampling.rules.token_masks import TokenMasks
 from scheduler.lane_split import ALONE, LaneShare, choose_share
@@ -27,6 +27,8 @@ from scheduler.two_lane_core import TwoLaneCore
 _HELD_POLL_S = 0.01
 _MAX_IDLE_S = 0.5
 _STOP_S = 5.0
+_LAUNCH_S = 0.001  # before one was measured
+_WAKE_S = 0.001  # until a thread that was to wake up has done so, and has planned
 
 
 class TwoLaneEngine(Engine):
@@ -40,6 +42,7 @@ class TwoLaneEngine(Engine):
         self._prompt_recorder = parts.recorder.beside("prefill")
         self.steps: LaneClock = LaneClock()
         self._share = ALONE  # of the prompts that are computed now
+        self._launch_s = _LAUNCH_S  # of a step of rows, until the device has it; lately
         self._decode = LaneThreads("decode-lane", parts.num_threads, self._on_step)
         self._prefill = LaneThreads("prefill-lane", parts.num_threads, self._on_step)
 
@@ -84,7 +87,8 @@ class TwoLaneEngine(Engine):
         self._inbox.run()
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         rows_step_s = self.steps.rates.decode_step_s / self._beside_rows.decode_rate
-        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held, rows_step_s=rows_step_s)
+        lead_s = 2 * self._launch_s + _WAKE_S
+        turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held, rows_step_s=rows_step_s, lead_s=lead_s)
         self.calls.turned(turn, now_s)
         if turn.plan is not None:
             masks = self._masks_to_come(turn.plan)
@@ -138,6 +142,8 @@ class TwoLaneEngine(Engine):
             self.calls.fail(request_id, error)
         duration_s = step.ended_s - step.started_s
         is_alike = bool(step.plan.chunks) or step.share is self._beside_rows
+        if not step.plan.chunks and step.masks is None:  # who waits for masks waits for the steps in front too
+            self._launch_s += (step.launch_s - self._launch_s) * SMOOTHING
         self.steps.count_lane(step.plan, duration_s, step.share, is_alike=is_alike)
         self.metrics.step_done(duration_s)
         recorder = self._prompt_recorder if step.plan.chunks else self.recorder

@@ -9,8 +9,8 @@ from typing import Any, cast
 from starlette.types import ASGIApp
 
 from cluster.api_error import ApiError
+from cluster.config.limits import LimitsConfig
 from cluster.config.root import Config
-from cluster.config.service import LimitsConfig
 from cluster.grammars.compile_process import Settings
 from cluster.grammars.grammar_compiler import GrammarCompiler
 from cluster.grammars.grammar_source import GrammarSource

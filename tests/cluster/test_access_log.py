@@ -72,10 +72,10 @@ async def test_a_refused_one_has_its_code(caplog: pytest.LogCaptureFixture) -> N
 
 
 async def test_a_stream_that_ends_in_an_error_says_so_beside_its_200(caplog: pytest.LogCaptureFixture) -> None:
-    served = Served(caplog, abc=script(text(0, "xy"), ApiError(500, "broken")))
+    served = Served(caplog, abc=script(text(0, "xy"), ApiError(503, "gone", code="unavailable")))
     await served.request("POST", "/v1/completions", json={"prompt": "abc", "stream": True, "max_tokens": 9})
     (line,) = served.lines
-    assert (line["status"], line["outcome"], line["tokens_out"]) == (200, "server_error", 2)
+    assert (line["status"], line["outcome"], line["code"], line["tokens_out"]) == (200, "rejected", "unavailable", 2)
 
 
 async def test_a_client_that_went_before_an_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.grammars.grammar_source import GrammarSource
 from cluster.openai.body import parse_body
 from cluster.openai.request import CompletionBody

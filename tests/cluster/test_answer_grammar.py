@@ -149,6 +149,10 @@ async def test_a_format_that_nobody_knows_says_nothing_where_the_client_is_not_s
         form["json_schema"]["strict"] = True  # type: ignore[index]
         response = await c.send(CHAT, {"response_format": form})
         assert "iri" in response.json()["error"]["message"]
+        for wrong in (1, [], {}, True):
+            form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"format": wrong}, "strict": False}}
+            response = await c.send(CHAT, {"response_format": form})
+            assert (response.status_code, "work" in response.text) == (400, False), response.text
 
 
 async def test_other_keywords_are_refused_however_lenient_the_client_is() -> None:

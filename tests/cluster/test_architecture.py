@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from cluster.launch.checkpoint_facts import checkpoint_facts, config_facts, gguf
 from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from replicas.gguf.file import read_gguf
 from replicas.model_support import UnsupportedModel
-from tests.cluster.test_wrong_starts import LLAMA, model
+from tests.cluster.test_wrong_starts import LLAMA, ROOT, model
 from tests.engines.architectures import REFUSED, SERVED, Case
 from tests.engines.random_model import tiny_config
+from tests.replicas.test_gguf_models import LLAMA3
+from tests.replicas.tiny_gguf import gguf_of, llama3_factors, tiny_model
 
 # Only a pass through the model shows that it attends to later tokens, or counts positions in its own way.
 _SEEN_LATER = {"bert", "roberta", "roberta-decoder"}
@@ -80,6 +85,27 @@ def test_what_is_said_of_the_bundled_model_is_what_its_file_says() -> None:
     path = find_bundled_gguf()
     assert path is not None
     assert gguf_facts(read_gguf(path)) == BUNDLED_FACTS
+
+
+def test_what_is_known_of_a_gguf_without_torch_is_what_is_known_with_it(tmp_path: Path) -> None:
+    """Also of one whose factors of positions only torch code can read: Llama 3.1 and later have them."""
+    model = tiny_model("LlamaConfig")
+    gguf = gguf_of(model, "llama")
+    gguf.settings["rope.freq_base"] = LLAMA3["rope_theta"]
+    gguf.tensors["rope_freqs.weight"] = llama3_factors(LLAMA3, model.config.head_dim)
+    path = gguf.write(tmp_path / "model.gguf")
+    program = (
+        "import sys; from pathlib import Path; from replicas.gguf.file import read_gguf; "
+        "from cluster.launch.checkpoint_facts import gguf_facts; print(gguf_facts(read_gguf(Path(sys.argv[1])))); "
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    found = gguf_facts(read_gguf(path))
+    assert done.stdout.splitlines()[-1] == repr(found)
+    assert found.kv_numbers_per_token == 2 * 2 * 2 * 16
+    assert found.max_positions == 512
 
 
 def test_a_folders_weights_are_counted(tmp_path: Path) -> None:

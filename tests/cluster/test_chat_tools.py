@@ -14,7 +14,7 @@ import pytest
 
 from cluster.answers.answer_part import PartKind
 from cluster.answers.format_table import CALL_ROWS
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.grammars.source_bounds import GrammarBounds
 from cluster.http import api_schemas as answers
 from cluster.same_names import by_names

@@ -109,6 +109,8 @@ TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, object], list[str], list[s
         Machine(16, 128 * GB, 120 * GB, (Gpu("L4", 20 * GB),)), LLAMA_8B, {**ON_ONE, "model.max_model_len": 131_072},
         ["model.max_model_len: 131072 tokens take 17.2 GB of KV cache, but pools.decode has 3.5 GB for it (a card of "
          "20.0 GB, weights 16.1 GB, kv_memory_fraction 0.9); expected at most about 27"], []),
+    "a card that does not tell its memory": (
+        Machine(16, 128 * GB, 120 * GB, (Gpu("NVIDIA GB10", 0, (12, 1)),)), LLAMA_8B, ON_ONE, [], []),
     "KV for a card": (
         CARD, LLAMA_8B, {**ON_ONE, "pools.decode": {"device": "cuda", "num_gpus": 1, "kv_memory_bytes": 40 * GB}},
         ["pools.decode.kv_memory_bytes: a KV cache of 40.0 GB and weights of 16.1 GB do not fit on a card of 48.0 GB; "

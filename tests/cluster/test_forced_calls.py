@@ -12,7 +12,7 @@ import httpx
 import jsonschema
 import pytest
 
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.grammars.source_bounds import GrammarBounds
 from cluster.same_names import by_names
 from tests.cluster.answer_families import TEMPLATES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -72,7 +73,9 @@ def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def test_it_is_fetched_once_and_served_from_its_folder(tmp_path: Path) -> None:
     with fake_hub(HUB) as url:
-        found = answer(run({"HF_ENDPOINT": url}, tmp_path))
+        done = run({"HF_ENDPOINT": url}, tmp_path)
+    found = answer(done)
+    assert re.fullmatch(r"splitserve: fetching org/tiny from the Hub \(\d+\.\d s\)\n", done.stderr), "no bar in a pipe"
     folder = Path(found["source"])
     assert folder.name == SHA
     assert sorted(file.name for file in folder.iterdir()) == [
@@ -91,6 +94,23 @@ def test_it_is_fetched_once_and_served_from_its_folder(tmp_path: Path) -> None:
     assert (again["source"], again["name"], again["refusal"]) == (found["source"], "tiny", "")
     (warning,) = again["warnings"]
     assert "the Hub can't be reached; what an earlier start fetched is used" in warning
+
+
+def test_it_is_told_how_much_has_come(tmp_path: Path) -> None:
+    program = """
+from replicas import hub_model
+told = []
+found = hub_model.find_on_hub("org/tiny")
+hub_model.fetch(found, on_bytes=told.append)
+print(max(told) == found.num_bytes - found.config.stat().st_size or (told, found))
+"""
+    with fake_hub(HUB) as url:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        environment = {**kept, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_ENDPOINT": url}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+        )
+    assert done.stdout == "True\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.openai import json_cost
 from cluster.openai.body import parse_body
 from cluster.openai.json_cost import has_more_values

@@ -6,11 +6,15 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from cluster.config.root import Config
+from cluster.serving import serve_command
 from cluster.terminal.log_file import LogFile
+from cluster.user_error import UserError
 
 
 def test_whatever_a_process_and_its_children_print_goes_into_the_file(
@@ -60,3 +64,26 @@ def test_a_new_start_keeps_the_log_of_the_last_one(tmp_path: Path) -> None:
     assert file.path.read_text() == "three\n"
     assert (tmp_path / "serve.log.1").read_text() == "two\n"
     file.write("after its end: lost, and no error")
+
+
+def config(folder: Path, **logging: object) -> Config:
+    size = {"kv_capacity_tokens": 4096}
+    sections = {"model": {"cache_dir": folder}, "server": {"port": 8123}, "logging": logging}
+    return Config.model_validate({**sections, "pools": {"prefill": size, "decode": size}})
+
+
+def test_where_a_server_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    file = serve_command._log_file(config(tmp_path / "cache"))
+    assert file.path == tmp_path / "cache/logs/serve-8123.log"
+    file.close()
+    file = serve_command._log_file(config(tmp_path / "cache", file=tmp_path / "own.log"))
+    assert file.path == tmp_path / "own.log"
+    file.close()
+    (tmp_path / "home").touch()  # a home that can't be written to
+    file = serve_command._log_file(config(tmp_path / "home" / "cache"))
+    assert file.path.name == "serve-8123.log"
+    assert file.path.parent.name.startswith("splitserve-")
+    file.close()
+    with pytest.raises(UserError, match=r"^logging.file: .*own.log can't be written: "):
+        serve_command._log_file(config(tmp_path, file=tmp_path / "home" / "own.log"))

@@ -132,7 +132,7 @@ def nvml(*gpus: Gpu, init: int = 0) -> Any:
 
     def memory(device: Any, pointer: Any) -> int:
         set_of(pointer, ctypes.c_ulonglong, gpus[device.value - 1].memory_bytes)
-        return 0
+        return 0 if gpus[device.value - 1].memory_bytes else 3
 
     def capability(device: Any, major: Any, minor: Any) -> int:
         for pointer, value in zip((major, minor), gpus[device.value - 1].capability, strict=True):
@@ -159,6 +159,11 @@ CARDS = (Gpu("NVIDIA A", 80 * GIB, (9, 0)), Gpu("NVIDIA B", 40 * GIB, (8, 0)))
 def test_gpus_are_counted_as_ray_counts_them(visible: str | None, count: int) -> None:
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert read_gpus(nvml(*CARDS), environment) == CARDS[:count]
+
+
+def test_a_gpu_that_shares_the_machines_memory_counts() -> None:
+    shared = Gpu("NVIDIA GB10", 0, (12, 1))
+    assert read_gpus(nvml(shared), {}) == (shared,)
 
 
 def test_a_gpu_that_can_not_be_read_is_none() -> None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.openai.body import parse_body
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.request import ChatCompletionBody, CompletionBody

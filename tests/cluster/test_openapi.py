@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.http.api_schemas import ChatCompletionChunk, CompletionChunk
 from cluster.http.response_schemas import ResponseEvent
 from cluster.openai.request import ChatCompletionBody, CompletionBody

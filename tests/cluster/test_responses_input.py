@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.openai.body import valid_body
 from cluster.openai.responses.chat_fields import ChatRequest, FieldNames, chat_fields, chat_request
 from cluster.openai.responses.request import ResponsesBody

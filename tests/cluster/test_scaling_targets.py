@@ -76,3 +76,22 @@ async def test_another_config_is_followed_from_then_on(monkeypatch: pytest.Monke
     targets.follow(config_of({"pools": {"prefill": FIXED, "decode": FIXED | {"replicas": 5}}}))
     await asyncio.sleep(0.01)
     assert shown(metrics) == {"prefill": 2, "decode": 5, "ratio": 0.4}, "nothing scales, so nobody is asked"
+
+
+async def test_a_deployment_that_goes_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """When the server stops, they go one after the other."""
+    asked = asyncio.Event()
+
+    async def ask(_: str) -> dict[str, int]:
+        asked.set()
+        return {"decode": 3}
+
+    monkeypatch.setattr(scaling_targets, "_targets", ask)
+    targets = ScalingTargets("app", IngressMetrics("model", "1", "2"), 60.0)
+    with caplog.at_level("INFO"):
+        targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
+        await asked.wait()
+        await asyncio.sleep(0)
+    assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "a deployment has gone")]

@@ -84,6 +84,8 @@ TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, Any], tuple[str, str, dict
         ("two_lanes", "cuda", {"decode": 1}, "bfloat16"),
         13_520,
     ),
+    "a card that does not tell its memory": (replace(ONE_CARD, gpus=(Gpu("NVIDIA GB10", 0, (12, 1)),)), LLAMA_8B, {},
+                                             ("two_lanes", "cuda", {"decode": 1}, "bfloat16"), 32_768),
     "three that decode": (FOUR_CARDS, LLAMA_8B, {"decode": 2},
                           ("split", "cuda", {"prefill": 2, "decode": 2}, "bfloat16"), 32_768),
     "three that prefill": (FOUR_CARDS, LLAMA_8B, {"prefill": 3},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.config.service import LimitsConfig
+from cluster.config.limits import LimitsConfig
 from cluster.openai.body import parse_body
 from cluster.openai.request import ChatCompletionBody
 from cluster.openai.tools import MAX_TOOLS, ToolMode

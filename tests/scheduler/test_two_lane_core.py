@@ -194,6 +194,15 @@ def test_a_prompt_that_is_not_over_in_time_holds_nobody_up() -> None:
     assert rows_of(driven.turn(STEP_S)[0]) == ["row", "prompt"]
 
 
+def test_the_slower_a_launch_the_sooner_rows_are_planned() -> None:
+    driven = Driven(lag=1)
+    beside_a_prompt(driven)
+    driven.now_s = 0.001
+    assert driven.core.turn(driven.now_s, rows_step_s=STEP_S, lead_s=0.005).plan is None
+    assert driven.core.rows_held_until_s == 0.005
+    assert driven.core.turn(driven.now_s, rows_step_s=STEP_S, lead_s=0.020).plan is not None
+
+
 def test_each_step_is_waited_for_from_where_it_began() -> None:
     driven = Driven(lag=1)
     beside_a_prompt(driven)

@@ -20,7 +20,7 @@ from cluster.openai.responses.refused import REFUSED
 from cluster.openai.responses.request import LOGPROBS, ResponsesBody
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
 
 _ASSISTANT = "assistant"
 _INSTRUCTIONS = "instructions"

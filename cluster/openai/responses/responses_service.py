@@ -13,7 +13,7 @@ from cluster.text.length import size_up_to
 from cluster.text.work_threads import LONG
 
 if TYPE_CHECKING:
-    from cluster.config.service import LimitsConfig
+    from cluster.config.limits import LimitsConfig
     from cluster.monitoring.request_timer import RequestTimer
     from cluster.openai.generation_service import GenerationService
     from cluster.openai.response import Answer

@@ -1,0 +1,125 @@
+"""Constrained texts of pools of several engines: an engine that dies takes none with it; 200 schemas are followed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from transformers import AutoModelForCausalLM
+
+from cluster.routing.generation import Generation
+from cluster.text.tokenizer import Tokenizer
+from replicas.grammars import grammar_text
+from scheduler.generation_spec import GenerationSpec
+from scheduler.grammar import Grammar
+from scheduler.sampling_params import SamplingParams
+from tests.engines.grammar_reference import GrammarReference
+from tests.engines.local_pools import ManySystem
+from tests.engines.local_system import settings
+from tests.engines.tiny_model import save_tiny_model, tiny_settings
+from tests.engines.tiny_tokenizer import END_ID, VOCAB_SIZE, save_tiny_tokenizer
+from tests.model_folder import model_folder
+
+SCHEMAS = [json.loads(line) for line in (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()]
+LISTS = Grammar(
+    grammar_text.json_schema(
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"]},
+            "minItems": 4,
+            "maxItems": 9,
+        }
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_dead_decode_engine_takes_no_text_with_it(tmp_path: Path, lag: int) -> None:
+    """16 streams in the middle of their objects; those of the dead engine go on elsewhere, as if nothing had been."""
+    save_tiny_model(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    reference = GrammarReference(model, tmp_path, VOCAB_SIZE, {END_ID})
+    decodes = [tiny_settings("decode", tmp_path, lag=lag) for _ in range(2)]
+    system = ManySystem(decodes, [tiny_settings("prefill", tmp_path, lag=lag) for _ in range(2)])
+    prompts = [tuple((7 * number + 13 * index) % 500 for index in range(9 + number)) for number in range(16)]
+    generations = [
+        Generation(
+            f"g{number}",
+            GenerationSpec(
+                prompt, (0,), 60, frozenset({END_ID}), SamplingParams(temperature=number % 3 / 2, seed=number),
+                grammar=LISTS,
+            ),
+            120.0,
+        )
+        for number, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    generated = system.run(generations, kill_after=40)
+    assert not system.decodes["decode-0"].engine.thread.is_alive()
+    for generation, got in zip(generations, generated, strict=True):
+        assert got.token_ids[0] == reference.text(generation.spec), generation.spec
+    system.close()
+
+
+class Bundled:
+    """What the exhaustive tests of the bundled model share."""
+
+    def __init__(self) -> None:
+        folder = model_folder()
+        self.tokenizer = Tokenizer(folder)
+        self.ends = self.tokenizer.eos_token_ids
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.reference = GrammarReference(model, folder, 49_152, self.ends)
+
+    def specs(self, params: SamplingParams) -> list[GenerationSpec]:
+        return [
+            GenerationSpec(
+                tuple(self._prompt(schema)), (0,), 200, self.ends,
+                replace(params, seed=params.seed + number), grammar=Grammar(grammar_text.json_schema(schema)),
+            )
+            for number, schema in enumerate(SCHEMAS)
+        ]  # fmt: skip
+
+    def _prompt(self, schema: Any) -> list[int]:
+        said = f"Answer with one small JSON value for this schema, nothing else: {json.dumps(schema)[:400]}"
+        return self.tokenizer.apply_chat_template([{"role": "user", "content": said}])
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Bundled:
+    return Bundled()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("params", [SamplingParams(0.0), SamplingParams(0.8, seed=1000)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("num_decodes", "num_prefills"), [(1, 0), (1, 1), (2, 2)], ids=["colocated", "1p1d", "2p2d"])
+def test_200_schemas_are_followed(
+    bundled: Bundled, params: SamplingParams, num_decodes: int, num_prefills: int
+) -> None:
+    """Equal to transformers' generate, so equal over the layouts; and valid, by a judge of its own."""
+    assert len(SCHEMAS) == 200
+    pools = [
+        [settings(pool, lag=1) for _ in range(n)] for pool, n in (("decode", num_decodes), ("prefill", num_prefills))
+    ]
+    system = ManySystem(*pools)
+    specs = bundled.specs(params)
+    generated = system.run([Generation(f"g{n}", spec, 7000.0) for n, spec in enumerate(specs)])
+    system.close()
+    num_stopped, wrong = 0, []
+    for schema, spec, got in zip(SCHEMAS, specs, generated, strict=True):
+        ids = got.token_ids[0]
+        if ids != bundled.reference.text(spec):
+            wrong.append(("other text", schema))
+        if got.finish_reasons[0] == "stop":
+            num_stopped += 1
+            if not Draft202012Validator(schema).is_valid(json.loads(bundled.tokenizer.decode(ids[:-1]))):
+                wrong.append(("invalid", schema))
+    assert wrong == []
+    assert num_stopped >= 180
