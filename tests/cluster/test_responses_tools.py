@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from tests.cluster.fake_ingress import MODEL, STOP, ByteTokenizer, FakeIngress, ScriptedSource, text
-from tests.cluster.test_responses import Client, client
+from tests.cluster.test_responses import Client, client, events_in
 
 # A template by which the answers of Qwen3's family are known.
 TEMPLATE = "{{ tools }} <tool_call> </tool_call> <think> </think> tool_calls 'tool'"
@@ -142,6 +142,30 @@ async def test_the_choice_of_tools(choice: Any, shown: list[str]) -> None:
         assert (c.ingress.source.specs[0].grammar is not None) >= is_forced
         if shown:
             assert texts(response) == [("function_call", "{}")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("choice", ["none", "auto"])
+async def test_parameters_are_repeated_however_deep_or_refused(choice: str, stream: bool) -> None:
+    """A body may be nested deeper than what can be written: that is found out before anything is generated."""
+    statuses = []
+    async with client(ingress(p="a")) as c:
+        for depth in (10, *range(100, 136), 400):
+            schema: dict[str, Any] = {"type": "string"}
+            for _ in range(depth):
+                schema = {"type": "object", "properties": {"a": schema}}
+            tool = {"type": "function", "name": "f", "parameters": schema}
+            response = await c.post(tools=[tool], tool_choice=choice, stream=stream)
+            statuses.append(response.status_code)
+            if response.status_code == 200 and stream:
+                assert events_in(response.content)[-1]["response"]["tools"][0]["parameters"] == schema
+            elif response.status_code == 200:
+                assert response.json()["tools"][0]["parameters"] == schema
+            else:
+                assert response.json()["error"]["param"] == "tools[0].parameters"
+    num_fine = statuses.count(200)
+    assert statuses == [200] * num_fine + [400] * (len(statuses) - num_fine)
+    assert 1 < num_fine < len(statuses) - 1
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from cluster.openai.object import OpenAIObject, invalid, unsupported
 from cluster.openai.responses.refused import HOSTED_TOOLS
+
+_LEVELS_AROUND = 8
 
 
 def _tool(value: Any) -> Any:
@@ -61,13 +64,25 @@ _TOOL_CHOICE_SCHEMA = {
 }
 
 
+def _parameters(value: dict[str, Any]) -> dict[str, Any]:
+    """They are repeated in the response, within so many objects and arrays that are ours."""
+    within: Any = value
+    for _ in range(_LEVELS_AROUND):
+        within = [within]
+    try:
+        orjson.dumps(within)
+    except TypeError:  # deeper than orjson writes
+        raise invalid("is nested too deeply") from None
+    return value
+
+
 class FunctionTool(OpenAIObject):
     """A function that the model may call. What runs it is the client."""
 
     type: Literal["function"] = Field(description="The kind of tool.", examples=["function"])
     name: str = Field(min_length=1, description="Name of the function.", examples=["get_weather"])
     description: str | None = Field(default=None, description="What it does.", examples=["The weather in a city"])
-    parameters: dict[str, Any] | None = Field(
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = Field(
         default=None,
         description="JSON schema of its arguments.",
         examples=[{"type": "object", "properties": {"city": {"type": "string"}}}],
