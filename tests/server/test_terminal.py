@@ -93,12 +93,12 @@ def test_requests_and_throughput(server: RunningServer) -> None:
         cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"capital.*\n\(\d+ tokens, first after \d+\.\d\d s", done.stdout)
+    assert re.search(r"\n\(\d+ tokens?, first after \d+\.\d\d s", done.stdout)  # what it says is drawn by lot
     shows(
         server, r"INFO ingress \d+: POST /v1/chat/completions 200 tokens_in=\d+ tokens_out=8 ttft_s=[\d.]+ duration_s="
     )
     shows(server, r"INFO ingress \d+: \d running, 0 waiting; prompts \d+ tok/s, generated [\d.]+ tok/s; KV cache \d+%")
-    assert "capital" not in server.log()
+    assert "capital of" not in server.log()
 
 
 def test_a_killed_replica(server: RunningServer) -> None:
@@ -209,10 +209,15 @@ def test_ctrl_c_while_it_starts(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_names_the_cause_and_the_file(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096}
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
-    server = InTerminal(tmp_path, {"model": {"source": str(tmp_path / "model"), "max_model_len": 512}})
+    """One that no look at the files before it foresees: the tokenizer is none."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    size = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096, **size}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    model = {"source": str(folder), "max_model_len": 512, "load_format": "dummy"}
+    server = InTerminal(tmp_path, {"model": model})
     assert server.end() == 1
     *_, cause, where = server.shown.replace("\r", "").rstrip("\x1b[0m\n").split("\n")
     assert cause.startswith("the application did not start: ")
