@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from replicas.engine.open_call import OpenCall
 from replicas.grammars.choice_texts import ChoiceTexts
-from replicas.grammars.compiled_grammar import CompiledGrammar
 from replicas.grammars.followed_text import FollowedText
 from replicas.grammars.grammar_cache import GrammarCache
 from replicas.grammars.mask_maker import MaskMaker
@@ -47,13 +46,9 @@ class ConstrainedRows:
         self._metrics, self._by_id = metrics, by_id
         self._known: set[str] = set()  # requests with texts, some of which may have ended
 
-    def follow(self, opened: OpenCall, compiled: CompiledGrammar) -> None:
+    def follow(self, request_id: str) -> None:
         """Its texts begin. Mutates."""
-        spec = opened.request.spec
-        assert spec.grammar is not None
-        begun_ids = spec.prompt_ids[spec.output_start :]
-        opened.texts = ChoiceTexts(spec.grammar, compiled, begun_ids)
-        self._known.add(opened.request.request_id)
+        self._known.add(request_id)
 
     def concern(self, plan: StepPlan) -> bool:
         """Whether some row of the plan may have a mask. Mutates. Free while nobody has a grammar."""

@@ -123,11 +123,11 @@ class Engine:
     def _take(self, call: GenerateCall | PrefillCall) -> Future[Any]:
         opened = open_call(call, time.monotonic())
         if (grammar := call.spec.grammar) is not None and self._grammars is not None:
-            opened.compiled = self._grammars.cache.get(grammar.text)
+            opened.coming = self._grammars.cache.begin(grammar, call.spec.prompt_ids[call.spec.output_start :])
         self._inbox.put(partial(self.calls.submit, opened))
-        if opened.compiled is not None:  # behind `submit`, also if it is known already
+        if opened.coming is not None:  # behind `submit`, also if it is known already
             ready = partial(self.calls.grammar_compiled, call.request_id)
-            opened.compiled.add_done_callback(lambda _: self._inbox.put(ready, call.request_id))
+            opened.coming.add_done_callback(lambda _: self._inbox.put(ready, call.request_id))
         return opened.future
 
     def on_transfer_event(self, event: Event) -> None:

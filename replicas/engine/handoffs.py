@@ -139,7 +139,7 @@ class Handoffs:
         opened = self._calls.by_id[transfer_id]
         assert opened.handoff is not None, "KV was read without a handoff"
         opened.is_kv_read = True
-        if opened.compiled is not None and opened.texts is None:
+        if opened.coming is not None and opened.texts is None:
             return  # it runs when its grammar is there, too
         try:
             self._join_batch(opened.request, opened.handoff)

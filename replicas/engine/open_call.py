@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicas.grammars.choice_texts import ChoiceTexts
-from replicas.grammars.compiled_grammar import CompiledGrammar
 from replicas.messages import (
     CallStatus,
     EngineLoad,
@@ -30,8 +29,8 @@ class OpenCall:
     call: GenerateCall | PrefillCall
     request: Request
     future: Future[Any] = field(default_factory=Future)  # of the call's kind of reply
-    # Of one with a grammar: the compiled one, and the texts once it is there.
-    compiled: Future[CompiledGrammar] | None = None
+    # Of one with a grammar: its texts, as soon as that is compiled.
+    coming: Future[ChoiceTexts] | None = None
     texts: ChoiceTexts | None = None
     # Of a GenerateCall.
     router_id: str = ""  # whose token channel its tokens take

@@ -72,10 +72,10 @@ class OpenCalls:
         """Whether one with a grammar may be queued. One whose KV is read is, while its grammar is compiled; another one
         waits here. Answers it if it cannot be taken."""
         request_id = opened.request.request_id
-        if opened.compiled is None:
+        if opened.coming is None:
             self.reply(opened, CallStatus.ERROR, "this model has no grammars: see the replica's log")
             return False
-        if opened.compiled.done():
+        if opened.coming.done():
             return self._take_grammar(opened)
         if opened.is_read:
             return True
@@ -99,10 +99,11 @@ class OpenCalls:
 
     def _take_grammar(self, opened: OpenCall) -> bool:
         """Of a call whose grammar has been compiled. Ends or answers it if that was refused."""
-        assert opened.compiled is not None
-        error = opened.compiled.exception()
+        assert opened.coming is not None
+        error = opened.coming.exception()
         if error is None:
-            self.constrained.follow(opened, opened.compiled.result())
+            opened.texts = opened.coming.result()
+            self.constrained.follow(opened.request.request_id)
             return True
         status = CallStatus.GRAMMAR_LIMIT if isinstance(error, GrammarRefused) else CallStatus.ERROR
         extra = {"event": "grammar_refused", "request": opened.request.request_id, "reason": str(error)}

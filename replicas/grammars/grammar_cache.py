@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from llguidance import LLTokenizer
 
+from replicas.grammars.choice_texts import ChoiceTexts
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
 from replicas.grammars.grammar_fuel import GrammarFuel
+from scheduler.grammar import Grammar
 
 # What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
 _BYTES_PER_CHAR = 50
@@ -75,8 +77,19 @@ class GrammarCache:
         self._threads.submit(self._compile, text, kept.future)
         return kept.future
 
+    def begin(self, grammar: Grammar, begun_ids: Sequence[int]) -> Future[ChoiceTexts]:
+        """The texts of a request, as `get`. begun_ids: output that its prompt ends with, of a replay: thousands of
+        tokens take a while, and take it here."""
+        texts: Future[ChoiceTexts] = Future()
+        compiled = self.get(grammar.text)
+        if begun_ids:
+            compiled.add_done_callback(lambda done: self._threads.submit(_begin, texts, grammar, done, begun_ids))
+        else:
+            compiled.add_done_callback(lambda done: _begin(texts, grammar, done, begun_ids))
+        return texts
+
     def close(self) -> None:
-        """Does not wait. What waits to be compiled ends as cancelled."""
+        """Does not wait. What waits to be compiled is not, and nobody hears of it."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _forget_old(self) -> None:
@@ -95,8 +108,19 @@ class GrammarCache:
         with self._lock:
             self.counts.compile_s += duration_s
             self.counts.refused += isinstance(error, GrammarRefused)
+            if error is not None and not isinstance(error, GrammarRefused) and text in self._kept:
+                self._num_bytes -= self._kept.pop(text).num_bytes  # no fault of the text
         self._compiled(duration_s)
         if grammar is None:
             future.set_exception(error)
         else:
             future.set_result(grammar)
+
+
+def _begin(
+    texts: Future[ChoiceTexts], grammar: Grammar, compiled: Future[CompiledGrammar], begun_ids: Sequence[int]
+) -> None:
+    if (error := compiled.exception()) is not None:
+        texts.set_exception(error)
+    else:
+        texts.set_result(ChoiceTexts(grammar, compiled.result(), begun_ids))

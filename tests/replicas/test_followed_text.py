@@ -23,7 +23,6 @@ from replicas.grammars.mask_maker import MaskMaker
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.slot_rules import SlotRules
-from scheduler.generation_spec import GenerationSpec
 from scheduler.grammar import Grammar
 from scheduler.plan import RuleContext, SampleTarget, Slice, SlotInit, StepOutput, StepPlan
 from scheduler.sampling_params import SamplingParams
@@ -169,17 +168,9 @@ def rows_of(tokenizer: LLTokenizer, *constrained: tuple[str, Grammar, tuple[int,
     metrics = SimpleNamespace(masks_made=lambda count, duration_s: None)
     rows = ConstrainedRows(grammars, metrics, by_id)  # type: ignore[arg-type]
     for name, grammar, begun in constrained:
-        spec = GenerationSpec(
-            (9, 9, *begun),
-            (0, 1),
-            8,
-            frozenset({END_ID}),
-            SamplingParams(),
-            num_output_in_prompt=len(begun),
-            grammar=grammar,
-        )
-        by_id[name] = SimpleNamespace(request=SimpleNamespace(request_id=name, spec=spec), texts=None)
-        rows.follow(by_id[name], compile_grammar(tokenizer, grammar.text, GrammarFuel()))
+        texts = ChoiceTexts(grammar, compile_grammar(tokenizer, grammar.text, GrammarFuel()), begun)
+        by_id[name] = SimpleNamespace(texts=texts)
+        rows.follow(name)
     return rows
 
 

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from replicas.grammars import grammar_text
+from replicas.grammars import grammar_cache, grammar_text
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
 from replicas.grammars.grammar_cache import GrammarCache
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.grammar_tokenizer import grammar_tokenizer
 from replicas.grammars.joined_patterns import num_joined_patterns
+from scheduler.grammar import Grammar
 from tests.model_folder import model_folder
 
 VOCAB_SIZE = 49_152
@@ -203,6 +204,34 @@ def test_a_text_is_compiled_once_while_it_is_kept(tokenizer: LLTokenizer) -> Non
     assert (cache.counts.hits, cache.counts.misses) == (3, 4)
     assert cache.get(texts[1]).result(30)
     assert cache.counts.misses == 5
+    cache.close()
+
+
+def test_texts_begin_where_a_replays_prompt_ends(tokenizer: LLTokenizer) -> None:
+    cache = cache_of(tokenizer)
+    grammar = Grammar(grammar_text.choice(["abcdef"]))
+    ids = tokenizer.tokenize_str("abcdef")
+    anew, replayed = cache.begin(grammar, ()), cache.begin(grammar, ids[:-1])
+    texts = [texts.result(30).of(0).matcher for texts in (anew, replayed)]
+    assert texts[0] is not None
+    assert texts[1] is not None
+    assert ids[-1] in allowed(texts[1])
+    assert ids[-1] not in allowed(texts[0])
+    assert isinstance(cache.begin(Grammar("start: foo"), ids).exception(30), GrammarRefused)
+    assert isinstance(cache.begin(Grammar("start: foo"), ()).exception(30), GrammarRefused)
+    cache.close()
+
+
+def test_what_fails_for_another_reason_is_tried_again(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> CompiledGrammar:
+        raise MemoryError("not now")
+
+    cache = cache_of(tokenizer)
+    text = grammar_text.choice(["a"])
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_cache, "compile_grammar", failing)
+        assert isinstance(cache.get(text).exception(30), MemoryError)
+    assert cache.get(text).result(30)
     cache.close()
 
 
