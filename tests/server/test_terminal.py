@@ -219,8 +219,9 @@ def test_a_start_that_fails_names_the_cause_and_the_file(tmp_path: Path) -> None
     model = {"source": str(folder), "max_model_len": 512, "load_format": "dummy"}
     server = InTerminal(tmp_path, {"model": model})
     assert server.end() == 1
-    *_, cause, where = server.shown.replace("\r", "").rstrip("\x1b[0m\n").split("\n")
-    assert cause.startswith("the application did not start: ")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", server.shown.replace("\r", "")).split("\n")
+    cause, where = [line for line in lines if line][-2:]
+    assert cause == "the application did not start: ingress: KeyError: 'added_tokens'"
     assert where == f"The log has more: {tmp_path / 'replicas.log'}"
     assert "Traceback" not in server.shown
     assert "Traceback" in (tmp_path / "replicas.log").read_text()
