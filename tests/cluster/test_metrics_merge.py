@@ -84,7 +84,7 @@ def test_histograms_are_cumulative_and_in_order_up_to_infinity() -> None:
             amounts = [amount for _, amount in buckets]
             assert amounts == sorted(amounts)
             assert amounts[-1] == counts[key]
-    assert num_histograms == 10
+    assert num_histograms == 14
 
 
 def test_ingress_and_pools_share_families() -> None:

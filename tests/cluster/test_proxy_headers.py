@@ -15,7 +15,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.proxy_headers import ProxyHeaders, middlewares
-from cluster.serving import serve_command
+from cluster.serving import local_ray
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ print(json.dumps([list(item) for item in seen]))
 
 def test_serve_finds_it_by_the_name_that_the_serve_command_sets() -> None:
     """In a process of its own, as Serve reads the variable when it is imported. The app is as careless as Serve's."""
-    source = inspect.getsource(serve_command)
+    source = inspect.getsource(local_ray)
     (name,) = re.findall(r'"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "([^"]+)"', source)
     environment = {**os.environ, "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": name, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -171,7 +171,7 @@ def test_updates_from_threads_are_all_counted() -> None:
 
 def test_buckets_rise() -> None:
     tables = {name: bounds for name, bounds in vars(metric_buckets).items() if isinstance(bounds, tuple)}
-    assert len(tables) == 6
+    assert len(tables) == 8
     for name, bounds in tables.items():
         assert list(bounds) == sorted(set(bounds)), name
     assert metric_buckets.TOKENS[:4] == (1, 2, 5, 10)

@@ -491,9 +491,21 @@ def started_and_not_ended(remote: Remote) -> ReadHandle:
     raise AssertionError("every read ended at once")
 
 
+def stopped_in_mid_read(remote: Remote) -> ReadHandle:
+    """The source stands still, so that it is sure what has not landed when it dies."""
+    for _ in range(100):
+        handle = started_and_not_ended(remote)
+        remote.process.send_signal(signal.SIGSTOP)
+        if not torch.equal(remote.pool, ALL):
+            return handle
+        remote.process.send_signal(signal.SIGCONT)
+        remote.finish(handle, ReadState.DONE)
+    raise AssertionError("every read was through before the source stood still")
+
+
 def test_nothing_lands_once_the_source_has_died_under_a_read(stoppable: Remote) -> None:
     """That is the one failure that ends a read: UCX has torn down the connection, and what was posted with it."""
-    handle = started_and_not_ended(stoppable)
+    handle = stopped_in_mid_read(stoppable)
     stoppable.kill()
     stoppable.finish(handle, ReadState.FAILED)
     assert not torch.equal(stoppable.pool, ALL)
