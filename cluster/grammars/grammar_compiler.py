@@ -92,11 +92,11 @@ class GrammarCompiler:
         running.last_id += 1
         question = {"id": running.last_id, "kind": source.kind, "text": source.text, "is_lenient": source.is_lenient}
         try:
-            running.questions.write(orjson.dumps(question) + b"\n")
-            running.questions.flush()
+            timeout_s = self._settings.bounds.max_grammar_seconds + _ANSWER_TIMEOUT_S
+            _ask(running, orjson.dumps(question) + b"\n", timeout_s)
             answer: dict[str, Any] = {}
             while answer.get("id") != running.last_id:  # of one that died just behind its answer there are two
-                answer = self._answer(running, self._settings.bounds.max_grammar_seconds + _ANSWER_TIMEOUT_S)
+                answer = _answer(running, timeout_s)
         except (OSError, EOFError, TimeoutError) as error:
             self._stop()
             logger.warning("grammar compiler lost: %r", error, extra={"event": "grammar_compiler_lost"})
@@ -115,16 +115,17 @@ class GrammarCompiler:
             [sys.executable, "-m", "cluster.grammars.compile_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env=environment,
             start_new_session=True,  # one signal ends it and what it has forked
         )
         assert process.stdin is not None
         assert process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
         self._running = running = _Running(process, process.stdout, process.stdin)
         try:
-            running.questions.write(self._settings.to_line())
-            running.questions.flush()
-            self._unsupported = self._answer(running, _START_TIMEOUT_S)["unsupported"]
+            _ask(running, self._settings.to_line(), _START_TIMEOUT_S)
+            self._unsupported = _answer(running, _START_TIMEOUT_S)["unsupported"]
         except (OSError, EOFError, TimeoutError) as error:
             self._stop()
             logger.error("grammar compiler does not start: %r", error, extra={"event": "grammar_compiler_lost"})
@@ -133,22 +134,6 @@ class GrammarCompiler:
             extra = {"event": "grammars_unsupported", "reason": self._unsupported}
             logger.warning("no grammar can be followed with this tokenizer: %s", self._unsupported, extra=extra)
         return running
-
-    def _answer(self, running: _Running, timeout_s: float) -> dict[str, Any]:
-        """The next line. Raises TimeoutError and EOFError."""
-        deadline = time.monotonic() + timeout_s
-        poll = select.poll()  # unlike select it takes any file descriptor, and an ingress has many
-        poll.register(running.answers, select.POLLIN)
-        while b"\n" not in running.rest:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError(f"no answer within {timeout_s:g} s")
-            piece = os.read(running.answers.fileno(), _PIECE_BYTES)
-            if not piece:
-                raise EOFError("it has ended")
-            running.rest += piece
-        line, _, running.rest = running.rest.partition(b"\n")
-        answer: dict[str, Any] = orjson.loads(line)
-        return answer
 
     def _stop(self) -> None:
         running, self._running = self._running, None
@@ -160,3 +145,32 @@ class GrammarCompiler:
             with suppress(OSError):
                 pipe.close()
         running.process.wait()
+
+
+def _ask(running: _Running, line: bytes, timeout_s: float) -> None:
+    """Write a line. Raises TimeoutError where it is not read, as of a process that is stopped, and OSError."""
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()  # unlike select it takes any file descriptor, and an ingress has many
+    poll.register(running.questions, select.POLLOUT)
+    rest = memoryview(line)
+    while rest:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError(f"nothing is read within {timeout_s:g} s")
+        rest = rest[os.write(running.questions.fileno(), rest[:_PIECE_BYTES]) :]
+
+
+def _answer(running: _Running, timeout_s: float) -> dict[str, Any]:
+    """The next line. Raises TimeoutError and EOFError."""
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(running.answers, select.POLLIN)
+    while b"\n" not in running.rest:
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        piece = os.read(running.answers.fileno(), _PIECE_BYTES)
+        if not piece:
+            raise EOFError("it has ended")
+        running.rest += piece
+    line, _, running.rest = running.rest.partition(b"\n")
+    answer: dict[str, Any] = orjson.loads(line)
+    return answer

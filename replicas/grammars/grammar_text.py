@@ -52,7 +52,7 @@ def choice(texts: Sequence[str]) -> str:
 
 
 def lark(text: str) -> str:
-    """What llguidance's dialect of Lark describes, with `%json {...}` for schemas and `<|name|>` for special tokens."""
+    """What llguidance's dialect of Lark describes, with `%json {...}` for schemas and `<[id]>` for a token."""
     return LLMatcher.grammar_from_lark(text)
 
 

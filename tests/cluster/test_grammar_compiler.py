@@ -123,6 +123,22 @@ async def test_one_that_does_not_answer_is_given_up(compiler: GrammarCompiler, m
     assert await compiler.compile(GOOD) == good
 
 
+async def test_one_that_does_not_read_is_given_up(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question may be larger than what the kernel takes for somebody who does not read."""
+    good = await compiler.compile(GOOD)
+    pids = processes_of(compiler)
+    monkeypatch.setattr("cluster.grammars.grammar_compiler._ANSWER_TIMEOUT_S", 0.0)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(CompilerUnavailable):
+        async with asyncio.timeout(60):
+            await compiler.compile(GrammarSource("text", "x" * 1_000_000))
+    assert await gone(*pids)
+    monkeypatch.undo()
+    assert await compiler.compile(GOOD) == good
+    with pytest.raises(SourceRefused):
+        await compiler.compile(GrammarSource("text", "x" * 1_000_000))
+
+
 async def test_closing_ends_it(compiler: GrammarCompiler) -> None:
     await compiler.compile(GOOD)
     pids = processes_of(compiler)
