@@ -7,8 +7,8 @@ after the other within bounds of CPU time, memory and stack that the kernel keep
 process is gone, the other says so, and forks again, which takes a millisecond. It ends when its input does.
 
 Lines of JSON: the first one is `Settings`, answered by {"unsupported"}: why no grammar can be followed with this
-tokenizer, or null; then one question at a time, {"id", "kind", "text", "is_lenient"}, and its answer, {"id"} with
-"text" (of a Grammar), "refused" (why) or "died" (the signal).
+tokenizer, or null; then one question at a time, {"id", "seconds", "kind", "text", "is_lenient"}, and its answer, {"id"}
+with "text" (of a Grammar), "refused" (why) or "died" (the signal). seconds: of CPU time that it may take.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _answer_all(
     while line := questions.readline():
         asked = orjson.loads(line)
         in_work[:] = _ID.pack(asked["id"])
-        signal.setitimer(signal.ITIMER_PROF, bounds.max_grammar_seconds)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # its signal ends the process
         source = GrammarSource(asked["kind"], asked["text"], asked["is_lenient"])
         answer = _answer(source, tokenizer, bounds, settings.fuel, controls)
         signal.setitimer(signal.ITIMER_PROF, 0)
