@@ -131,6 +131,32 @@ async def test_with_auto_and_a_format_an_answer_is_one_or_the_other(begins: str,
             assert (choice["message"]["content"], choice["finish_reason"]) == ("12", "stop")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": 'start: "1" two\ntwo: "2"'},
+        {"guided_grammar": 'root ::= "1" two\ntwo ::= "2"'},
+        {"guided_regex": "12"},
+        {"guided_choice": ["12"]},
+        {"guided_json": {"const": 12}},
+        {"structured_outputs": {"grammar": '%llguidance {}\nstart: "1" /2/'}},
+    ],
+)
+@pytest.mark.parametrize(("parser", "begins"), [("auto", "12"), ("qwen3", "<think>Hm</think>12")])
+async def test_every_form_goes_with_tools_and_with_thinking(parser: str, begins: str, fields: dict[str, Any]) -> None:
+    for tools in (TOOLS, []):
+        async with client("hermes", begins, parser=parser) as (c, _):
+            (choice,) = (await c.whole(**fields, **({"tools": tools} if tools else {})))["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("12", "stop")
+
+
+async def test_a_grammar_is_lark_and_not_what_it_is_made_into() -> None:
+    made = json.dumps({"grammars": [{"json_schema": {"not": {}, "x-guidance": {"lenient": True}}}]})
+    async with client("hermes") as (c, _):
+        response = await c.post(guided_grammar=made)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_refused")
+
+
 async def test_with_none_only_the_format_counts_and_with_required_only_calls() -> None:
     async with client("hermes", "<tool_call>") as (c, _):
         (choice,) = (await c.whole(tools=TOOLS, response_format=FORMAT, tool_choice="none"))["choices"]
