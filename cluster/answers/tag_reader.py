@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import orjson
 
 from cluster.answers.answer_format import CallSyntax
 from cluster.answers.call_sink import CallSink
 from cluster.answers.characters import Reading, literal, skip_space, until
+from cluster.answers.parameter_text import is_text
 
 _PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
 
@@ -22,7 +22,8 @@ def read_tags(syntax: CallSyntax, sink: CallSink) -> Reading[None]:
     yield from literal("<function=", ch)
     name = (yield from until(">")).strip()
     sink.begin(name)
-    properties = sink.offered.get(name, {}).get("properties")
+    schema = sink.offered.get(name, {})
+    properties = schema.get("properties")
     before = "{"
     while True:
         ch = yield from skip_space()
@@ -34,17 +35,16 @@ def read_tags(syntax: CallSyntax, sink: CallSink) -> Reading[None]:
         yield from literal("<parameter=", "<" + ch)
         key = (yield from until(">")).strip()
         sink.arguments(f"{before}{_dumped(key)}: ")
-        yield from _parameter(properties.get(key) if isinstance(properties, Mapping) else None, sink.arguments)
+        own = properties.get(key) if isinstance(properties, Mapping) else None
+        yield from _parameter(is_text(own, schema), sink.arguments)
         before = ", "
     sink.arguments("{}" if before == "{" else "}")
     sink.end()
     yield from literal(syntax.closer, (yield from skip_space()))
 
 
-def _parameter(schema: Any, put: Callable[[str], None]) -> Reading[None]:
-    """A parameter's text as JSON of a type that its schema allows; a string where it allows that, or says nothing."""
-    types = _types(schema)
-    is_string = not types or "string" in types
+def _parameter(is_string: bool, put: Callable[[str], None]) -> Reading[None]:
+    """A parameter's text as JSON of a type that its schema allows."""
     pieces: list[str] = []
     if is_string:
         put('"')
@@ -79,19 +79,6 @@ def _as_json(text: str) -> str:
     except orjson.JSONDecodeError:
         return _dumped(text)
     return word
-
-
-def _types(schema: Any) -> set[str]:
-    """Names of types that a schema allows; empty: it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else {t for t in declared or () if isinstance(t, str)}
-    for word in ("anyOf", "oneOf"):
-        choices = schema.get(word)
-        for choice in choices if isinstance(choices, list) else ():
-            types |= _types(choice)
-    return types
 
 
 def _dumped(text: str) -> str:

@@ -7,8 +7,8 @@ after the other within bounds of CPU time, memory and stack that the kernel keep
 process is gone, the other says so, and forks again, which takes a millisecond. It ends when its input does.
 
 Lines of JSON: the first one is `Settings`, answered by {"unsupported"}: why no grammar can be followed with this
-tokenizer, or null; then one question at a time, {"id", "kind", "text", "is_lenient"}, and its answer, {"id"} with
-"text" (of a Grammar), "refused" (why) or "died" (the signal).
+tokenizer, or null; then one question at a time, {"id", "seconds", "kind", "text", "is_lenient"}, and its answer, {"id"}
+with "text" (of a Grammar), "refused" (why) or "died" (the signal). seconds: of CPU time that it may take.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
@@ -31,6 +32,7 @@ from cluster.grammars.refusal_words import in_our_words
 from cluster.grammars.source_bounds import GrammarBounds, SourceRefused
 from cluster.grammars.source_text import grammar_text
 from replicas.grammars.compiled_grammar import GrammarRefused, compile_grammar
+from replicas.grammars.control_tokens import control_ids, without_control_texts
 from replicas.grammars.grammar_fuel import GrammarFuel
 
 # Of what compiles, beyond what it has when it begins.
@@ -71,8 +73,9 @@ def main() -> None:
     try:
         if not settings.eos_token_ids:
             raise ValueError("the model has no token that ends an answer")
-        tokenizer = LLTokenizer(settings.tokenizer, eos_token=list(settings.eos_token_ids))
-    except ValueError as error:
+        controls = control_ids(settings.tokenizer)
+        tokenizer = LLTokenizer(without_control_texts(settings.tokenizer), eos_token=list(settings.eos_token_ids))
+    except (ValueError, KeyError, TypeError) as error:  # some are not of the usual form
         answers.write(_line({"unsupported": str(error)}))
         return
     answers.write(_line({"unsupported": None}))
@@ -83,7 +86,7 @@ def main() -> None:
         if child == 0:
             code = 1
             try:
-                code = _answer_all(questions, answers, in_work, tokenizer, settings)
+                code = _answer_all(questions, answers, in_work, tokenizer, settings, controls)
             finally:
                 os._exit(code)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -95,16 +98,24 @@ def main() -> None:
 
 
 def _answer_all(
-    questions: BinaryIO, answers: BinaryIO, in_work: mmap.mmap, tokenizer: LLTokenizer, settings: Settings
+    questions: BinaryIO,
+    answers: BinaryIO,
+    in_work: mmap.mmap,
+    tokenizer: LLTokenizer,
+    settings: Settings,
+    controls: Mapping[str, int],
 ) -> int:
-    """The child. What the process shall end with: 0 when there are no more questions."""
+    """The child. controls: ids of control tokens, by their texts.
+
+    What the process shall end with: 0 when there are no more questions.
+    """
     num_pages, bounds = _limit_oneself(), settings.bounds
     while line := questions.readline():
         asked = orjson.loads(line)
         in_work[:] = _ID.pack(asked["id"])
-        signal.setitimer(signal.ITIMER_PROF, bounds.max_grammar_seconds)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])  # its signal ends the process
         source = GrammarSource(asked["kind"], asked["text"], asked["is_lenient"])
-        answer = _answer(source, tokenizer, bounds, settings.fuel)
+        answer = _answer(source, tokenizer, bounds, settings.fuel, controls)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_line({"id": asked["id"], **answer}))
         in_work[:] = _ID.pack(0)
@@ -113,9 +124,15 @@ def _answer_all(
     return 0
 
 
-def _answer(source: GrammarSource, tokenizer: LLTokenizer, bounds: GrammarBounds, fuel: GrammarFuel) -> dict[str, str]:
+def _answer(
+    source: GrammarSource,
+    tokenizer: LLTokenizer,
+    bounds: GrammarBounds,
+    fuel: GrammarFuel,
+    controls: Mapping[str, int],
+) -> dict[str, str]:
     try:
-        text = grammar_text(source, bounds)
+        text = grammar_text(source, bounds, controls)
         warnings = compile_grammar(tokenizer, text, fuel).matcher.get_grammar_warnings()
     except SourceRefused as refused:
         return {"refused": refused.reason}

@@ -14,6 +14,7 @@ _WORDS = (
     (r"Resource '(.*?)' is not present.*", r"has a $ref or $schema that leads out of it, which is not followed: \1"),
     (r"patternProperty regexes (.*)", r"has patternProperties that may match one key, which is not supported: \1"),
     (r"Unknown format: (.*)", r"has a format that is not supported: \1 (with strict false it says nothing)"),
+    (r"NoExtension\w*", "allows no text at all that could come to its end"),
     (r".*(?:\bfuel\b|too big|too large|too complex|Unable to determine|\blimits?\b|row has).*", TOO_MUCH_WORK),
 )  # fmt: skip
 

@@ -25,6 +25,13 @@ _SINGLE = (
 )
 
 
+# Numbers in a schema are followed as doubles, of integers as 64 bits: beyond these not all of them are told apart.
+_MOST_EXACT = 2**53
+_MOST_INTEGER = 2**63 - 1
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_VALUES = ("const", "enum")
+
+
 class SourceRefused(Exception):
     """What a client wants an answer to look like is not followed here. reason: for people, goes on after the field's
     name."""
@@ -55,6 +62,7 @@ def check_schema(schema: Any, bounds: GrammarBounds) -> None:
         num_properties += max(names, default=0)
         num_patterns += ("pattern" in part) + sum(_length_of(part, "patternProperties", dict))
         num_values += sum(_length_of(part, "enum", list))
+        _check_numbers(part)
     for number, most, what in (
         (num_properties, bounds.max_schema_properties, "properties"),
         (num_patterns, bounds.max_grammar_patterns, "patterns"),
@@ -62,6 +70,39 @@ def check_schema(schema: Any, bounds: GrammarBounds) -> None:
     ):
         if number > most:
             raise SourceRefused(f"has {number} {what}; at most {most} are allowed")
+
+
+def _check_numbers(part: dict[str, Any]) -> None:
+    """Raises SourceRefused for a number that would be taken for another one."""
+    bounds = [part[name] for name in _BOUNDS if name in part]
+    values = [part[name] for name in _VALUES if name in part]
+    for number in (*filter(_is_inexact_bound, bounds), *filter(_is_inexact, _leaves(values))):
+        raise SourceRefused(f"has a number that is too large to be followed exactly: {number}")
+
+
+def _is_inexact(value: Any) -> bool:
+    """A float may have been an integer of more than 64 bits before it was read."""
+    if isinstance(value, int):
+        return abs(value) > _MOST_EXACT
+    return isinstance(value, float) and abs(value) > _MOST_INTEGER
+
+
+def _is_inexact_bound(value: Any) -> bool:
+    """Of integers of 64 bits the largest one is, and what a double holds."""
+    if not isinstance(value, int) or not -_MOST_INTEGER <= value <= _MOST_INTEGER:
+        return _is_inexact(value)
+    return value != _MOST_INTEGER and int(float(value)) != value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """All of a JSON value that is no object and no array."""
+    open_values = [value]
+    while open_values:
+        part = open_values.pop()
+        if isinstance(part, dict | list):
+            open_values += part.values() if isinstance(part, dict) else part
+        else:
+            yield part
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:

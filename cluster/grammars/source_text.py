@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from cluster.grammars.exact_formats import with_exact_formats
 from cluster.grammars.grammar_source import GrammarSource
 from cluster.grammars.source_bounds import GrammarBounds, SourceRefused, check_schema, schemas_in
 from replicas.grammars import grammar_text as texts
+from replicas.grammars.control_tokens import with_ids_of_controls
 
 # Those of llguidance 1.9; tests hold this against what it refuses.
 KNOWN_FORMATS = frozenset(
@@ -24,8 +26,9 @@ _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 _OPTIONS = "x-guidance"
 
 
-def grammar_text(source: GrammarSource, bounds: GrammarBounds) -> str:
+def grammar_text(source: GrammarSource, bounds: GrammarBounds, controls: Mapping[str, int]) -> str:
     """As `scheduler.grammar.Grammar` has it. Whether it can be followed only compiling it says. Raises SourceRefused.
+    controls: ids of control tokens, by their texts: Lark may name them.
 
     Work for a process that may be killed: converting GBNF holds the interpreter, and may be long.
     """
@@ -39,7 +42,7 @@ def grammar_text(source: GrammarSource, bounds: GrammarBounds) -> str:
         return texts.regex(source.text)
     if source.kind == "choice":
         return texts.choice(orjson.loads(source.text))
-    return texts.lark(_lark(source.text))
+    return texts.lark(with_ids_of_controls(_lark(source.text), controls))
 
 
 def _schema(source: GrammarSource, bounds: GrammarBounds) -> dict[str, Any]:

@@ -15,11 +15,14 @@ _PARAMETER_END = "\n</parameter>\n"
 
 @dataclass(frozen=True, slots=True)
 class CallParameter:
-    """A parameter in tags. grammar: the text of one for its value; None: any text."""
+    """A parameter in tags. grammar: the text of one for its value, as JSON; None: it is a text as it stands, one of
+    texts, or, if these are None, any.
+    """
 
     name: str
     grammar: str | None
     is_required: bool
+    texts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,10 @@ class CallGrammar:
 
     def _parameter(self, rule: str, parameter: CallParameter) -> str:
         before = self.builder.literal(f"<parameter={parameter.name}>\n")
-        if parameter.grammar is None:
+        if parameter.texts is not None:
+            texts = " | ".join(self.builder.literal(text) or '""' for text in parameter.texts)
+            value = joined(f"({texts})", self.builder.literal(_PARAMETER_END))
+        elif parameter.grammar is None:
             value = self.builder.ends_with(rule, _PARAMETER_END)
         else:
             value = joined(self.builder.use(parameter.grammar), self.builder.literal(_PARAMETER_END))

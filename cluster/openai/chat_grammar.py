@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from cluster.answers.answer_format import CallBody
+from cluster.answers.parameter_text import is_text, texts_of, what_else_is_asked
 from cluster.api_error import ApiError
 from cluster.grammars.grammar_source import GrammarSource
 from cluster.openai.call_grammar import CallFunction, CallGrammar, CallParameter
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _MOST_AT_ONCE = 8
 # Words of a schema by which an object has properties that `properties` does not name.
 _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if"}
+# What can stand in a parameter's opening tag.
+_TAG_NAME = re.compile(r"[^\s>]([^\n>]*[^\s>])?")
 _ANY_OBJECT = GrammarSource("json_object", "")
 
 
@@ -151,20 +155,42 @@ class ChatGrammars:
     async def _function(self, tool: Tool, index: int, is_free: bool) -> CallFunction:
         name, schema, is_strict = tool.function.name, tool.function.parameters or {}, tool.function.strict
         field = f"tools[{index}].function.parameters"
+        is_object = _may_be_object(schema)
+        if is_strict and not is_object:
+            raise _refused(field, "describes no object, which arguments are")
+        if not is_object:
+            self._tell_of_unenforced(field)
+            schema = {"type": "object"}
         if is_free and not is_strict and self._parser.calls.body is not CallBody.XML:
             return CallFunction(name, await self._grammars.text_of(field, _ANY_OBJECT))
         text = await self._schema(field, _of_object(schema), is_strict)
         if self._parser.calls.body is not CallBody.XML:
             return CallFunction(name, text or await self._grammars.text_of(field, _ANY_OBJECT))
-        properties, required = schema.get("properties"), schema.get("required")
-        parameters = []
-        for key, value in (properties if isinstance(properties, Mapping) else {}).items():
-            own = value if isinstance(value, Mapping) else {}
-            is_text = _is_text(own) or (is_free and not is_strict)
-            grammar = None if is_text else await self._schema(field, _within(own, schema), False)
-            is_required = isinstance(required, list) and key in required
-            parameters.append(CallParameter(key, grammar, is_required))
+        properties = schema.get("properties")
+        parameters = [
+            await self._parameter(field, key, value, schema, is_strict, is_free and not is_strict)
+            for key, value in (properties if isinstance(properties, Mapping) else {}).items()
+        ]
         return CallFunction(name, parameters=tuple(parameters))
+
+    async def _parameter(
+        self, field: str, key: str, value: Any, schema: Mapping[str, Any], is_strict: bool, is_free: bool
+    ) -> CallParameter:
+        """One in tags. Raises ApiError where it can't be written like that, or, if it is strict, not enforced."""
+        if not _TAG_NAME.fullmatch(key):
+            raise _refused(field, f"has a parameter whose name this model's calls can't have: {key!r:.80}")
+        required = schema.get("required")
+        is_required = isinstance(required, list) and key in required
+        own = value if isinstance(value, Mapping) else {}
+        if not is_text(own, schema):
+            grammar = None if is_free else await self._schema(field, _within(own, schema), is_strict)
+            return CallParameter(key, grammar, is_required)
+        texts = texts_of(own, schema)
+        if texts is None and (word := what_else_is_asked(own, schema)) is not None:
+            if is_strict:
+                raise _refused(field, f"has {word} for a string, which can't be enforced as this model writes calls")
+            self._tell_of_unenforced(field)
+        return CallParameter(key, None, is_required, None if texts is None or not texts else tuple(texts))
 
     async def _schema(self, field: str, schema: Mapping[str, Any], is_strict: bool) -> str | None:
         """The text of a schema's grammar; None where none can be made and the function is not strict."""
@@ -192,13 +218,18 @@ def _of_object(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments are an object, whether a schema says so or not, and have no others than the function's own: most
     schemas leave that unsaid, and a small model fills the object with what it has read.
     """
-    own = {**schema, "type": "object"} if "type" not in schema else dict(schema)
+    own = {**schema, "type": "object"}
     names_all = not schema or ("properties" in schema and not _OPEN & own.keys())
     return {**own, "additionalProperties": False} if names_all else own
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    return "enum" not in schema and "const" not in schema and schema.get("type", "string") == "string"
+def _may_be_object(schema: Mapping[str, Any]) -> bool:
+    declared = schema.get("type", "object")
+    return declared == "object" or (isinstance(declared, list) and "object" in declared)
+
+
+def _refused(field: str, why: str) -> ApiError:
+    return ApiError(400, f"{field} {why}", param=field, code="grammar_refused")
 
 
 def _within(schema: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,12 +48,12 @@ def regex(pattern: str) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """One of these texts."""
-    return json.dumps({"grammars": [{"lark_grammar": "start: " + " | ".join(map(lark_string, texts))}]})
+    return lark("start: " + " | ".join(map(lark_string, texts)))
 
 
 def lark(text: str) -> str:
-    """What llguidance's dialect of Lark describes, with `%json {...}` for schemas and `<|name|>` for special tokens."""
-    return LLMatcher.grammar_from_lark(text)
+    """What llguidance's dialect of Lark describes, with `%json {...}` for schemas and `<[id]>` for a token."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def lark_string(text: str) -> str:

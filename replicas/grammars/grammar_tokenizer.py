@@ -7,6 +7,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from replicas.grammars.control_tokens import without_control_texts
+
 
 def grammar_tokenizer(
     folder: str, vocab_size: int, eos_token_ids: Iterable[int], trust_remote_code: bool = False
@@ -33,4 +35,4 @@ def grammar_tokenizer(
     ends = sorted({id_ for id_ in (*eos_token_ids, *own) if 0 <= id_ < min(num_known, vocab_size)})
     if not ends:
         raise ValueError("the model has no token that ends an answer: a grammar could not end one")
-    return LLTokenizer(backend.to_str(), n_vocab=max(vocab_size, num_known), eos_token=ends)
+    return LLTokenizer(without_control_texts(backend.to_str()), n_vocab=max(vocab_size, num_known), eos_token=ends)

@@ -84,6 +84,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"type": "strin"}}, "guided_json", "strin"),
     ({"guided_json": {"properties": {"a": {"not": {}, "x-guidance": {"lenient": True}}}}}, "guided_json", "x-guid"),
     ({"guided_regex": "["}, "guided_regex", "unclosed"),
+    ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no text at all"),
+    ({"guided_json": {"const": 2**53 + 1}}, "guided_json", "too large to be followed exactly: 9007199254740993"),
+    ({"guided_json": {"enum": [1, {"a": [-(10**30)]}]}}, "guided_json", "too large to be followed exactly"),
+    ({"guided_json": {"items": {"minimum": 2**60 + 1}}}, "guided_json", "too large to be followed exactly"),
+    ({"guided_json": {"maximum": 2**63}}, "guided_json", "too large to be followed exactly"),
+    ({"guided_json": {"minimum": -(2**63)}}, "guided_json", "too large to be followed exactly"),
+    ({"guided_json": {"minimum": -(10**30)}}, "guided_json", "too large to be followed exactly"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
     ({"guided_grammar": "nonsense"}, "guided_grammar", ""),
     ({"guided_grammar": 'start: a\na[temperature=0.5]: "b"'}, "guided_grammar", "temperature"),
@@ -110,6 +117,21 @@ async def test_a40_a41_what_is_not_followed_is_refused_by_name_and_nobody_else_n
         num_sources = len(REFUSED) + 1 - 2  # three of them say the same
         assert c.ingress.samples("splitserve_grammar_checks", result="new") == num_sources
         assert c.ingress.samples("splitserve_grammar_check_seconds", "_count") == num_sources
+
+
+async def test_numbers_that_are_followed_exactly_are_followed() -> None:
+    fine = {
+        "default": 10**30,
+        "properties": {
+            "a": {"enum": [2**53, -(2**53), True, None, 0.1, 1e15]},
+            "b": {"type": "integer", "minimum": 0, "maximum": 2**63 - 1},
+            "c": {"type": "integer", "minimum": -(2**62), "maximum": 2**53 - 1},
+            "d": {"type": "integer", "exclusiveMaximum": 5},
+        },
+    }
+    async with api_client() as c:
+        (grammar,) = await grammars_of(c, CHAT, {"guided_json": fine})
+        assert grammar is not None
 
 
 async def test_bounds_of_the_config_are_named() -> None:

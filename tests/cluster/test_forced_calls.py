@@ -131,6 +131,32 @@ async def test_with_auto_and_a_format_an_answer_is_one_or_the_other(begins: str,
             assert (choice["message"]["content"], choice["finish_reason"]) == ("12", "stop")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_grammar": 'start: "1" two\ntwo: "2"'},
+        {"guided_grammar": 'root ::= "1" two\ntwo ::= "2"'},
+        {"guided_regex": "12"},
+        {"guided_choice": ["12"]},
+        {"guided_json": {"const": 12}},
+        {"structured_outputs": {"grammar": '%llguidance {}\nstart: "1" /2/'}},
+    ],
+)
+@pytest.mark.parametrize(("parser", "begins"), [("auto", "12"), ("qwen3", "<think>Hm</think>12")])
+async def test_every_form_goes_with_tools_and_with_thinking(parser: str, begins: str, fields: dict[str, Any]) -> None:
+    for tools in (TOOLS, []):
+        async with client("hermes", begins, parser=parser) as (c, _):
+            (choice,) = (await c.whole(**fields, **({"tools": tools} if tools else {})))["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("12", "stop")
+
+
+async def test_a_grammar_is_lark_and_not_what_it_is_made_into() -> None:
+    made = json.dumps({"grammars": [{"json_schema": {"not": {}, "x-guidance": {"lenient": True}}}]})
+    async with client("hermes") as (c, _):
+        response = await c.post(guided_grammar=made)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_refused")
+
+
 async def test_with_none_only_the_format_counts_and_with_required_only_calls() -> None:
     async with client("hermes", "<tool_call>") as (c, _):
         (choice,) = (await c.whole(tools=TOOLS, response_format=FORMAT, tool_choice="none"))["choices"]
@@ -284,3 +310,69 @@ async def test_ignore_eos_goes_on_behind_calls_that_nobody_asked_for() -> None:
         assert source.specs[0].stop_token_ids == frozenset()
         await c.whole(tools=TOOLS, ignore_eos=True, tool_choice="required")
         assert source.specs[1].stop_token_ids == c.ingress.tokenizer.eos_token_ids
+
+
+IN_TAGS: dict[str, Any] = {
+    "unit": {"enum": ["C", 'say "F"\n', ""]},
+    "kind": {"anyOf": [{"type": "string", "enum": ["a", "b"]}, {"type": "null"}]},
+    "const": {"const": "x"},
+    "color": {"$ref": "#/$defs/color"},
+    "day": {"$ref": "#/$defs/day"},
+    "days": {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 3}, {"type": "null"}]},
+    "mixed": {"enum": ["one", 2]},
+    "number": {"enum": [1, 2.5, None, True]},
+}
+
+
+@pytest.mark.parametrize("name", IN_TAGS)
+async def test_values_in_tags_are_what_their_schema_says(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {name: IN_TAGS[name]},
+        "required": [name],
+        "$defs": {"color": {"enum": ["red", "<green>"]}, "day": {"type": "integer", "minimum": 1, "maximum": 7}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    for seed in range(6):
+        async with client("qwen3_coder", seed=seed) as (c, _):
+            (choice,) = (await c.whole(seed % 2 == 0, **fields))["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            (call,) = choice["message"]["tool_calls"]
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+
+
+@pytest.mark.parametrize(
+    ("properties", "word"),
+    [
+        ({"a": {"type": "string", "pattern": "^b$"}}, "pattern"),
+        ({"a": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}}, "maxLength"),
+        ({"a>b": {"const": 1}}, "a>b"),
+        ({" a": {"const": 1}}, "' a'"),
+    ],
+)
+async def test_what_tags_can_not_say_is_refused_where_it_is_strict(properties: dict[str, Any], word: str) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}, "strict": True}
+    async with client("qwen3_coder") as (c, _):
+        response = await c.post(tools=[{"type": "function", "function": function}], tool_choice="required")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "grammar_refused")
+        assert word in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["string", "array", ["string", "null"], ["object", "null"], None])
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder"])
+async def test_arguments_are_an_object_whatever_a_schema_says(family: str, kind: Any) -> None:
+    schema = {"type": kind, "maxProperties": 0, "properties": {}, "additionalProperties": False}
+    function = {"name": "f", "parameters": schema}
+    fields = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
+    async with client(family) as (c, _):
+        (choice,) = (await c.whole(tools=[{"type": "function", "function": function}], **fields))["choices"]
+        if choice["finish_reason"] == "tool_calls":
+            (call,) = choice["message"]["tool_calls"]
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+        else:
+            assert choice["finish_reason"] == "length"
+        strict = [{"type": "function", "function": {**function, "strict": True}}]
+        response = await c.post(tools=strict, tool_choice="required")
+        assert response.status_code == (200 if "object" in (kind or "") else 400), response.text

@@ -89,6 +89,25 @@ async def test_time_is_bounded_and_the_loop_goes_on_meanwhile() -> None:
         compiler.close()
 
 
+def long_source(number: int) -> GrammarSource:
+    patterns = [{"type": "string", "pattern": f".*[ab]{{{i}}}.*{number}"} for i in range(12)]
+    return GrammarSource("json_schema", json.dumps({"allOf": patterns}))
+
+
+async def test_who_sends_long_ones_does_not_hold_up_the_others(compiler: GrammarCompiler) -> None:
+    await compiler.start()
+    long = [asyncio.ensure_future(compiler.compile(long_source(i))) for i in range(8)]
+    await asyncio.sleep(0)
+    for i in range(3):
+        assert await compiler.compile(GrammarSource("regex", f"[a-z]+{i}"))
+        assert sum(asked.done() for asked in long) <= i + 1  # the one that was at work
+    for asked in asyncio.as_completed(long):
+        try:
+            assert await asked
+        except TooMuchWork:
+            continue
+
+
 async def test_the_kernel_bounds_memory_and_stack(compiler: GrammarCompiler) -> None:
     await compiler.compile(GOOD)
     _, child = processes_of(compiler)
@@ -121,6 +140,22 @@ async def test_one_that_does_not_answer_is_given_up(compiler: GrammarCompiler, m
     assert await gone(*pids)
     monkeypatch.undo()
     assert await compiler.compile(GOOD) == good
+
+
+async def test_one_that_does_not_read_is_given_up(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question may be larger than what the kernel takes for somebody who does not read."""
+    good = await compiler.compile(GOOD)
+    pids = processes_of(compiler)
+    monkeypatch.setattr("cluster.grammars.grammar_compiler._ANSWER_TIMEOUT_S", 0.0)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(CompilerUnavailable):
+        async with asyncio.timeout(60):
+            await compiler.compile(GrammarSource("text", "x" * 1_000_000))
+    assert await gone(*pids)
+    monkeypatch.undo()
+    assert await compiler.compile(GOOD) == good
+    with pytest.raises(SourceRefused):
+        await compiler.compile(GrammarSource("text", "x" * 1_000_000))
 
 
 async def test_closing_ends_it(compiler: GrammarCompiler) -> None:

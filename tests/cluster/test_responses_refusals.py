@@ -99,6 +99,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL | {"parameters": "{}"}]}, "tools[0].parameters", "must be an object"),
     ({"tools": [TOOL] * 129}, "tools", "128"),
     ({"tools": {}}, "tools", "must be an array"),
+    ({"tools": [{"type": 7}]}, "tools[0]", "a type that is not a string"),
+    ({"tools": [{"type": ["web_search"]}]}, "tools[0]", "a type that is not a string"),
+    ({"tools": [{"type": {}}]}, "tools[0]", "a type that is not a string"),
     ({"tool_choice": "maybe"}, "tool_choice", '"required"'),
     ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "name"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [

@@ -50,7 +50,7 @@ Compile = Callable[..., CompiledGrammar]
 def compiled(tokenizer: LLTokenizer) -> Compile:
     def compile_(schema: Any, is_lenient: bool = False) -> CompiledGrammar:
         source = GrammarSource("json_schema", orjson.dumps(schema).decode(), is_lenient)
-        return compile_grammar(tokenizer, grammar_text(source, BOUNDS), GrammarFuel())
+        return compile_grammar(tokenizer, grammar_text(source, BOUNDS, {}), GrammarFuel())
 
     return compile_
 

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from replicas.grammars import grammar_cache, grammar_text
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
+from replicas.grammars.control_tokens import control_ids, with_ids_of_controls, without_control_texts
 from replicas.grammars.grammar_cache import GrammarCache
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.grammar_tokenizer import grammar_tokenizer
@@ -134,8 +137,59 @@ def test_what_cannot_be_followed_is_refused_with_the_reason(tokenizer: LLTokeniz
 
 
 def test_a_special_token_may_be_what_must_come(accepts: Callable[[str, str], bool]) -> None:
-    assert accepts(grammar_text.lark('start: "a" <|im_start|> "b"'), "ab") is False
-    assert accepts(grammar_text.lark("start: <|im_start|>"), "") is False
+    assert accepts(grammar_text.lark('start: "a" <[1]> "b"'), "ab") is False
+    assert accepts(grammar_text.lark("start: <[1]>"), "") is False
+
+
+CONTROL = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (grammar_text.json_schema({"enum": [f"x{CONTROL}y", "<|im_start|>"]}), f'"x{CONTROL}y"'),
+        (grammar_text.json_schema({**POINT, "properties": {CONTROL: {"const": 1}}, "required": [CONTROL]}), None),
+        (grammar_text.choice([CONTROL, f"{CONTROL}<repo_name>"]), f"{CONTROL}<repo_name>"),
+        (grammar_text.regex(r"<\|im_end\|>"), CONTROL),
+        (grammar_text.lark(f'start: "{CONTROL}"'), CONTROL),
+    ],
+)
+def test_what_is_spelt_like_a_control_token_is_none(tokenizer: LLTokenizer, grammar: str, text: str | None) -> None:
+    """At each place of the text its next token may come, and no control token may but at its end."""
+    matcher = compile_grammar(tokenizer, grammar, GrammarFuel()).start()
+    for token_id in tokenizer.tokenize_str(f'{{"{CONTROL}":1}}' if text is None else text):
+        ids = allowed(matcher)
+        assert token_id in ids
+        assert not any(map(tokenizer.is_special_token, ids))
+        assert matcher.consume_token(token_id)
+    assert matcher.is_accepting()
+    assert allowed(matcher) == [EOS, IM_END]
+
+
+def test_control_tokens_keep_their_ids_under_other_names() -> None:
+    plain = AutoTokenizer.from_pretrained(model_folder()).backend_tokenizer.to_str()
+    ids = control_ids(plain)
+    assert ids[CONTROL] == IM_END
+    renamed = control_ids(without_control_texts(plain))
+    assert sorted(renamed.values()) == sorted(ids.values())
+    assert not renamed.keys() & ids.keys()
+    lark = f'start: "<|im_end|>" {CONTROL} /a{CONTROL}/ <other> <[1]> // {CONTROL}'
+    assert with_ids_of_controls(lark, ids) == f'start: "<|im_end|>" <[2]> /a{CONTROL}/ <other> <[1]> // {CONTROL}'
+
+
+@pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
+def test_vocabularies_of_any_form_are_renamed(kind: str) -> None:
+    words = ["<unk>", "a", "b"]
+    vocab: Any = [[word, 0.0] for word in words] if kind == "Unigram" else {w: i for i, w in enumerate(words)}
+    model = {"type": kind, "vocab": vocab} | ({"unk_id": 0} if kind == "Unigram" else {"unk_token": "<unk>"})
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": 0, "content": "<unk>", "special": True, **flags}]
+    renamed = without_control_texts(json.dumps({"added_tokens": added, "model": model, "post_processor": None}))
+    assert "<unk>" not in renamed
+    assert list(control_ids(renamed).values()) == [0]
+    loaded = Tokenizer.from_str(renamed)
+    assert loaded.get_vocab_size() == 3
+    assert loaded.token_to_id(next(iter(control_ids(renamed)))) == 0
 
 
 def test_not_strict_leaves_out_what_is_unknown(accepts: Callable[[str, str], bool]) -> None:

@@ -15,6 +15,8 @@ _LEVELS_AROUND = 8
 
 def _tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None and not isinstance(kind, str):
+        raise invalid("has a type that is not a string")
     if kind in HOSTED_TOOLS:
         raise unsupported(f"is of type {kind}, which is not run here: offer a function, and call the tool yourself")
     if kind is not None and kind != "function":

@@ -1,0 +1,71 @@
+"""Turns: one at a time, the quick ones first, and none is lost to somebody who has gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.grammars.waiting_turns import WaitingTurns
+
+
+class Visitors:
+    """Who takes turns, in the order in which they had one. Each keeps it until `leave`."""
+
+    def __init__(self) -> None:
+        self.turns = WaitingTurns()
+        self.served: list[str] = []
+        self.num_inside = 0
+        self._may_leave = asyncio.Semaphore(0)
+
+    async def come(self, name: str, is_long: bool = False) -> None:
+        async with self.turns.turn(is_long):
+            self.num_inside += 1
+            assert self.num_inside == 1
+            self.served.append(name)
+            try:
+                await self._may_leave.acquire()
+            finally:
+                self.num_inside -= 1
+
+    def leave(self) -> None:
+        self._may_leave.release()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_quick_ones_go_first_and_else_who_came_first() -> None:
+    visitors = Visitors()
+    names = [("long 1", True), ("long 2", True), ("quick 1", False), ("long 3", True), ("quick 2", False)]
+    tasks = []
+    for name, is_long in names:
+        tasks.append(asyncio.ensure_future(visitors.come(name, is_long)))
+        await settled()
+    for _ in names:
+        visitors.leave()
+        await settled()
+    await asyncio.gather(*tasks)
+    assert visitors.served == ["long 1", "quick 1", "quick 2", "long 2", "long 3"]
+    visitors.leave()
+    await visitors.come("later")
+
+
+async def test_who_has_gone_keeps_nobody_waiting() -> None:
+    visitors = Visitors()
+    tasks = {}
+    for name in ("inside", "waits", "given", "last"):
+        tasks[name] = asyncio.ensure_future(visitors.come(name))
+        await settled()
+    tasks["waits"].cancel()
+    await settled()
+    visitors.leave()
+    await tasks["inside"]  # "given" has the turn, and has not run since
+    tasks["given"].cancel()
+    await settled()
+    assert visitors.served[-1] == "last"
+    tasks["last"].cancel()
+    await settled()
+    visitors.leave()
+    await visitors.come("later")
+    assert visitors.served[-1] == "later"
