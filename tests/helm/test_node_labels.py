@@ -14,6 +14,7 @@ from cluster.serving.app import build_app
 from cluster.serving.command_line import main
 from tests.helm.chart import ALL_VALUES, render
 
+ROOT = Path(__file__).parents[2]
 CONFIG = render(ALL_VALUES["multi-host-rdma"]).config
 
 
@@ -48,7 +49,9 @@ def test_splitserve_serve_refuses_labels_that_its_ray_has_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"ingress": {"node_labels": CONFIG["ingress"]["node_labels"]}}))
+    local = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    local["ingress"]["node_labels"] = CONFIG["ingress"]["node_labels"]
+    file.write_text(yaml.safe_dump(local))
     assert main(["check", str(file)]) == 0
     assert main(["serve", str(file)]) == 1
     assert "ingress.node_labels" in capsys.readouterr().err
