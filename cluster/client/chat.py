@@ -31,10 +31,16 @@ class Chat:
     """Keeps what was said. One thread."""
 
     def __init__(
-        self, client: ApiClient, model: str, max_tokens: int | None, clock: Callable[[], float] = time.monotonic
+        self,
+        client: ApiClient,
+        model: str,
+        max_tokens: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        temperature: float | None = None,
     ) -> None:
-        """max_tokens: of each answer; None: as the server decides."""
+        """max_tokens, temperature: of each answer; None: as the server decides."""
         self._client, self._model, self._max_tokens, self._clock = client, model, max_tokens, clock
+        self._temperature = temperature
         self._system: str | None = None
         self._said: list[dict[str, str]] = []
 
@@ -56,6 +62,8 @@ class Chat:
         body["stream_options"] = {"include_usage": True}
         if self._max_tokens is not None:
             body["max_tokens"] = self._max_tokens
+        if self._temperature is not None:
+            body["temperature"] = self._temperature
         sent_s = self._clock()
         first_s = last_s = None
         pieces: list[str] = []

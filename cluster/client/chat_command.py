@@ -22,6 +22,7 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: the first that the server names")
     parser.add_argument("--system", default="", metavar="TEXT", help="what the model is told before everything else")
     parser.add_argument("--max-tokens", type=int, help="of each answer; default: the server's")
+    parser.add_argument("--temperature", type=float, help="0: the likeliest words; default: the model's or server's")
     parser.add_argument(
         "--api-key-env",
         default=KEY_VARIABLE,
@@ -35,7 +36,7 @@ def run_chat(options: argparse.Namespace) -> int:
     reached at all; what fails later is told, and the conversation goes on."""
     client = ApiClient(server_url(options.url), key_headers(options.api_key_env))
     model = options.model or client.model()
-    chat = Chat(client, model, options.max_tokens)
+    chat = Chat(client, model, options.max_tokens, temperature=options.temperature)
     chat.set_system(options.system)
     is_typed = sys.stdin.isatty()
     if is_typed:

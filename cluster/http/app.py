@@ -241,8 +241,12 @@ async def _on_api_error(request: Request, error: ApiError) -> Response:
     return error_response(error)
 
 
-async def _on_http_exception(_: Request, error: HTTPException) -> Response:
-    return error_response(ApiError(error.status_code, str(error.detail)), dict(error.headers or {}))
+async def _on_http_exception(request: Request, error: HTTPException) -> Response:
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        path = request.url.path[:200]
+        message = f"{message}: {request.method} {path}. The API is under /v1, such as POST /v1/chat/completions"
+    return error_response(ApiError(error.status_code, message), dict(error.headers or {}))
 
 
 async def _on_disconnect(_: Request, error: Exception) -> Response:

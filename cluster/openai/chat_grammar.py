@@ -90,7 +90,7 @@ class ChatGrammars:
     ) -> Grammar:
         """And with auto, what the format says instead."""
         builder = GrammarBuilder(self._parser.token_ids)
-        start = CallGrammar(self._parser.calls, builder).calls(functions, body.parallel_tool_calls)
+        start = CallGrammar(self._parser.calls, builder).calls(functions, body.may_call_several)
         if body.tool_mode is ToolMode.AUTO and body.answer_format is not None:
             start = f"{start} | {builder.use(await self._grammars.text_of(*body.answer_format))}"
         return await self._after_thinking(builder, start, reading)

@@ -132,6 +132,11 @@ class ToolFields(OpenAIObject):
         return ToolMode.AUTO if self.tool_choice is None else self.tool_choice.mode
 
     @property
+    def may_call_several(self) -> bool:
+        """Whether an answer may have several calls. A named function is called once."""
+        return self.parallel_tool_calls and self.tool_mode is not ToolMode.NAMED
+
+    @property
     def tools_shown(self) -> list[Tool]:
         """Those that the model is told of: all, unless it may call none."""
         return [] if self.tool_mode is ToolMode.NONE else self.tools

@@ -101,7 +101,7 @@ def test_a_rule_equals_its_reference(name: str) -> None:
     got = changed(logits, rows)
     for index, row in enumerate(rows):
         torch.testing.assert_close(got[index], expected(logits[index], row), rtol=1e-6, atol=1e-5)
-    assert torch.equal(got, logits) == (name == "none")
+    assert torch.equal(got, logits) == (name == "none"), "this entry changes no row: give it parameters that do"
 
 
 def test_rows_with_different_rules_do_not_disturb_each_other() -> None:
