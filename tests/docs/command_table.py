@@ -32,7 +32,7 @@ TABLE = (
     Row(r"splitserve deploy .*", Trial.RUN),
     Row(r"splitserve simulate .*", Trial.RUN),
     Row(r"python -m benchmarks\.simulation --trace benchmarks/\S+ admission", Trial.RUN),
-    Row(r"splitserve (chat|bench)", Trial.OPTIONS, "their own tests run them against a server"),
+    Row(r"splitserve (chat|bench)( .*)?", Trial.OPTIONS, "their own tests run them against a server"),
     Row(r"splitserve serve .*", Trial.OPTIONS, "runs until it is stopped; tests/server starts servers"),
     Row(r"splitserve check serve\.yaml", Trial.OPTIONS, "of a file that the command before it makes with Helm"),
     Row(r"splitserve fit-steps .*", Trial.OPTIONS, "of recorded steps; tests/simulation/test_step_fit.py makes some"),

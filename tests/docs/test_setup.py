@@ -51,7 +51,13 @@ def test_what_is_installed_is_not_installed_again(fresh: Path) -> None:
 
 @pytest.mark.parametrize(("build", "index"), [("cpu", "whl/cpu"), ("cu130", "whl/cu130")])
 def test_torch_comes_from_pytorchs_own_index_if_a_build_is_named(build: str, index: str, fresh: Path) -> None:
-    installs = [line for line in planned(fresh, "setup", f"TORCH={build}").splitlines() if "--editable" in line]
+    """Torch alone, before anything that needs one; and the index is looked at before."""
+    url = f"https://download.pytorch.org/{index}"
+    lines = planned(fresh, "setup", f"TORCH={build}").splitlines()
+    (torch,) = [number for number, line in enumerate(lines) if line.endswith(f"--extra-index-url {url} torch")]
+    (looked_at,) = [number for number, line in enumerate(lines) if f'urlopen("{url}/"' in line]
+    installs = [number for number, line in enumerate(lines) if "--editable" in line]
     assert len(installs) == 2
-    assert all(f"--extra-index-url https://download.pytorch.org/{index} " in line for line in installs)
+    assert looked_at < torch < min(installs)
+    assert "download.pytorch.org" not in "".join(lines[number] for number in installs)
     assert "download.pytorch.org" not in planned(fresh, "setup")
