@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+from zlib import crc32
 
 from cluster.routing.generation import Generation
 from replicas.messages import CallStatus, FinishReason, GenerationSpec
@@ -42,7 +43,7 @@ def model_tokens(
     noise = (model,) if sampling.temperature == 0.0 else (model, sampling.seed, choice)
     history, tokens = prompt_ids, list[Token]()
     while not tokens or tokens[-1][1] is None:
-        token_id = hash((history, len(history), noise)) % VOCABULARY
+        token_id = crc32(repr((history, len(history), noise)).encode()) % VOCABULARY  # in every process the same
         history = (*history, token_id)
         length = FinishReason.LENGTH if len(tokens) + 1 == max_tokens else None
         tokens.append((token_id, FinishReason.STOP if token_id in stop else length))

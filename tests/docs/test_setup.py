@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def fresh(tmp_path: Path) -> Path:
 
 
 def planned(folder: Path, *words: str) -> str:
-    done = subprocess.run(["make", "--dry-run", *words], cwd=folder, capture_output=True, text=True)
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(["make", "--dry-run", *words], cwd=folder, capture_output=True, text=True, env=outside)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -28,7 +28,7 @@ from scheduler.sampling_params import SamplingParams
 from tests.engines.grammar_reference import GrammarReference
 from tests.engines.local_system import GREEDY, Generated, LocalSystem
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
-from tests.engines.tiny_tokenizer import BEGIN_ID, END_ID, VOCAB_SIZE, save_tiny_tokenizer
+from tests.engines.tiny_tokenizer import BEGIN_ID, DONE_ID, END_ID, VOCAB_SIZE, save_tiny_tokenizer
 
 LAYOUTS = ["1p1d lag 0", "1p1d lag 1", "colocated lag 0", "colocated lag 1", "two_lanes lag 0", "two_lanes lag 1"]
 PROMPTS = [[(7 * number + 13 * index) % 500 for index in range(5 + 11 * number)] for number in range(6)]
@@ -187,7 +187,7 @@ def test_choices_logprobs_penalties_and_min_tokens_go_together(
 
 SLEEPERS = [
     Grammar(grammar_text.json_schema(SCHEMAS[11]), begins_after=(BEGIN_ID,)),
-    Grammar(grammar_text.lark('start: "[" /[a-z]/ "]" <done>'), begins_after=(BEGIN_ID, 77), repeats=True),
+    Grammar(grammar_text.lark(f'start: "[" /[a-z]/ "]" <[{DONE_ID}]>'), begins_after=(BEGIN_ID, 77), repeats=True),
     Grammar(grammar_text.choice(["a", "ab"]), begins_after=(BEGIN_ID, 300), repeats=True),
 ]
 
