@@ -30,8 +30,8 @@ class LogFile:
             try:
                 self._file.write(f"{line}\n".encode(errors="backslashreplace"))
                 if self._file.tell() >= self._max_bytes:
-                    self._file.close()
-                    self._file = self._begin()
+                    before, self._file = self._file, self._begin()  # where that fails this one stays, until it can
+                    before.close()
                     self._take_descriptors()
             except (OSError, ValueError):
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -53,6 +54,25 @@ def test_a_full_file_is_kept_as_the_one_before(tmp_path: Path, capfd: pytest.Cap
     file.close()
     assert file.path.read_text() == "third\nfourth\n"
     assert (tmp_path / "serve.log.1").read_text() == "second, long enough\n"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_where_no_next_file_can_be_begun_the_log_goes_on_when_one_can(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder is removed under a running server, and comes back."""
+    folder = tmp_path / "logs"
+    file = LogFile(folder / "serve.log", max_bytes=18)
+    with file.instead_of_the_terminal():
+        shutil.rmtree(folder)
+        file.write("first, long enough")
+        assert not folder.exists(), "nowhere to begin the next one"
+        folder.mkdir()
+        file.write("second, lost too: where it went is gone")
+        file.write("third")
+        os.write(2, b"fourth\n")
+    file.close()
+    assert file.path.read_text() == "third\nfourth\n"
     assert capfd.readouterr() == ("", "")
 
 
