@@ -38,7 +38,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class KvSettings:
+    """dtype: "auto", the model's, or "fp8"."""
+
     block_size: int
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from cluster.config.service import IngressConfig, KVConfig, TransferConfig
 
 # Keys and values of SmolLM2-135M: 30 layers of 3 heads of 64.
 _BUNDLED_KV_NUMBERS_PER_TOKEN = 30 * 2 * 3 * 64
-_NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def autoscaling_conflicts(ingress: IngressConfig, pools: PoolsConfig) -> Iterator[Conflict]:
@@ -73,11 +73,12 @@ def memory_conflicts(model: ModelConfig, kv: KVConfig, pools: PoolsConfig) -> It
     """kv_memory_bytes holds one request of full length; known before the start of the bundled model only."""
     if model.kind is not SourceKind.BUNDLED:
         return
-    block_bytes = _BUNDLED_KV_NUMBERS_PER_TOKEN * _NUMBER_BYTES[model.dtype] * kv.block_size
+    dtype = model.dtype if kv.dtype == "auto" else kv.dtype
+    block_bytes = _BUNDLED_KV_NUMBERS_PER_TOKEN * _NUMBER_BYTES[dtype] * kv.block_size
     needed = -(-model.max_model_len // kv.block_size) * block_bytes
     for name, pool in pools.deployed().items():
         key = f"pools.{name}.kv_memory_bytes"
         if pool.kv_memory_bytes is not None and pool.kv_memory_bytes < needed:
             reason = f"{pool.kv_memory_bytes} bytes cannot hold one request of model.max_model_len "
-            reason += f"{model.max_model_len} in {model.dtype}; expected at least {needed} here, or a shorter one"
-            yield Conflict(key, reason, (key, "model", "kv.block_size"))
+            reason += f"{model.max_model_len} in {dtype}; expected at least {needed} here, or a shorter one"
+            yield Conflict(key, reason, (key, "model", "kv"))

@@ -106,6 +106,12 @@ class KVConfig(Section):
     block_size: Literal[8, 16, 32, 64, 128] = Field(
         default=16, description="Tokens in a block, the unit in which KV memory is given out and moved"
     )
+    dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="Number type of the KV cache. auto: the model's. fp8: 8 bits (e4m3), so half the memory and half "
+        "the handoff of 16 bits; keys and values are rounded before attention, with the checkpoint's k_scale and "
+        "v_scale if it has them. On GPUs it needs compute capability 8.9",
+    )
 
 
 class TransferConfig(Section):

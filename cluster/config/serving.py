@@ -37,6 +37,11 @@ class SharedConfig(Section):
     logging: LoggingConfig = Field(default=LoggingConfig(), description="What is logged")
     testing: FaultsConfig = Field(default=FaultsConfig(), description="For SplitServe's own tests; leave it out")
 
+    @property
+    def kv_dtype(self) -> str:
+        """Of the KV cache: the model's, or "fp8"."""
+        return self.model.dtype if self.kv.dtype == "auto" else self.kv.dtype
+
 
 class ServingConfig(SharedConfig):
     """All that an ingress goes by, but the pools."""

@@ -31,7 +31,8 @@ def summarize(config: Config) -> str:
 
 def _describe_pool(pool: PoolConfig, config: Config) -> str:
     threads = f", {_count(pool.num_threads, 'thread')} each" if pool.device == "cpu" else ""
-    return f"{_describe_count(pool)} on {pool.device}{threads}, KV cache each {_describe_size(pool, config)}"
+    kv_type = " in fp8" if config.kv_dtype == "fp8" else ""
+    return f"{_describe_count(pool)} on {pool.device}{threads}, KV cache each {_describe_size(pool, config)}{kv_type}"
 
 
 def _describe_count(section: PoolConfig | IngressConfig) -> str:

@@ -15,7 +15,7 @@ def describe(choice: StartChoice, machine: Machine, model: ModelFacts, said: Sai
         ("model", _model(choice, model, said)),
         ("device", f"{choice.device}: {choice.why_device}"),
         ("layout", _layout(choice)),
-        ("KV cache", "; ".join(_kv(choice, machine, model))),
+        ("KV cache", _kv_type(choice) + "; ".join(_kv(choice, machine, model))),
         ("memory", _memory(choice, machine, model)),
         ("threads", _threads(choice, machine)),
     ]
@@ -35,15 +35,19 @@ def _layout(choice: StartChoice) -> str:
     return f"{choice.layout} ({replicas}): {choice.why_layout}"
 
 
+def _kv_type(choice: StartChoice) -> str:
+    return "" if choice.kv_dtype == choice.dtype else f"{choice.kv_dtype}; "
+
+
 def _kv(choice: StartChoice, machine: Machine, model: ModelFacts) -> Iterator[str]:
-    per_token = model.kv_bytes_per_token(choice.dtype)
+    per_token = model.kv_bytes_per_token(choice.kv_dtype)
     for name, size in choice.kv.items():
         tokens, fraction = size.get("kv_capacity_tokens"), size.get("kv_memory_fraction")
         if tokens:
             weight = f" = {show_bytes(tokens * per_token)}" if per_token else ""
             yield f"{name} {tokens:,} tokens{weight}, {tokens // choice.max_model_len} requests of full length"
         elif fraction:
-            held = gpu_kv_tokens(machine, model, choice.dtype, fraction)
+            held = gpu_kv_tokens(machine, model, choice.dtype, choice.kv_dtype, fraction)
             about = f", about {held:,} tokens" if held else ""
             yield f"{name} {fraction:.0%} of a card's memory after the weights{about}"
         else:

@@ -78,7 +78,7 @@ def _length(config: Config, model: ModelFacts) -> Iterator[Finding]:
 
 
 def _holds_one_request(key: str, pool: PoolConfig, config: Config, model: ModelFacts) -> Iterator[Finding]:
-    per_token = model.kv_bytes_per_token(config.model.dtype)
+    per_token = model.kv_bytes_per_token(config.kv_dtype)
     if pool.kv_memory_bytes is None or not per_token:
         return
     block_size, length = config.kv.block_size, config.model.max_model_len
@@ -86,14 +86,14 @@ def _holds_one_request(key: str, pool: PoolConfig, config: Config, model: ModelF
     if pool.kv_memory_bytes < needed:
         yield Finding(
             f"{key}.kv_memory_bytes: {pool.kv_memory_bytes} bytes cannot hold one request of model.max_model_len "
-            f"{length} in {config.model.dtype}; expected at least {needed} here, or a shorter one"
+            f"{length} in {config.kv_dtype}; expected at least {needed} here, or a shorter one"
         )
 
 
 def _kv_bytes(pool: PoolConfig, config: Config, model: ModelFacts) -> int:
     """Of one replica; 0 for a share of a card's memory."""
     if pool.kv_capacity_tokens is not None:
-        return pool.kv_capacity_tokens * model.kv_bytes_per_token(config.model.dtype)
+        return pool.kv_capacity_tokens * model.kv_bytes_per_token(config.kv_dtype)
     return pool.kv_memory_bytes or 0
 
 
@@ -135,7 +135,7 @@ def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
         f"weights {num_replicas} x {show_bytes(weights)}" if weights else "weights not known before they are loaded"
     ]
     if kv:
-        parts.append(f"KV cache {show_bytes(kv)}")
+        parts.append(f"KV cache {show_bytes(kv)}{' in fp8' if config.kv_dtype == 'fp8' else ''}")
     if any(pool.device == "cuda" for pool in pools.values()) and machine.gpus:
         card = min(gpu.memory_bytes for gpu in machine.gpus)
         has = f"{len(machine.gpus)} x {show_bytes(card)} on GPUs" if card else f"{len(machine.gpus)} GPUs"
@@ -158,7 +158,7 @@ def _card_memory(
 ) -> Iterator[Finding]:
     """One replica on the smallest card, beside those that share it."""
     card = min(gpu.memory_bytes for gpu in gpus)
-    weights, per_token = model.weights_bytes(config.model.dtype), model.kv_bytes_per_token(config.model.dtype)
+    weights, per_token = model.weights_bytes(config.model.dtype), model.kv_bytes_per_token(config.kv_dtype)
     sharing = max(1, int(1 / pool.num_gpus)) if pool.num_gpus else 1
     free = card / sharing - weights
     length = config.model.max_model_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_NUMBER_BYTES = {**NUMBER_BYTES, "fp8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class ModelFacts:
         return (self.num_weights or 0) * NUMBER_BYTES.get(dtype, 0)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Likewise."""
-        return (self.kv_numbers_per_token or 0) * NUMBER_BYTES.get(dtype, 0)
+        """Likewise. dtype: of the KV cache."""
+        return (self.kv_numbers_per_token or 0) * KV_NUMBER_BYTES.get(dtype, 0)
 
 
 # The model that comes with SplitServe: known without reading its file. 30 layers of 3 heads of 64; head and embeddings

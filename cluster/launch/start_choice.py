@@ -51,6 +51,11 @@ class Said:
         value = self.settings.get(key)
         return value if isinstance(value, str) else None
 
+    def kv_dtype(self, dtype: str) -> str:
+        """Of the KV cache of a model of this type."""
+        said = self.text("kv.dtype")
+        return dtype if said is None or said == "auto" else said
+
     def has_size(self, pool: str) -> bool:
         return any(f"pools.{pool}.{size}" in self.settings for size in _SIZES)
 
@@ -66,6 +71,7 @@ class StartChoice:
     dtype: str
     why_dtype: str  # empty for what is usual
     max_model_len: int
+    kv_dtype: str  # "fp8", or the model's
     replicas: Mapping[str, int]
     num_threads: int
     kv: Mapping[str, Mapping[str, Any]]
@@ -150,6 +156,7 @@ def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
     why_dtype = ""
     if not fits(layout) and said.text("model.dtype") is None:
         why_dtype, dtype = f"no memory for {show_bytes(model.weights_bytes(dtype))}", "bfloat16"
+    kv_dtype = said.kv_dtype(dtype)
     replicas = _replicas(said, layout)
     num_engines = sum(replicas.values())
     choice = StartChoice(
@@ -159,13 +166,14 @@ def _for_cpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype=why_dtype,
-        max_model_len=_length(said, model, dtype, _CPU_LENGTH),
+        max_model_len=_length(said, model, kv_dtype, _CPU_LENGTH),
+        kv_dtype=kv_dtype,
         replicas=replicas,
         num_threads=max(1, min(_MOST_THREADS, int(machine.num_cores // num_engines))),
         kv={},
     )
     room_for_kv = room - num_engines * (model.weights_bytes(dtype) + ENGINE_BYTES)
-    return replace(choice, kv=_cpu_sizes(said, choice, model.kv_bytes_per_token(dtype), room_for_kv))
+    return replace(choice, kv=_cpu_sizes(said, choice, model.kv_bytes_per_token(kv_dtype), room_for_kv))
 
 
 def _cpu_sizes(said: Said, choice: StartChoice, per_token: int, room: float) -> dict[str, dict[str, Any]]:
@@ -193,7 +201,8 @@ def _for_gpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
     replicas = _replicas(said, layout, num_cards)
     is_old = any((0, 0) < gpu.capability < _BFLOAT16_CAPABILITY for gpu in machine.gpus)
     dtype = said.text("model.dtype") or ("float16" if is_old else "bfloat16")
-    most = gpu_kv_tokens(machine, model, dtype, said.number("pools.decode.kv_memory_fraction") or _GPU_MEMORY_SHARE)
+    kv_dtype, fraction = said.kv_dtype(dtype), said.number("pools.decode.kv_memory_fraction") or _GPU_MEMORY_SHARE
+    most = gpu_kv_tokens(machine, model, dtype, kv_dtype, fraction)
     return StartChoice(
         device="cuda",
         why_device=why_device,
@@ -201,28 +210,30 @@ def _for_gpus(machine: Machine, model: ModelFacts, said: Said, why_device: str) 
         why_layout=why,
         dtype=dtype,
         why_dtype="these cards have no bfloat16" if dtype == "float16" and is_old else "",
-        max_model_len=_length(said, model, dtype, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
+        max_model_len=_length(said, model, kv_dtype, min(_GPU_LENGTH, most // 2 or _GPU_LENGTH)),  # two at once
+        kv_dtype=kv_dtype,
         replicas=replicas,
         num_threads=max(1, min(_GPU_THREADS, int(machine.num_cores // sum(replicas.values())))),
         kv={name: {} if said.has_size(name) else {"kv_memory_fraction": _GPU_MEMORY_SHARE} for name in replicas},
     )
 
 
-def gpu_kv_tokens(machine: Machine, model: ModelFacts, dtype: str, fraction: float) -> int:
-    """Tokens whose KV fits on the smallest card beside the weights; 0 when that is not known, or none do."""
+def gpu_kv_tokens(machine: Machine, model: ModelFacts, dtype: str, kv_dtype: str, fraction: float) -> int:
+    """Tokens whose KV fits on the smallest card beside the weights, which are of dtype; 0 when that is not known, or
+    none do."""
     card = min((gpu.memory_bytes for gpu in machine.gpus), default=0)
-    per_token = model.kv_bytes_per_token(dtype)
+    per_token = model.kv_bytes_per_token(kv_dtype)
     free = (card - model.weights_bytes(dtype)) * fraction
     return int(free / per_token) // _BLOCK_SIZE * _BLOCK_SIZE if per_token and free > 0 else 0
 
 
-def _length(said: Said, model: ModelFacts, dtype: str, usual: int) -> int:
+def _length(said: Said, model: ModelFacts, kv_dtype: str, usual: int) -> int:
     """As said; else the usual, or what the model can do, or what is allowed for by other keys, if that is less."""
     given = said.number("model.max_model_len")
     if given is not None:
         return int(given)
     bounds = [said.number(key) for key in ("limits.max_generated_tokens", "limits.max_text_chars")]
-    per_token = model.kv_bytes_per_token(dtype)
+    per_token = model.kv_bytes_per_token(kv_dtype)
     for pool in ("prefill", "decode"):
         bounds.append(said.number(f"pools.{pool}.kv_capacity_tokens"))
         num_bytes = said.number(f"pools.{pool}.kv_memory_bytes")

@@ -21,7 +21,7 @@ def ready_lines(config: Config, description: Description) -> str:
             f"  URL        {url}/v1",
             f"  model      {config.model.name} ({config.model.dtype})",
             f"  replicas   {_replicas(config, description)}",
-            f"  KV cache   {_kv_cache(description)}",
+            f"  KV cache   {_kv_cache(config, description)}",
             f"  capacity   {_capacity(config, description)}",
             "",
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
@@ -43,11 +43,12 @@ def _replicas(config: Config, description: Description) -> str:
     return ", ".join(parts)
 
 
-def _kv_cache(description: Description) -> str:
+def _kv_cache(config: Config, description: Description) -> str:
     """The same in both pools."""
+    kv_type = " (fp8)" if config.kv_dtype == "fp8" else ""
     for table in description.values():
         for replica in table:
-            return f"{replica['kv_bytes_per_token']:,} bytes a token"
+            return f"{replica['kv_bytes_per_token']:,} bytes a token{kv_type}"
     return "bytes a token are known once a replica has started, with the first request"
 
 

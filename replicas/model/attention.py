@@ -39,11 +39,17 @@ def paged_attention(
     by_token = query[0].transpose(0, 1)
     paged.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
     output = torch.empty_like(by_token, memory_format=torch.contiguous_format)
+    # Scales of what is stored come in once and not number by number: with the scores, and with the sums of values.
+    key_scale, value_scale = paged.layout.scales_of(layer)
+    if key_scale != 1.0:
+        scaling = key_scale * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     for group, context in zip(paged.inputs.groups, paged.groups, strict=True):
         output[group.rows] = _attend_rows(by_token[group.rows], context, layer, scaling)
     for chunk, context in zip(paged.inputs.chunks, paged.chunks, strict=True):
         span = slice(chunk.start, chunk.start + chunk.length)
         output[span] = _attend_chunk(query[0][:, span], context, layer, scaling)
+    if value_scale != 1.0:
+        output *= value_scale
     return output.unsqueeze(0), None
 
 

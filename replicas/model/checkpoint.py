@@ -20,11 +20,13 @@ from transformers.utils.hub import cached_file
 
 from replicas.model.checkpoint_files import number_types, weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
+from replicas.model.kv_scales import KV_SCALE_NAME, read_kv_scales
 
 _SUFFIXES = (".safetensors", ".bin", ".json", ".py")
 _NUMBER_TYPES = ("F64", "F32", "F16", "BF16")
 # What models once kept in their files and make anew now, beside what transformers knows of that kind.
 _MADE_ANEW = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.masked_bias$")
+_KV_SCALE = re.sub(r"\?P<\w+>", "?:", KV_SCALE_NAME.pattern)  # other patterns may name their groups alike
 
 
 def read_checkpoint(
@@ -60,6 +62,11 @@ def read_checkpoint(
     return loaded
 
 
+def checkpoint_kv_scales(folder: str, config: Any, num_layers: int) -> tuple[tuple[float, float], ...]:
+    """Of a folder or Hub id whose weights were read: as `read_kv_scales`."""
+    return read_kv_scales(_files_of(folder), num_layers, getattr(config, "transformers_weights", None))
+
+
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:
     """Random weights of the right shapes, the same in every replica."""
     torch.manual_seed(0)
@@ -93,8 +100,10 @@ class FilesAsRead:
 
 
 def _made_anew(model: Any) -> re.Pattern[str]:
-    """Names of tensors in a file that count for nothing: masks and tables, of whatever type."""
-    return re.compile("|".join([*_MADE_ANEW, *(model._keys_to_ignore_on_load_unexpected or ())]))
+    """Names of tensors in a file that count for nothing here: masks and tables, of whatever type; scales of KV, which
+    `read_kv_scales` reads."""
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    return re.compile("|".join([*_MADE_ANEW, _KV_SCALE, *ignored]))
 
 
 def _refuse_number_types(kinds: dict[str, str], model: nn.Module, is_made_anew: re.Pattern[str]) -> None:

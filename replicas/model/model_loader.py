@@ -7,7 +7,7 @@ runs unless the config trusts it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -17,13 +17,15 @@ from transformers.utils import logging as transformers_logging
 from replicas.gguf.conversion import resolve_source
 from replicas.hub_model import refuse_unavailable
 from replicas.kv.kv_pool import KvLayout
+from replicas.kv.stored_numbers import FP8
 from replicas.layers.attention_seam import use_attention
 from replicas.layers.replaced_layers import before_serving, replace_layers
 from replicas.model.attention import ATTENTION_NAME, paged_attention
-from replicas.model.checkpoint import FilesAsRead, random_model, read_checkpoint
+from replicas.model.checkpoint import FilesAsRead, checkpoint_kv_scales, random_model, read_checkpoint
 from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model.remote_code import remote_code
+from replicas.model.rounding_cache import KvRounding
 from replicas.model.untouched_model import examine
 from replicas.model.weights_digest import digest_weights
 from replicas.model_identity import ModelIdentity
@@ -38,7 +40,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """model is in eval mode on its device. identity: of what was loaded, without a layout.
 
-    reference: what transformers alone computed with it, before it was changed to be served.
+    reference: what transformers alone computed with it, before it was changed to be served. kv_scales: those that came
+    with it, for KV in 8 bits (`KvLayout.scales`).
     """
 
     model: nn.Module
@@ -50,14 +53,27 @@ class LoadedModel:
     dtype: torch.dtype
     identity: ModelIdentity
     reference: tuple[CheckedPrompt, ...]
+    kv_scales: tuple[tuple[float, float], ...] = ()
 
-    def kv_layout(self, block_size: int) -> KvLayout:
-        """Of a pool for this model alone, in its own type."""
-        return KvLayout(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
+    def kv_layout(self, block_size: int, kv_dtype: str = "auto") -> KvLayout:
+        """Of a pool for this model alone: in its own type, or with kv_dtype "fp8" in 8 bits."""
+        shape = (self.num_layers, block_size, self.num_kv_heads, self.head_dim)
+        if kv_dtype == "fp8":
+            return KvLayout(*shape, FP8, scales=self.kv_scales)
+        return KvLayout(*shape, self.dtype)
+
+    def identity_with(self, layout: KvLayout) -> ModelIdentity:
+        """Of an engine with a pool of this layout. What is rounded otherwise than by the model gives other texts, so
+        that the numbers in the pool are a part of the model's type too."""
+        dtype = self.identity.dtype
+        if layout.dtype is not self.dtype:
+            dtype = f"{dtype}+kv:{layout.numbers}"
+        return replace(self.identity, dtype=dtype, kv=layout.describe())
 
 
-def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
-    """Load weights onto the device. Blocks for seconds to minutes; logs progress.
+def load_model(settings: ModelSettings, device: torch.device, kv_dtype: str = "auto") -> LoadedModel:
+    """Load weights onto the device. Blocks for seconds to minutes; logs progress. kv_dtype: of the pool that it will be
+    served with, as in the config: the reference is computed with it.
 
     Raises UnsupportedModel for an architecture that our attention does not compute, or that fails in any way while it
     is built or looked at; CheckpointMismatch, one of these, for files that are not what their config says or change
@@ -75,16 +91,21 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
     logger.info("the model's files", extra={"event": "weights_loading", "source": settings.source})
     config_said = config_text(config)  # before anything is set in it
     with naming_failures(model_name(config), "loading it"):
+        kv_scales: tuple[tuple[float, float], ...] = ()
         if settings.load_format == "dummy":
             model = random_model(config, dtype, device, settings.trust_remote_code)
         else:
             model = read_checkpoint(folder, config, dtype, device, settings.trust_remote_code)
+            kv_scales = checkpoint_kv_scales(folder, config, config.num_hidden_layers)
         of_config = config_digest(config_said, remote_code(model))
         identity = ModelIdentity(digest_weights(model), of_config, tokenizer_digest(folder), settings.dtype)
         files.refuse_change()
         model = model.to(device).eval().requires_grad_(False)
     with naming_failures(model_name(config), "a first forward pass"):
-        examined = examine(model, settings.max_model_len)
+        rounding = KvRounding(kv_scales) if kv_dtype == "fp8" else None
+        examined = examine(model, settings.max_model_len, rounding)
+        if rounding is not None:
+            rounding.log_cut()
     with naming_failures(model_name(config), "laying out its weights"):
         use_attention(model, ATTENTION_NAME, paged_attention)
         replace_layers(model, before_serving(device))
@@ -98,4 +119,5 @@ def load_model(settings: ModelSettings, device: torch.device) -> LoadedModel:
             dtype=dtype,
             identity=identity,
             reference=examined.reference,
+            kv_scales=kv_scales,
         )

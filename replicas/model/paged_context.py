@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from replicas.kv.kv_pool import KvPool
+from replicas.kv.stored_numbers import as_bits, as_stored
 from replicas.model.step_inputs import StepInputs
 
 
@@ -25,19 +26,26 @@ class PagedContext:
         layout = pool.layout
         self._dtype = dtype or layout.dtype
         n, num_blocks = block_table.shape
-        self._planes = pool.planes()
+        self._planes = as_bits(pool.planes())
         self._indices = _per_plane(block_table.flatten() * pool.planes_per_block, pool.planes_per_block)
         shape = (n, num_blocks * layout.block_size, layout.num_kv_heads, layout.head_dim)
         self._copies = [self._planes.new_empty(n * num_blocks, self._planes.shape[1]) for _ in range(2)]
-        self._views = [copy.view(shape).transpose(1, 2) for copy in self._copies]
+        self._reader = pool.reader(self._dtype)
+        self._numbers = self._copies
+        if self._reader is not None:
+            self._numbers = [torch.empty_like(copy, dtype=self._dtype) for copy in self._copies]
+        self._views = [numbers.view(shape).transpose(1, 2) for numbers in self._numbers]
         # What attention makes of a boolean mask, but once instead of in each layer.
         self._mask = self._planes.new_zeros(visible.shape, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
         self._repeated_mask: torch.Tensor | None = None
 
     def keys_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each [n, num_kv_heads, num_blocks * block_size, head_dim]. Good until the next call."""
+        """As stored, times no scale: each [n, num_kv_heads, num_blocks * block_size, head_dim]. Good until the next
+        call."""
         for kind, copy in enumerate(self._copies):
             torch.index_select(self._planes, 0, self._indices[2 * layer + kind], out=copy)
+            if self._reader is not None:
+                self._reader.read(copy, self._numbers[kind])
         keys, values = self._views
         if keys.dtype is self._dtype:
             return keys, values
@@ -54,14 +62,15 @@ class PagedStep:
     """What the attention function is given: the pool, this step's inputs, and their places in the pool.
 
     num_calls counts layers served, so that the runner can tell a model that bypasses this function. dtype: as of a
-    PagedContext.
+    PagedContext. layout: the pool's.
     """
 
     def __init__(self, pool: KvPool, inputs: StepInputs, dtype: torch.dtype | None = None) -> None:
         block_size = pool.layout.block_size
         self.inputs = inputs
         self.num_calls = 0
-        self._token_rows = pool.token_rows()
+        self.layout = pool.layout
+        self._token_rows = as_bits(pool.token_rows())
         first = inputs.write_blocks * (pool.planes_per_block * block_size) + inputs.write_offsets
         self._write_rows = _per_plane(first, pool.planes_per_block, step=block_size)
         self.groups = tuple(PagedContext(pool, group.block_table, group.mask, dtype) for group in inputs.groups)
@@ -72,11 +81,10 @@ class PagedStep:
 
         Attention reads them there, as rounded to the pool's type: a prompt in one chunk sees what one in many does.
         """
+        scales = self.layout.scales_of(layer)
         for kind, source in enumerate((keys, values)):
-            rows = source.flatten(1)
-            if rows.dtype is not self._token_rows.dtype:
-                rows = rows.to(self._token_rows.dtype)
-            self._token_rows.index_copy_(0, self._write_rows[2 * layer + kind], rows)
+            rows = as_stored(source.flatten(1), self.layout.dtype, scales[kind])
+            self._token_rows.index_copy_(0, self._write_rows[2 * layer + kind], as_bits(rows))
 
 
 def _per_plane(first: torch.Tensor, num_planes: int, step: int = 1) -> tuple[torch.Tensor, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from replicas.model.rounding_cache import KvRounding
+
 # (prompt tokens, tokens fed after them, whether the prompt comes in two chunks, the step it joins in): of unlike
 # lengths, over more than one block, decoding over a block's end (of 16) while others are still prompts.
 _PROMPTS = ((30, 3, True, 0), (4, 3, False, 0), (11, 2, True, 1))
@@ -39,17 +41,20 @@ class CheckedPrompt:
 
 
 @torch.inference_mode()
-def compute_reference(model: Any, max_model_len: int, original_len: int | None) -> tuple[CheckedPrompt, ...]:
+def compute_reference(
+    model: Any, max_model_len: int, original_len: int | None, rounding: KvRounding | None = None
+) -> tuple[CheckedPrompt, ...]:
     """Run each prompt through the untouched model. Blocks for about half the time that the whole check takes.
 
     original_len: positions that the model was first trained on, where its configuration tells: what it does beyond
     them it may do in another way, so a prompt that just exceeds them is among the prompts, unless it costs too much.
+    rounding: of keys and values before attention; mutated.
     """
     shapes = list(_PROMPTS)
     if original_len is not None and original_len < max_model_len and _is_affordable(model, original_len):
         shapes.append((original_len + _BEYOND, 2, True, 1))
     return tuple(
-        _checked(model, number, *_fitted(num_prompt, num_fed, max_model_len), is_cut, first_step)
+        _checked(model, number, *_fitted(num_prompt, num_fed, max_model_len), is_cut, first_step, rounding)
         for number, (num_prompt, num_fed, is_cut, first_step) in enumerate(shapes)
     )
 
@@ -66,10 +71,15 @@ def _fitted(num_prompt: int, num_fed: int, max_model_len: int) -> tuple[int, int
     return length - num_fed, num_fed
 
 
-def _checked(model: Any, number: int, num_prompt: int, num_fed: int, is_cut: bool, first_step: int) -> CheckedPrompt:
+def _checked(
+    model: Any, number: int, num_prompt: int, num_fed: int, is_cut: bool, first_step: int, rounding: KvRounding | None
+) -> CheckedPrompt:
     vocab_size = model.config.get_text_config().vocab_size
     ids = tuple((7919 * (i + 1) + 104_729 * number) % vocab_size for i in range(num_prompt + num_fed))
-    output = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False, logits_to_keep=num_fed + 1)
+    cache: dict[str, Any] = {"use_cache": False}
+    if rounding is not None:
+        cache = {"use_cache": True, "past_key_values": rounding.new_cache(model.config.get_text_config())}
+    output = model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=num_fed + 1, **cache)
     return CheckedPrompt(ids, _chunk_ends(num_prompt, is_cut), first_step, output.logits[0].float().cpu())
 
 

@@ -156,14 +156,15 @@ class _Base:
         torch.set_num_threads(settings.num_threads)
         device = torch.device(settings.device)
         with start_step("loading weights"):
-            loaded = load_model(settings.model, device)
+            loaded = load_model(settings.model, device, settings.kv.dtype)
         if settings.model.max_model_len > loaded.max_positions:
             raise ValueError(
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
         logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
         opening = GrammarsOpening(settings, loaded.vocab_size)
-        self.layout = loaded.kv_layout(settings.kv.block_size)
+        self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
+        _log_numbers(self.layout, loaded)
         self.limits = _limits(settings, self.layout)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
@@ -182,7 +183,7 @@ class _Base:
                 for runner in (self.runner, *[self.runner.beside(share) for share in self.runner.shares]):
                     self_check(runner, loaded)
         self.pool.tensor.zero_()
-        self.fingerprint = str(replace(loaded.identity, kv=self.layout.describe()))
+        self.fingerprint = str(loaded.identity_with(self.layout))
         self.faults = FaultPoints(settings.testing.fault_dir, self.pool.tensor)
         self.metrics = EngineMetrics(
             PoolMetrics(
@@ -244,6 +245,18 @@ class _Base:
     def built(self, engine: Engine) -> BuiltEngine:
         peer = engine.transfers.start()
         return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics, self.grammars)
+
+
+def _log_numbers(layout: KvLayout, loaded: LoadedModel) -> None:
+    """How KV is stored, where that is not as the model has it, and what of the checkpoint does not count."""
+    has_scales = bool(loaded.kv_scales)
+    if layout.dtype is not loaded.dtype:
+        scales = "the checkpoint's scales" if has_scales else "scale 1.0, as the checkpoint has none"
+        extra = {"event": "kv_dtype", "numbers": layout.numbers, "kv_bytes_per_token": layout.bytes_per_token}
+        logger.info("KV is stored as %s with %s", layout.numbers, scales, extra=extra)
+    elif has_scales:
+        extra = {"event": "kv_scales_unused"}
+        logger.info("the checkpoint's scales of KV are not used: kv.dtype is auto; fp8 uses them", extra=extra)
 
 
 def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:

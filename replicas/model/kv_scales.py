@@ -1,0 +1,66 @@
+"""Scales of 8-bit KV that come with a checkpoint: of the keys and the values of each layer, measured by who made it.
+
+As compressed-tensors, ModelOpt and AutoFP8 name them; what is stored is a key divided by its layer's scale.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from replicas.kv.stored_numbers import is_scale
+from replicas.model.checkpoint_files import weight_files
+from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
+
+# kv_scale: one for both.
+KV_SCALE_NAME = re.compile(
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\.(?:(?:k_proj\.|attn\.)?(?P<key>k_scale)"
+    r"|(?:v_proj\.|attn\.)?(?P<value>v_scale)|(?:attn\.)?kv_scale)$"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def read_kv_scales(folder: Path, num_layers: int, named: str | None = None) -> tuple[tuple[float, float], ...]:
+    """(of keys, of values) of each layer; empty where the checkpoint has none. A layer that it leaves out has 1.0, and
+    a log line. folder, named: as of `weight_files`. Reads files.
+
+    Raises CheckpointMismatch for what is no positive number, for scales of heads, and for layers that there are not.
+    """
+    found: dict[tuple[int, str], float] = {}
+    for name, tensor in _scale_tensors(weight_files(folder, named)):
+        match = KV_SCALE_NAME.search(name)
+        assert match is not None, "it was found by its name"
+        layer = int(match["layer"])
+        if tensor.numel() != 1:
+            raise CheckpointMismatch(f"{name} has {tensor.numel()} numbers: KV is stored with one scale for a layer")
+        scale = float(tensor.float())
+        if layer >= num_layers or not is_scale(scale):
+            raise CheckpointMismatch(f"{name} = {scale:g} is no scale of a layer of {num_layers}")
+        for kind in ("key", "value"):
+            if match[kind] or not (match["key"] or match["value"]):
+                found[layer, kind] = scale
+    if not found:
+        return ()
+    places = [(layer, kind) for layer in range(num_layers) for kind in ("key", "value")]
+    if lacking := [f"layer {layer}'s {kind}s" for layer, kind in places if (layer, kind) not in found]:
+        extra = {"event": "kv_scales_lacking", "num_lacking": len(lacking)}
+        logger.warning("no scale of KV in the checkpoint, so 1.0: %s", name_some(lacking), extra=extra)
+    return tuple((found.get((layer, "key"), 1.0), found.get((layer, "value"), 1.0)) for layer in range(num_layers))
+
+
+def _scale_tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                    if KV_SCALE_NAME.search(name):
+                        yield name, opened.get_tensor(name)
+        else:
+            tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            yield from ((name, tensor) for name, tensor in tensors.items() if KV_SCALE_NAME.search(name))
