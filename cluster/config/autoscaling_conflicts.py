@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from cluster.config.autoscaling import IngressAutoscalingConfig, PoolAutoscalingConfig
 from cluster.config.conflicts import Conflict
 from cluster.config.model import ModelConfig, SourceKind
+from cluster.config.number_types import KV_NUMBER_BYTES
 from cluster.config.pool import PoolConfig, PoolsConfig
 from cluster.config.service import IngressConfig, KVConfig, TransferConfig
 
 # Keys and values of SmolLM2-135M: 30 layers of 3 heads of 64.
 _BUNDLED_KV_NUMBERS_PER_TOKEN = 30 * 2 * 3 * 64
-_NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def autoscaling_conflicts(ingress: IngressConfig, pools: PoolsConfig) -> Iterator[Conflict]:
@@ -74,7 +74,7 @@ def memory_conflicts(model: ModelConfig, kv: KVConfig, pools: PoolsConfig) -> It
     if model.kind is not SourceKind.BUNDLED:
         return
     dtype = model.dtype if kv.dtype == "auto" else kv.dtype
-    block_bytes = _BUNDLED_KV_NUMBERS_PER_TOKEN * _NUMBER_BYTES[dtype] * kv.block_size
+    block_bytes = _BUNDLED_KV_NUMBERS_PER_TOKEN * KV_NUMBER_BYTES[dtype] * kv.block_size
     needed = -(-model.max_model_len // kv.block_size) * block_bytes
     for name, pool in pools.deployed().items():
         key = f"pools.{name}.kv_memory_bytes"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_NUMBER_BYTES = {**NUMBER_BYTES, "fp8": 1}
+from cluster.config.number_types import KV_NUMBER_BYTES, NUMBER_BYTES
 
 
 @dataclass(frozen=True, slots=True)

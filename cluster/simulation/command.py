@@ -30,7 +30,8 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
     if options.plot:
         check_can_plot()
     started_s = time.monotonic()
-    costs = load_costs(options.steps)
+    measured = load_costs(options.steps)
+    costs = measured.with_kv_dtype("fp8") if config.kv_dtype == "fp8" else measured
     shape = shape_of(
         config,
         costs.kv_bytes_per_token,
@@ -61,6 +62,10 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
     summary |= {"trace": options.trace.name, "seed": options.seed, "step_times": costs.source}
     say(as_text(summary))
     say(f"step times: {costs.source}")
+    if costs.kv_dtype != measured.kv_dtype:
+        say(
+            f"KV cache in {costs.kv_dtype}: {costs.kv_bytes_per_token} bytes a token; steps as with {measured.kv_dtype}"
+        )
     for line in _write(options, summary):
         say(line)
     if options.plot:
@@ -73,6 +78,7 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
 def run_fit(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Raises UserError."""
     costs, lines = fit_costs(options.records, options.kv_bytes_per_token)
+    costs = costs.model_copy(update={"kv_dtype": options.kv_dtype})
     for line in lines:
         say(line)
     try:

@@ -40,4 +40,10 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
     """The options of `splitserve fit-steps`."""
     parser.add_argument("records", type=Path, help="folder of step records (config key testing.step_record_dir)")
     parser.add_argument("--kv-bytes-per-token", type=int, required=True, help="as the server says when it is ready")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=["float32", "bfloat16", "float16", "fp8"],
+        default="bfloat16",
+        help="number type of the KV cache there: model.dtype, or fp8 with kv.dtype: fp8",
+    )
     parser.add_argument("--output", type=Path, required=True, help="JSON file for `splitserve simulate --steps`")

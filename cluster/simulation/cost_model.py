@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from cluster.config.number_types import KV_NUMBER_BYTES
 from cluster.config.section import Section
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import ConfigError
@@ -48,6 +49,10 @@ class CostModel(Section):
 
     source: str = Field(min_length=1, description="Where the figures come from: machine, model, date, command")
     kv_bytes_per_token: int = Field(ge=1, description="Bytes of KV cache of one token, all layers")
+    kv_dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
+        default="bfloat16",
+        description="Number type of that KV cache, and of the one in whose steps times were measured",
+    )
     decode: StepModel = Field(description="Steps of a decode engine")
     prefill: StepModel = Field(description="Steps of a prefill engine; unused when colocated")
     transfer: TransferCosts = Field(default=TransferCosts(), description="The handoff")
@@ -60,6 +65,11 @@ class CostModel(Section):
     def is_shared(self) -> bool:
         """Whether the pools share a machine and slow each other down."""
         return max(self.decode.contention, self.prefill.contention) > 1.0
+
+    def with_kv_dtype(self, dtype: str) -> CostModel:
+        """The same with KV of another number type: its bytes are others, step times stay as measured."""
+        num_bytes = self.kv_bytes_per_token * KV_NUMBER_BYTES[dtype] // KV_NUMBER_BYTES[self.kv_dtype]
+        return self.model_copy(update={"kv_bytes_per_token": max(1, num_bytes), "kv_dtype": dtype})
 
     def read_s(self, num_tokens: int) -> float:
         """A read of so many tokens' KV."""

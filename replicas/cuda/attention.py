@@ -21,6 +21,7 @@ from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.attention_seam import refuse_arguments, use_attention
 from replicas.model_support import UnsupportedModel
+from replicas.stored_numbers import FP8, as_stored
 
 CUDA_ATTENTION_NAME = "splitserve_paged_cuda"
 _FRESH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -37,7 +38,10 @@ def bind_attention(model: nn.Module, pool: KvPool) -> None:
             f"{type(model).__name__}: {len(layers)} attention modules for {pool.layout.num_layers} layers"
         )
     for module in layers:
-        module.register_buffer("paged_kv", pool.tensor[:, int(module.layer_idx)], persistent=False)  # type: ignore[arg-type]
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        module.register_buffer("paged_kv", pool.tensor[:, layer], persistent=False)
+        scales = torch.tensor(pool.layout.scales_of(layer), dtype=torch.float64) if pool.layout.scales else None
+        module.register_buffer("kv_scales", scales, persistent=False)  # on the host, which launches by them
     use_attention(model, CUDA_ATTENTION_NAME, cuda_attention)
 
 
@@ -59,6 +63,7 @@ def cuda_attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         module.paged_kv,
+        module.kv_scales,
         paged.block_table,
         paged.places,
         paged.chunks,
@@ -75,14 +80,14 @@ def library_attention() -> AbstractContextManager[None]:
     return sdpa_kernel(_FRESH_BACKENDS, set_priority=True)
 
 
-def prepare_library(num_heads: int, pool: KvPool, runs: tuple[tuple[int, int], ...]) -> None:
+def prepare_library(num_heads: int, pool: KvPool, dtype: torch.dtype, runs: tuple[tuple[int, int], ...]) -> None:
     """Have the library make what it needs for fresh prompts of these (length, count) on this thread. Blocks, some
-    65 ms each: cuDNN makes a plan for every shape, and keeps it for one thread only."""
+    65 ms each: cuDNN makes a plan for every shape, and keeps it for one thread only. dtype: the model's."""
     layout = pool.layout
     with library_attention():
         for length, count in runs:
             query, key = (
-                torch.zeros(length * count, n, layout.head_dim, dtype=layout.dtype, device=pool.tensor.device)
+                torch.zeros(length * count, n, layout.head_dim, dtype=dtype, device=pool.tensor.device)
                 for n in (num_heads, layout.num_kv_heads)
             )
             _attend_fresh(query, key, key, count, layout.head_dim**-0.5)
@@ -93,6 +98,7 @@ def attend_over_pool(
     key: torch.Tensor,
     value: torch.Tensor,
     kv: torch.Tensor,
+    kv_scales: torch.Tensor | None,
     block_table: torch.Tensor,
     places: torch.Tensor,
     chunks: torch.Tensor,
@@ -100,13 +106,24 @@ def attend_over_pool(
     layout: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool, the
-    rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
+    """query [T, num_heads, head_dim], key and value [T, num_kv_heads, head_dim], kv one layer's view of the pool,
+    kv_scales as of `scales_of`, the rest as in CudaStep -> [T, num_heads, head_dim]. Mutates kv."""
+    scales = scales_of(kv_scales)
+    if kv.dtype is FP8:
+        key, value = (as_stored(new, FP8, by).to(new.dtype) for new, by in zip((key, value), scales, strict=True))
     step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
     rows = launches.num_rows
     if query.shape[0] > rows:
         write_kv(key[rows:], value[rows:], kv, block_table, step.token_slots[rows:], step.positions[rows:])
-    return attend_written(query, key, value, kv, step, launches, scale)
+    return attend_written(query, key, value, kv, step, launches, scale, scales)
+
+
+def scales_of(kv_scales: torch.Tensor | None) -> tuple[float, float]:
+    """Of a layer's keys and values in the pool. kv_scales: float64 [2] on the host; None for 1.0."""
+    if kv_scales is None:
+        return 1.0, 1.0
+    key_scale, value_scale = kv_scales.tolist()
+    return key_scale, value_scale
 
 
 def attend_written(
@@ -117,8 +134,25 @@ def attend_written(
     step: CudaStep,
     launches: Launches,
     scale: float,
+    scales: tuple[float, float],
 ) -> torch.Tensor:
-    """As `attend_over_pool`, once k and v of all tokens but the rows' are in the pool. Mutates kv: writes the rows'."""
+    """As `attend_over_pool`, once k and v are as the pool stores them, and those of all tokens but the rows' are in it.
+
+    Mutates kv: writes the rows'. scales: of keys and values; they come in once, with scores and results.
+    """
+    out = _attend_unscaled(query, key, value, kv, step, launches, scale * scales[0])
+    return out if scales[1] == 1.0 else out.mul_(scales[1])
+
+
+def _attend_unscaled(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    step: CudaStep,
+    launches: Launches,
+    scale: float,
+) -> torch.Tensor:
     token_slots, positions = step.token_slots, step.positions
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     rows = launches.num_rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from replicas.cuda.attention import attend_written
+from replicas.cuda.attention import attend_written, scales_of
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.rotation import HeadNorms, rotate_into_pool
@@ -17,6 +17,7 @@ from replicas.layers.joined_attention import JoinedAttention
 def attend_rotated(
     projected: torch.Tensor,
     kv: torch.Tensor,
+    kv_scales: torch.Tensor | None,
     query_norm: torch.Tensor | None,
     key_norm: torch.Tensor | None,
     epsilon: float,
@@ -29,15 +30,16 @@ def attend_rotated(
     layout: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """projected, cos, sin as in `rotate_into_pool`, kv one layer's view of the pool, the rest as in CudaStep ->
-    [T, num_heads * head_dim]. Mutates kv."""
+    """projected, cos, sin as in `rotate_into_pool`, kv one layer's view of the pool, kv_scales as of
+    `scales_of`, the rest as in CudaStep -> [T, num_heads * head_dim]. Mutates kv."""
     step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
+    scales = scales_of(kv_scales)
     norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, epsilon)
     query, key, value = rotate_into_pool(
         projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_rows,
-        copies_value=bool(launches.fresh),
+        copies_value=bool(launches.fresh), scales=scales,
     )  # fmt: skip
-    return attend_written(query, key, value, kv, step, launches, scale).flatten(1)
+    return attend_written(query, key, value, kv, step, launches, scale, scales).flatten(1)
 
 
 def _shape_of_attended(projected: torch.Tensor, kv: torch.Tensor, *others: object) -> torch.Tensor:
@@ -54,7 +56,8 @@ class RotatedAttention(JoinedAttention):
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__(attention)
-        self.register_buffer("paged_kv", attention.paged_kv, persistent=False)  # type: ignore[arg-type]
+        for name in ("paged_kv", "kv_scales"):
+            self.register_buffer(name, getattr(attention, name), persistent=False)
 
     def attend(self, projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, paged: CudaStep) -> torch.Tensor:
         module: Any = self
@@ -62,6 +65,7 @@ class RotatedAttention(JoinedAttention):
         out: torch.Tensor = _attend_rotated(
             projected,
             module.paged_kv,
+            module.kv_scales,
             norm.weight if norm is not None else None,
             module.k_norm.weight if norm is not None else None,
             norm.variance_epsilon if norm is not None else 0.0,

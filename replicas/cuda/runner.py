@@ -37,6 +37,7 @@ from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
 from replicas.start_step import start_step
+from replicas.stored_numbers import FP8
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Prompt lengths of the steps that compile the layers: no two sizes in them are equal, or they would be taken for one.
 _WARM_UP_LENGTHS = (37, 23)
+_FP8_CAPABILITY = (8, 9)  # cards from here on convert numbers of 8 bits
 
 
 class CudaRunner(ModelRunner):
@@ -53,16 +55,15 @@ class CudaRunner(ModelRunner):
         self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
     ) -> None:
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
-        if pool.layout.dtype is not loaded.dtype:
-            raise UnsupportedModel(f"a KV pool of {pool.layout.dtype}: kernels here want the model's {loaded.dtype}")
         device = pool.tensor.device
+        _refuse_numbers(pool.layout.dtype, loaded.dtype, device)
         self._max_model_len = max_model_len
         self._slots: CudaSlots = CudaSlots(
             num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
         )
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._sharing = WorkSharing.of(
-            pool.layout.num_kv_heads, pool.layout.head_dim, pool.layout.dtype, num_processors, num_slots
+            pool.layout.num_kv_heads, pool.layout.head_dim, loaded.dtype, num_processors, num_slots
         )
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
@@ -204,7 +205,7 @@ class CudaRunner(ModelRunner):
     def prepare_thread(self, max_step_tokens: int) -> None:
         if self._has_fresh:
             num_heads = self._model.config.get_text_config().num_attention_heads
-            prepare_library(num_heads, self.pool, fresh_runs(max_step_tokens, self._max_model_len))
+            prepare_library(num_heads, self.pool, self._loaded.dtype, fresh_runs(max_step_tokens, self._max_model_len))
             torch.cuda.synchronize()
 
     def finish(self) -> None:
@@ -229,6 +230,15 @@ class CudaRunner(ModelRunner):
             )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+
+def _refuse_numbers(stored: torch.dtype, of_model: torch.dtype, device: torch.device) -> None:
+    """Raises UnsupportedModel for a pool whose numbers no kernel reads."""
+    if stored is not FP8 and stored is not of_model:
+        raise UnsupportedModel(f"a KV pool of {stored}: kernels here want the model's {of_model}, or {FP8}")
+    if stored is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        has = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise UnsupportedModel(f"kv.dtype fp8 needs a card of compute capability 8.9, this one has {has}; set auto")
 
 
 def _logits_of(passes: Sequence[PlannedPass]) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Writes k and v of a step's prompt tokens into the paged pool. (Decode rows are written by `paged_decode`.)"""
+"""Writes k and v of a step's prompt tokens into the paged pool. (Decode rows are written by `paged_decode`.)
+
+Numbers come as the pool stores them, in whatever type: `round_to_fp8` is for who rounds them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,20 @@ def token_place(kv, row_table, position, kv_stride_block, TOKEN_SIZE: tl.constex
     `paged_decode`; row_table: pointer to the blocks of its sequence."""
     block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
     return kv + block * kv_stride_block + (position % BLOCK_SIZE) * TOKEN_SIZE
+
+
+@triton.jit
+def round_to_fp8(x):
+    """float32 -> float32: the nearest number of e4m3, ties to even; what is too large becomes the largest, 448, and
+    what is no number stays none. As `as_stored`; by bits, as Triton's interpreter converts otherwise than a card."""
+    limited = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    bits = limited.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # to 3 bits of mantissa
+    magnitude = tl.abs(limited)
+    small = (magnitude + 16384.0) - 16384.0  # to multiples of 2**-9
+    small = (small.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # of its sign
+    rounded = tl.where(magnitude < 0.015625, small, normal)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -48,8 +65,9 @@ def _write_token(
         inside = heads * HEAD_DIM + dims
         new_key = tl.load(key + token * key_stride_token + heads * key_stride_head + dims, mask=mask)
         new_value = tl.load(value + token * value_stride_token + heads * value_stride_head + dims, mask=mask)
-        tl.store(place + inside, new_key, mask=mask)
-        tl.store(place + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + inside, new_value, mask=mask)
+        stored = kv.dtype.element_ty
+        tl.store(place + inside, new_key.to(stored), mask=mask)
+        tl.store(place + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM + inside, new_value.to(stored), mask=mask)
 
 
 def write_kv(

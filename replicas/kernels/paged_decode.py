@@ -54,8 +54,9 @@ def _attend_piece(
             place = token + head * HEAD_DIM + dims
             new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
             new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
-            tl.store(place, new_key, mask=is_dim)
-            tl.store(place + kv_stride_value, new_value, mask=is_dim)
+            stored = kv.dtype.element_ty
+            tl.store(place, new_key.to(stored), mask=is_dim)
+            tl.store(place + kv_stride_value, new_value.to(stored), mask=is_dim)
         tl.debug_barrier()  # the loop below reads what was just written
 
         members = tl.arange(0, GROUP_PADDED)
@@ -75,7 +76,7 @@ def _attend_piece(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
             k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
             scores = tl.where(is_token[None, :], scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_largest[:, None])
@@ -84,7 +85,7 @@ def _attend_piece(
                 kv + kv_stride_value + places[:, None] + dims[None, :],
                 mask=is_token[:, None] & is_dim[None, :],
                 other=0.0,
-            )
+            ).to(q.dtype)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -156,10 +157,11 @@ def paged_decode(
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
     query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's
-    view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first. table: int64 [num_slots,
-    max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and its output is left
-    as it is. shares: as a WorkSharing gives it for these positions; num_pieces, tile_len: its `most_pieces` and
-    `tile_len` of R. out: contiguous [R, num_heads, head_dim].
+    view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first, in the query's type; or FP8,
+    whose numbers are made the query's type before they are multiplied: then key and value are such numbers too. table:
+    int64 [num_slots, max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and
+    its output is left as it is. shares: as a WorkSharing gives it for these positions; num_pieces, tile_len: its
+    `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     num_warps, num_stages: of a program, for measurements.
     Mutates kv and out. Does not block.
     """

@@ -51,11 +51,12 @@ def _attend_tile(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
             k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             v = tl.load(kv_head + kv_stride_value + places[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+            v = v.to(q.dtype)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -65,7 +66,7 @@ def _attend_tile(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
             k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
             is_seen = tokens[None, :] <= position + rows[:, None]
             scores = tl.where(is_seen & is_token[None, :], scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -77,7 +78,7 @@ def _attend_tile(
                 kv_head + kv_stride_value + places[:, None] + dims[None, :],
                 mask=is_token[:, None] & is_dim[None, :],
                 other=0.0,
-            )
+            ).to(q.dtype)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -107,7 +108,7 @@ def paged_prefill(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = kv.shape[3]
     padded = triton.next_power_of_2(head_dim)
-    if kv.element_size() > 2:
+    if query.element_size() > 2:
         block_m, block_n, num_warps, num_stages = (32 if padded > 128 else 64), 32, 4, 1
     else:
         block_m, block_n, num_warps, num_stages = (64, 32, 4, 2) if padded > 128 else (128, 64, 8, 3)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from replicas.kv.stored_numbers import FP8, Fp8Reader, as_bits, is_scale
+from replicas.stored_numbers import FP8, Fp8Reader, as_bits, is_scale
 
 _DIGEST_BYTES = 4
 

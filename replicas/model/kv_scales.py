@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from replicas.kv.stored_numbers import is_scale
 from replicas.model.checkpoint_files import weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
+from replicas.stored_numbers import is_scale
 
 # kv_scale: one for both.
 KV_SCALE_NAME = re.compile(

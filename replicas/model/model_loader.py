@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 from replicas.gguf.conversion import resolve_source
 from replicas.hub_model import refuse_unavailable
 from replicas.kv.kv_pool import KvLayout
-from replicas.kv.stored_numbers import FP8
 from replicas.layers.attention_seam import use_attention
 from replicas.layers.replaced_layers import before_serving, replace_layers
 from replicas.model.attention import ATTENTION_NAME, paged_attention
@@ -32,6 +31,7 @@ from replicas.model_identity import ModelIdentity
 from replicas.model_support import model_name, naming_failures, refuse_unsupported
 from replicas.position_reach import refuse_step_dependent
 from replicas.settings import ModelSettings
+from replicas.stored_numbers import FP8
 
 logger = logging.getLogger(__name__)
 

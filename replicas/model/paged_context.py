@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from replicas.kv.kv_pool import KvPool
-from replicas.kv.stored_numbers import as_bits, as_stored
 from replicas.model.step_inputs import StepInputs
+from replicas.stored_numbers import as_bits, as_stored
 
 
 class PagedContext:

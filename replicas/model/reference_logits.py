@@ -5,6 +5,7 @@ Kept for the check of what is served (`self_check`), which computes the same pro
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,9 @@ def _checked(
     ids = tuple((7919 * (i + 1) + 104_729 * number) % vocab_size for i in range(num_prompt + num_fed))
     cache: dict[str, Any] = {"use_cache": False}
     if rounding is not None:
-        cache = {"use_cache": True, "past_key_values": rounding.new_cache(model.config.get_text_config())}
+        # A model's own code may have the older name still.
+        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        cache = {"use_cache": True, name: rounding.new_cache(model.config.get_text_config())}
     output = model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=num_fed + 1, **cache)
     return CheckedPrompt(ids, _chunk_ends(num_prompt, is_cut), first_step, output.logits[0].float().cpu())
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from replicas.kv.stored_numbers import FP8, LARGEST_FP8, as_stored
+from replicas.stored_numbers import FP8, LARGEST_FP8, as_stored
 
 logger = logging.getLogger(__name__)
 
