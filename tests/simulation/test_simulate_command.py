@@ -40,6 +40,17 @@ def test_figures_on_paper_and_in_json(trace: str, tmp_path: Path, capsys: pytest
     assert len(summary["kv_use"]) > 100
 
 
+def test_kv_in_fp8_is_half_of_what_the_steps_were_measured_with(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "fp8.yaml"
+    config.write_text(Path(LOCAL).read_text().replace("\n  dtype: auto\n", "\n  dtype: fp8\n"))
+    assert main(["simulate", str(config), "--trace", trace, "--steps", STEPS]) == 0
+    assert "KV cache in fp8: 65536 bytes a token; steps as with bfloat16" in capsys.readouterr().out
+    assert main(["simulate", LOCAL, "--trace", trace, "--steps", STEPS]) == 0
+    assert "KV cache in" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("extra", "wanted"),
     [
