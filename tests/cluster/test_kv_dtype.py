@@ -37,7 +37,7 @@ def test_the_key_reaches_the_engines() -> None:
     assert (fp8.kv_dtype, auto.kv_dtype) == ("fp8", "float32")
     assert engine_settings("decode", fp8.pools.decode, fp8).kv.dtype == "fp8"
     assert engine_settings("decode", auto.pools.decode, auto).kv.dtype == "auto"
-    with pytest.raises(ConfigError, match='kv.dtype: "int8" is not allowed; expected "auto" or "fp8"'):
+    with pytest.raises(ConfigError, match=r'kv\.dtype: "int8" is not allowed; expected "auto" or "fp8"'):
         config({"dtype": "int8"})
 
 
