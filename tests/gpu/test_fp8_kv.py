@@ -20,7 +20,9 @@ from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kernels.rotation import rotate_into_pool
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.kv_pool import KvPool
+from replicas.model import model_loader
 from replicas.model.model_loader import LoadedModel, load_model
+from replicas.model.rounding_cache import KvRounding
 from replicas.model.self_check import self_check
 from replicas.settings import ModelSettings
 from replicas.stored_numbers import FP8, as_bits, as_stored
@@ -155,11 +157,13 @@ def test_prefill_is_attention_over_what_is_stored(device: torch.device, dtype: t
 # -- a runner --------------------------------------------------------------------------------------------
 
 
-def load(folder: Path, device: torch.device, model: str) -> LoadedModel:
+def load(folder: Path, device: torch.device, model: str, scales: tuple[tuple[float, float], ...] = ()) -> LoadedModel:
     """Its reference is rounded as the pool will be."""
     cuda_rig.load(folder, device, model)
     settings = ModelSettings(str(folder), str(folder), "float16", 256, "dummy", False)
-    loaded = load_model(settings, device, "fp8")
+    with pytest.MonkeyPatch.context() as patch:  # made-up weights have no scales
+        patch.setattr(model_loader, "KvRounding", lambda none: KvRounding(scales))
+        loaded = load_model(settings, device, "fp8")
     for module in loaded.model.modules():
         if isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             module.weight.data = module.weight.data.contiguous()
@@ -177,8 +181,8 @@ def runner_of(loaded: LoadedModel, device: torch.device, scales: tuple[tuple[flo
 def test_the_self_check_holds_by_hand_and_by_graphs(
     device: torch.device, tmp_path: Path, model: str, scales: tuple[tuple[float, float], ...]
 ) -> None:
-    """With the kernel between projections and attention, and without it. Scales change rounding, not what is meant."""
-    loaded = load(tmp_path, device, model)
+    """With the kernel between projections and attention, and without it."""
+    loaded = load(tmp_path, device, model, scales)
     runner = runner_of(loaded, device, scales)
     scale = max(float(prompt.logits.abs().max()) for prompt in loaded.reference)
     assert 0 < self_check(runner, loaded) < 0.1 * scale
