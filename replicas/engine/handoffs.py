@@ -130,8 +130,9 @@ class Handoffs:
         if self._scheduler.get(transfer_id) is None:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
         self._calls.by_id[transfer_id].handoff = handoff
-        block_ids = self._scheduler.begin_load(transfer_id, time.monotonic())
-        self.transfers.read_into(transfer_id, block_ids)
+        load = self._scheduler.begin_load(transfer_id, time.monotonic())
+        assert not load.num_kept, "all of it is read"
+        self.transfers.read_into(transfer_id, load.block_ids)
 
     def _on_kv_ready(self, transfer_id: str) -> None:
         if self._scheduler.get(transfer_id) is None:
