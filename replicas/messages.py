@@ -26,7 +26,7 @@ from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 4  # of what streams: another version's is malformed
+WIRE_VERSION = 5  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -87,8 +87,8 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     fingerprint: Name
     block_ids: tuple[Count, ...]  # source block ids, in prompt order
     prompt_len: Count
-    # Of those blocks' bytes in that order; None when verification is off.
-    digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
+    # Of each of those blocks, in that order (`replicas.kv.block_digests`); None when verification is off.
+    digests: bytes | None
     first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.

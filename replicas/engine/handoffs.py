@@ -131,7 +131,7 @@ class Handoffs:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
         self._calls.by_id[transfer_id].handoff = handoff
         block_ids = self._scheduler.begin_load(transfer_id, time.monotonic())
-        self.transfers.read_into(transfer_id, block_ids)
+        self.transfers.read_into(transfer_id, block_ids, num_kept=0)
 
     def _on_kv_ready(self, transfer_id: str) -> None:
         if self._scheduler.get(transfer_id) is None:

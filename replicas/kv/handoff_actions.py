@@ -77,12 +77,12 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckDigest:
-    """Digest the local blocks and call digest_checked."""
+class CheckDigests:
+    """Digest the local blocks, compare one by one, and call digests_checked. digests: as `block_digests`."""
 
     transfer_id: str
     local_block_ids: tuple[int, ...]
-    digest: bytes
+    digests: bytes
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class HandoffArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvReady:
-    """Reader, final: the blocks given to read_into hold the prompt's KV, confirmed and verified."""
+    """Reader, final: the blocks given to read_into hold the prompt's KV; those that were read are verified."""
 
     transfer_id: str
 
@@ -147,7 +147,7 @@ class CommandRefused:
     detail: str
 
 
-Order = SendNote | StartRead | CheckDigest
+Order = SendNote | StartRead | CheckDigests
 Event = HandoffArrived | KvReady | KvLost | ReadReleased | ReaderChecked | SourceReleased | CommandRefused
 Action = Order | Event
 

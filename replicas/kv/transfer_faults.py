@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from replicas.kv.handoff_actions import Action, CheckDigest, SendNote, StartRead
+from replicas.kv.handoff_actions import Action, CheckDigests, SendNote, StartRead
 from replicas.messages import TransferNote
 
 
@@ -22,7 +22,7 @@ class TransferFaults(Protocol):
         """True: what comes next at this point waits, and is asked again at every poll. Must not raise.
 
         Points: send_handoff, send_renew, send_done, send_confirm, send_refuse, send_drop, start_read, end_read,
-        check_digest. A held read is not polled, so its own DONE is not sent either.
+        check_digests. A held read is not polled, so its own DONE is not sent either.
         """
 
 
@@ -35,7 +35,7 @@ def hold_point(action: Action) -> str:
             return "send_handoff"
         case StartRead():
             return "start_read"
-        case CheckDigest():
-            return "check_digest"
+        case CheckDigests():
+            return "check_digests"
         case _:
             return ""

@@ -21,6 +21,7 @@ from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.token_frames import TokenFrames
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
+from replicas.kv.block_digests import DigestBlocks
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
@@ -221,9 +222,12 @@ class _Base:
             self.grammars,
         )  # fmt: skip
 
+    def block_digests(self) -> DigestBlocks:
+        """Of this engine's blocks, for one thread at a time; another thread asks for its own. Allocates."""
+        return partial(BlockDigester.for_pool(self.pool.tensor).digest_blocks, self.pool.tensor)
+
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
-        digester = BlockDigester.for_pool(pool)
         faults = self.faults if self.settings.testing.fault_dir else None
 
         def open_transport() -> KvTransport:
@@ -235,9 +239,7 @@ class _Base:
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
             settings.max_bytes_in_flight,
-            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
-            if settings.verify_digest
-            else None,
+            digest_blocks=self.block_digests() if settings.verify_digest else None,
             faults=faults,
         )
 

@@ -141,9 +141,9 @@ class Pair:
         assert isinstance(event, HandoffArrived)
         return event
 
-    def read(self, transfer_id: str) -> None:
+    def read(self, transfer_id: str, num_kept: int = 0) -> None:
         self.arrive(transfer_id)
-        self.reader.thread.read_into(transfer_id, self.reader_ids)
+        self.reader.thread.read_into(transfer_id, self.reader_ids, num_kept)
 
     def lost(self, transfer_id: str) -> LossReason:
         event = self.reader.await_event(KvLost, transfer_id)
