@@ -57,8 +57,9 @@ class Engine:
         verify: bool = True,
         timing: HandoffTiming = TIMING,
         max_bytes_in_flight: int = 1 << 30,
+        shape: tuple[int, ...] = SHAPE,
     ) -> None:
-        self.pool = torch.zeros(SHAPE)
+        self.pool = torch.zeros(shape)
         self.faults = Faults(self.pool)
         self.events: list[Event] = []
         self.changed = threading.Condition()
@@ -105,8 +106,8 @@ class Engine:
         until(idle)
 
 
-def until(condition: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + WAIT_S
+def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    give_up_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_s, "it never happened"
         time.sleep(0.001)
