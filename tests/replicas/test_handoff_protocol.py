@@ -280,9 +280,11 @@ class LosesFirstCopies(NetworkFaults):
 
 
 @pytest.mark.parametrize("num_kept", range(BLOCKS_EACH + 1))
-@pytest.mark.parametrize("faults", [NetworkFaults(), LosesFirstCopies()])
-def test_a_patient_pair_loses_nothing(faults: NetworkFaults, num_kept: int) -> None:
-    world = World(0)
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("make_faults", [NetworkFaults, LosesFirstCopies])
+def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: bool, num_kept: int) -> None:
+    faults = make_faults()
+    world = next(world for world in map(World, range(100)) if world.verify is verify)
     world.network.faults = faults
     world.corruption = world.holding = 0.0
     for number in range(NUM_TRANSFERS):
