@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from replicas.channels.outbox import prompt_parts
-from replicas.messages import Frame, Handoff, PromptLogprobs, TokenLogprobs, TransferNote
+from replicas.messages import Dispute, Frame, Handoff, PromptLogprobs, TokenLogprobs, TransferNote
 
 # A prompt of a million tokens takes 5 MB. More in one message would break the connection, with all calls on it.
 MAX_MESSAGE_BYTES = 32 << 20
@@ -64,7 +64,7 @@ class Decoder(Generic[_T]):
 
 _FRAME: Decoder[Frame] = Decoder(Frame, MAX_STREAMED_BYTES)
 _SCORES: Decoder[tuple[TokenLogprobs | None, ...]] = Decoder(tuple[TokenLogprobs | None, ...])
-_NOTIFICATION: Decoder[Handoff | TransferNote] = Decoder(Handoff | TransferNote, MAX_STREAMED_BYTES)
+_NOTIFICATION: Decoder[Handoff | TransferNote | Dispute] = Decoder(Handoff | TransferNote | Dispute, MAX_STREAMED_BYTES)
 
 
 def decode_frame(payload: bytes) -> Frame:
@@ -80,7 +80,7 @@ def decode_frame(payload: bytes) -> Frame:
     return frame
 
 
-def decode_notification(payload: bytes) -> Handoff | TransferNote:
+def decode_notification(payload: bytes) -> Handoff | TransferNote | Dispute:
     """Raises MalformedMessage, and nothing else."""
     return _NOTIFICATION(payload)
 

@@ -90,8 +90,12 @@ class ExpectedTransfer:
             return f"{len(handoff.digests)} bytes of digests for {self.num_blocks} blocks"
         return ""
 
+    def disputed(self, places: Sequence[int]) -> tuple[int, ...]:
+        """The source's ids of blocks that did not come as they were offered. places: among those read."""
+        return tuple(self.remote_block_ids[place] for place in places)
+
     def describe_wrong(self, places: Sequence[int]) -> str:
-        """The first of the blocks that did not come as they were offered. places: among those read, ascending."""
+        """The first of them, in words, and how many there are. places: as `disputed`, ascending."""
         first = places[0]
         where = f"{self.remote_block_ids[first]} of {self.peer.replica_id}, read into {self.local_block_ids[first]}"
         others = f"; wrong in all: {len(places)} of {len(self.local_block_ids)} read"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from replicas.messages import Handoff, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, TransferNote, TransferPeer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SendNote:
     """Send once. A failure is as good as a loss on the way: the machine resends what matters."""
 
     agent_name: str
-    message: Handoff | TransferNote
+    message: Handoff | TransferNote | Dispute
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,17 @@ class SourceReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksDisputed:
+    """Source, at any time: what a reader got of these blocks was not what was offered, by its own word.
+
+    Whoever still holds what was in them should not go on using it. They may have been freed since.
+    """
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommandRefused:
     """The engine asked for something impossible: a bug of the caller. Nothing changed.
 
@@ -148,7 +159,8 @@ class CommandRefused:
 
 
 Order = SendNote | StartRead | CheckDigests
-Event = HandoffArrived | KvReady | KvLost | ReadReleased | ReaderChecked | SourceReleased | CommandRefused
+SourceEvent = ReaderChecked | SourceReleased | BlocksDisputed
+Event = HandoffArrived | KvReady | KvLost | ReadReleased | SourceEvent | CommandRefused
 Action = Order | Event
 
 

@@ -29,7 +29,7 @@ from replicas.kv.handoff_actions import (
     SendNote,
     StartRead,
 )
-from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote, TransferPeer
 
 # A drop would tell the source nothing: it knows, or is dead.
 _SOURCE_KNOWS = frozenset({LossReason.REFUSED, LossReason.DROPPED, LossReason.PEER_DEAD})
@@ -198,7 +198,10 @@ class HandoffReader:
         if transfer is None:
             return []
         if wrong:
-            return self._lose(transfer, LossReason.DIGEST_MISMATCH, transfer.describe_wrong(wrong), now_s)
+            detail = transfer.describe_wrong(wrong)
+            dispute = Dispute(transfer_id, transfer.peer.epoch, self._epoch, transfer.disputed(wrong))
+            lost = self._lose(transfer, LossReason.DIGEST_MISMATCH, detail, now_s)
+            return [SendNote(transfer.peer.agent_name, dispute), *lost]
         transfer.digest_agrees = True
         return self._finish(transfer, now_s)
 

@@ -19,6 +19,7 @@ from replicas.kv.block_digests import DigestBlocks, differing
 from replicas.kv.error_counts import ErrorCounts
 from replicas.kv.handoff_actions import (
     Action,
+    BlocksDisputed,
     CheckDigests,
     CommandRefused,
     Event,
@@ -38,7 +39,7 @@ from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadState
 from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.kv.transfer_reads import TransferReads
-from replicas.messages import Handoff, TransferPeer
+from replicas.messages import Dispute, Handoff, TransferPeer
 from replicas.model_identity import UnlikeModels, refuse_unlike
 
 logger = logging.getLogger(__name__)
@@ -199,6 +200,8 @@ class TransferDriver:
         self.peers.hear(message, now_s)
         if isinstance(message, Handoff):
             return self.reader.receive_handoff(message, agent_name, now_s)
+        if isinstance(message, Dispute):
+            return self.source.receive_dispute(message)
         return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
 
     def _poll_read(self, transfer_id: str) -> list[Action]:
@@ -280,6 +283,8 @@ class TransferDriver:
                 if reason is not LossReason.CANCELLED:
                     extra = {"event": "kv_lost", "request": transfer_id, "reason": str(reason), "detail": detail}
                     logger.warning("KV of %s lost: %s: %s", transfer_id, reason, detail, extra=extra)
+            case BlocksDisputed(transfer_id, block_ids):
+                self._report("disputed", f"{len(block_ids)} blocks of {transfer_id} came changed, first {block_ids[0]}")
             case SourceReleased(transfer_id, outcome):
                 self.results[f"source: {outcome}"] += 1
                 block_ids = self._offered.pop(transfer_id, ())

@@ -19,7 +19,7 @@ TRANSFER_RESULTS = (
     *(f"lost: {reason}" for reason in LossReason),
     *(f"source: {outcome}" for outcome in SourceOutcome),
 )
-TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "internal")
+TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "disputed", "internal")
 PACES = tuple(Pace)
 GRAMMAR_LOOKUPS = ("hit", "miss")
 # refused: not compiled; limit: took too much work in mid-answer; strayed: the answer was none of it, a bug.

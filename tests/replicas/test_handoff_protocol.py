@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import pytest
 
 from replicas.kv.handoff_actions import (
+    BlocksDisputed,
     Event,
     HandoffArrived,
     HandoffTiming,
@@ -91,6 +92,7 @@ class World:
         self.reads_given: list[tuple[float, str]] = []  # when the reader's engine finds memory
         self.num_given: Counter[str] = Counter()
         self.num_kept = {str(number): rng.randint(0, BLOCKS_EACH) for number in range(NUM_TRANSFERS)}
+        self.num_disputed = 0
         self.num_read = 0  # blocks of reads that succeeded
         self.corrupted: set[str] = set()
         self.source = self._driver("prefill", self.source_pool, self._on_source_event)
@@ -134,6 +136,10 @@ class World:
 
     def _on_source_event(self, event: Event) -> None:
         self.source_events.append(event)
+        if isinstance(event, BlocksDisputed):
+            read = self.ids(self.source_ids, event.transfer_id)[self.num_kept[event.transfer_id] :]
+            assert set(event.block_ids) <= set(read)
+            self.num_disputed += 1
         if isinstance(event, SourceReleased):
             for block_id in self.ids(self.source_ids, event.transfer_id):  # somebody else's KV from now on
                 self.source_pool[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] = b"\xee" * BLOCK_BYTES
@@ -234,8 +240,8 @@ def check_end(world: World) -> Counter[str]:
     if not world.faults.read_stuck and not world.faults.read_unknown:
         assert not stuck
     for driver in (world.source, world.reader):
-        assert not set(driver.errors) - {"unreachable", "read", "probe"}
-    outcomes: Counter[str] = Counter()
+        assert not set(driver.errors) - {"unreachable", "read", "probe", "disputed"}
+    outcomes: Counter[str] = Counter({"disputed": world.num_disputed})
     for event in [*world.reader_events, *world.source_events]:
         match event:
             case KvReady(transfer_id):
@@ -260,6 +266,7 @@ def test_random_networks(batch: int) -> None:
             raise AssertionError(f"seed {seed}") from error
     # The runs must have visited the interesting ends, or the assertions above say little.
     assert outcomes["ready"] > 100
+    assert outcomes["disputed"] > 0
     assert all(outcomes[f"ready, {num_kept} kept"] > 10 for num_kept in range(BLOCKS_EACH + 1)), outcomes
     for reason in set(LossReason) - {LossReason.MISMATCH, LossReason.PEER_UNREACHABLE}:
         assert outcomes[reason] > 0, outcomes
@@ -293,6 +300,6 @@ def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: 
         world.act("offer", str(number))
     world.start = list  # type: ignore[method-assign]
     world.run()
-    ready = {"ready": NUM_TRANSFERS, f"ready, {num_kept} kept": NUM_TRANSFERS}
+    ready = {"disputed": 0, "ready": NUM_TRANSFERS, f"ready, {num_kept} kept": NUM_TRANSFERS}
     assert check_end(world) == {**ready, "source confirmed": NUM_TRANSFERS}
     assert world.num_read == NUM_TRANSFERS * (BLOCKS_EACH - num_kept)

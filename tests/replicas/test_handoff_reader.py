@@ -18,7 +18,7 @@ from replicas.kv.handoff_actions import (
     StartRead,
 )
 from replicas.kv.handoff_reader import HandoffReader
-from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote, TransferPeer
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)
 SOURCE = "prefill-s1"
@@ -92,15 +92,17 @@ def test_confirm_before_the_read_means_nothing() -> None:
 def test_digest_mismatch_is_lost_even_when_confirmed() -> None:
     reader = confirming()
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
-    actions = reader.digests_checked("t", (1,), 1.1)
+    actions = reader.digests_checked("t", (0, 1), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == []  # the source has freed already
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (4, 5)))  # and must know all the same
 
 
 def test_digest_mismatch_before_confirm_drops() -> None:
     actions = confirming().digests_checked("t", (1,), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == [NoteKind.DROP]
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (5,)))
 
 
 def test_done_is_resent_with_back_off_until_confirmed() -> None:
@@ -299,6 +301,7 @@ def test_only_what_is_not_kept_is_read_and_verified() -> None:
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     (loss,) = (action for action in actions if isinstance(action, KvLost))
     assert loss.detail == "block 1 of the prompt (5 of prefill, read into 2); wrong in all: 1 of 1 read"
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (5,)))
 
 
 def test_the_first_wrong_block_is_named() -> None:

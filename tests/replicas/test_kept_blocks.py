@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from replicas.kv.block_digests import DigestBlocks
-from replicas.kv.handoff_actions import Event, HandoffArrived, KvLost, KvReady, LossReason, SourceReleased
+from replicas.kv.handoff_actions import (
+    BlocksDisputed,
+    Event,
+    HandoffArrived,
+    KvLost,
+    KvReady,
+    LossReason,
+    SourceReleased,
+)
 from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import TransferPeer
 from tests.replicas.transfer_engines import TIMING, Engine, deadline_s, until
@@ -54,6 +62,10 @@ def be_source() -> None:
             event = source.await_event(SourceReleased, values[0])
             assert isinstance(event, SourceReleased)
             _print({"outcome": event.outcome})
+        elif do == "disputed":
+            disputed = source.await_event(BlocksDisputed, values[0])
+            assert isinstance(disputed, BlocksDisputed)
+            _print({"disputed": disputed.block_ids, "errors": source.thread.snapshot().errors})
     assert source.thread.stop()
 
 
@@ -189,6 +201,7 @@ def test_a_block_that_changed_at_the_source_is_named_by_its_own_digest(
     (line,) = [record for record in caplog.records if getattr(record, "event", "") == "kv_lost"]
     assert (line.request, line.reason, line.detail) == ("changed", "digest mismatch", detail)  # type: ignore[attr-defined]
     assert detail in line.getMessage()
+    assert remote.ask("disputed", "changed")["disputed"] == [SOURCE_IDS[2], SOURCE_IDS[3]]
     remote.offer("again")
     remote.reader.await_event(HandoffArrived, "again")
     remote.reader.thread.read_into("again", READER_IDS, 1)
@@ -228,6 +241,9 @@ def test_digests_of_something_else_give_no_kv(remote: Remote) -> None:
     assert isinstance(lost, KvLost)
     assert lost.reason is LossReason.DIGEST_MISMATCH
     assert "wrong in all: 4 of 4 read" in lost.detail
+    told = remote.ask("disputed", "other")
+    assert told["disputed"] == list(SOURCE_IDS)
+    assert told["errors"]["disputed"] >= 1
 
 
 @pytest.mark.parametrize("num_tokens", [131_072, 1_048_576])
