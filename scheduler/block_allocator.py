@@ -58,6 +58,11 @@ class BlockCounts:
     transfer_only: int  # let go by its requests, still held by a transfer (leased or being read)
     cached: int = 0  # owned by nobody, kept for whoever has the same prefix; as good as free for all others
 
+    @property
+    def unowned(self) -> int:
+        """Blocks that can be allocated."""
+        return self.free + self.cached
+
 
 class BlockAllocator:
     """Blocks 0 .. num_blocks - 1. Not thread-safe: the engine thread owns it. What raises has changed nothing."""
@@ -109,10 +114,11 @@ class BlockAllocator:
             refs[block_id] = refs.get(block_id, 0) + 1
         self._cache.use(block_ids, chain)
 
-    def forget_contents(self) -> None:
-        """Nothing is found any more: cached blocks are free. Mutates."""
+    def forget_contents(self, block_ids: Iterable[int] | None = None) -> None:
+        """Nothing of these blocks, nor of what builds on them, is found any more (None: of all): they are free, as far
+        as they were cached. Mutates."""
         if self._cache is not None:
-            self._free.give(self._cache.clear())
+            self._free.give(self._cache.clear() if block_ids is None else self._cache.forget(block_ids))
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more sequence uses these blocks (fork). Mutates."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.block_allocator import BlockAllocator
 from scheduler.block_chain import OutputChain, prompt_chain
@@ -25,9 +26,16 @@ class PrefixOptions:
     on_piece: Callable[[bytes], None] | None = None
 
 
+class PrefixStats(NamedTuple):
+    """Ever. Tokens of the prompts that were looked up, and of these those that were found; cached blocks given away."""
+
+    num_looked_up_tokens: int
+    num_found_tokens: int
+    num_evicted_blocks: int
+
+
 class PrefixBook:
-    """Engine thread only. get: a request that holds anything, by its id. num_...: tokens of prompts that were looked
-    up here, and of those that were found, ever."""
+    """Engine thread only."""
 
     def __init__(
         self,
@@ -38,12 +46,17 @@ class PrefixBook:
         block_size: int,
         get: Callable[[str], Request],
     ) -> None:
+        """get: a request that holds anything, by its id."""
         self.cache = cache
         self.shared = SharedBlocks()
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
         self._options = options
         self._allocator, self._budget, self._block_size, self._get = allocator, budget, block_size, get
+
+    def stats(self) -> PrefixStats:
+        """Any thread."""
+        return PrefixStats(self.num_looked_up_tokens, self.num_found_tokens, self.cache.num_evicted)
 
     # -- before its prompt is computed or read -----------------------------------------------------
 
@@ -156,6 +169,6 @@ class PrefixBook:
             if self.cache.enter(block_id, BlockName(key, parent, ids, index)):
                 self.shared.own(request.request_id, (block_id,))
 
-    def forget_all(self) -> None:
-        """Nothing that was kept is trusted any more. Mutates."""
-        self._allocator.forget_contents()
+    def forget(self, block_ids: Iterable[int] | None = None) -> None:
+        """What is in these blocks is not trusted any more, nor what was computed from it; None: in all. Mutates."""
+        self._allocator.forget_contents(block_ids)

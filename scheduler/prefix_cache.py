@@ -39,7 +39,7 @@ class PrefixCache:
         self._names: dict[int, BlockName] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._on_piece = on_piece
-        self.generation = 0  # how often it was emptied: what was computed before that is entered no more
+        self.generation = 0  # how often it was emptied or forgot something: requests from before enter nothing more
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -156,6 +156,20 @@ class PrefixCache:
         self._block_of.clear()
         self.generation += 1
         return idle
+
+    def forget(self, block_ids: Iterable[int]) -> list[int]:
+        """These blocks, and all that was computed from what is in them, have no name any more; those of them that were
+        idle, which are free. Mutates. O(blocks)."""
+        keys = {self._names[block_id].key for block_id in block_ids if block_id in self._names}
+        doomed: list[int] = []
+        for block_id, name in sorted(self._names.items(), key=lambda item: item[1].place):
+            if name.key in keys or (name.place and name.parent in keys):
+                keys.add(name.key)
+                doomed.append(block_id)
+        for block_id in doomed:
+            self._forget(block_id)
+        self.generation += 1
+        return [block_id for block_id in doomed if self._idle.pop(block_id, 0) is None]
 
     def _forget(self, block_id: int) -> None:
         del self._block_of[self._names.pop(block_id).key]

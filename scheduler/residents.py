@@ -6,6 +6,7 @@ All methods run on the engine thread; none blocks; `now_s` is monotonic.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from scheduler.admission import distinct_blocks, num_own_blocks
 from scheduler.holdings import Holdings
@@ -197,12 +198,23 @@ class Residents(Holdings):
         Their tokens are lost, so the caller ends every request that is prefilling or running.
         """
         if self.prefixes is not None:
-            self.prefixes.forget_all()  # whatever went wrong, no later request is to see it
+            self.prefixes.forget()  # whatever went wrong, no later request is to see it
         for lane in (self.prefill_lane, self.decode_lane) if self.has_two_lanes else (self.decode_lane,):
             lane.builder.abandon()
             lane.chunks.clear()
             self._step_committed(lane, lane.builder.next_step_id - 1)
         self._project_from_now()
+
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """Something is wrong with the KV in these blocks: nobody finds it any more. Mutates."""
+        if self.prefixes is not None:
+            self.prefixes.forget(block_ids)
+
+    def distrust_request(self, request_id: str) -> None:
+        """Likewise, of one whose output shows it. Mutates."""
+        request = self.get(request_id)
+        if request is not None:
+            self.distrust(distinct_blocks(sequence.block_ids for sequence in request.sequences))
 
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""

@@ -12,7 +12,6 @@ import pytest
 
 from scheduler.prefix_book import PrefixOptions
 from tests.scheduler.simulated_system import SimulatedSystem, Status, Workload
-from tests.scheduler.test_random_preemption import OPTIMISTIC
 from tests.scheduler.test_random_workloads import FAULTS
 
 CACHED = PrefixOptions("model")
