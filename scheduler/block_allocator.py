@@ -107,9 +107,8 @@ class BlockAllocator:
         assert self._cache is not None
         refs = self._request_refs
         block_ids = tuple(block_ids)
-        for block_id in block_ids:
-            if not self._cache.has_name(block_id):
-                raise BlockAccountingError(f"cannot use block {block_id}: it has no name")
+        if not self._cache.have_names(block_ids):
+            raise BlockAccountingError(f"cannot use blocks {block_ids[:10]}: one of them has no name")
         for block_id in block_ids:
             refs[block_id] = refs.get(block_id, 0) + 1
         self._cache.use(block_ids, chain)
