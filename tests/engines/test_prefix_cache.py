@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
+from scheduler.block_chain import prompt_chain
 from scheduler.length_estimator import LengthEstimator
+from scheduler.prefix_hash import chain_start
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, collect
 from tests.engines.tiny_goldens import TinyGoldens
@@ -236,3 +239,26 @@ def test_salts_share_nothing(tiny_goldens: TinyGoldens) -> None:
         a, b = b"a" * 16, b"b" * 16
         assert [computed(salt) for salt in (a, b, b"", a, b, b"")] == [48, 48, 48, 16, 16, 16]
         assert computed(a, use_cache=False) == 48
+
+
+def test_what_gives_no_numbers_is_forgotten(tiny_goldens: TinyGoldens) -> None:
+    """The attempt that found it fails, and so does no other."""
+    golden, other = tiny_goldens.of(48), tiny_goldens.of(33, 5)
+    with _running(_settings(tiny_goldens, "decode", kv_capacity_tokens=1024)) as system:
+        built = system.decode
+        for one in (golden, other):
+            system.run([system.generation(one.prompt_ids, 8)])
+        book = built.engine.scheduler.prefixes
+        assert book is not None
+        num_known = len(book.cache)
+        chain = prompt_chain(chain_start(built.peer.fingerprint), golden.prompt_ids, BLOCK_SIZE)
+        spoiled = book.cache.find(chain, 1)
+        built.engine.runner.pool.tensor[spoiled] = torch.nan
+        before = _found(system)
+        (got,) = system.run([system.generation(golden.prompt_ids, 8)])
+        assert _found(system) - before == 2 * BLOCK_SIZE, "the first attempt found it, the second did not"
+        assert got.token_ids[0] == golden.output_ids[:8]
+        assert len(book.cache) == num_known, "the other prompt stays, and this one is there again"
+        (got,) = system.run([system.generation(other.prompt_ids, 8)])
+        assert got.token_ids[0] == other.output_ids[:8]
+        assert _found(system) - before == 4 * BLOCK_SIZE
