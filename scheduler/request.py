@@ -100,6 +100,7 @@ class Request:
     entered_s: dict[RequestState, float] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     num_prefilled: int = 0  # prompt tokens planned
+    num_cached: int = 0  # prompt tokens that were found here: neither computed nor read
     last_step_id: int = -1  # last step that computes on its blocks
     num_overtaken: int = 0  # requests behind it that were admitted before it
     admission_number: int = -1  # counts admissions

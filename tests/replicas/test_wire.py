@@ -55,6 +55,7 @@ frames = st.builds(
     st.lists(names, max_size=4).map(tuple),
     st.lists(items, max_size=5).map(tuple),
     st.lists(prompts, max_size=2).map(tuple),
+    st.lists(st.tuples(names, counts), max_size=3).map(tuple),
 )
 handoffs = st.builds(
     Handoff,
@@ -79,6 +80,7 @@ FRAME = Frame(
     ("r2",),
     (Token("r1", 0, 3, 42, FinishReason.STOP),),
     (),
+    (("r1", 32),),
 )
 HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")
@@ -231,6 +233,12 @@ def test_a_whole_number_of_seconds_is_taken() -> None:
         (7, [{"request_id": "r", "start": -1, "positions": []}]),
         (7, [{"request_id": "r", "start": 0, "positions": [{"logprob": float("inf")}]}]),
         (7, [{"request_id": "r", "start": 0}]),
+        (8, [["r"]]),
+        (8, [["r", -1]]),
+        (8, [["r", 1.5]]),
+        (8, [["r", True]]),
+        (8, [["r", 1, 1]]),
+        (8, [["x" * 5000, 1]]),
     ],
 )
 def test_every_field_of_a_frame_is_checked(index: int, value: object) -> None:
