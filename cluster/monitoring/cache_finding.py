@@ -7,8 +7,8 @@ class CacheFinding:
     """Of one prompt, over all attempts at it. What the first attempt that told found counts: a later one finds what the
     client's own request had computed before it failed.
 
-    num_tokens: of the prompt, which nobody computed for this request. is_local: whether decode computed the others;
-    None until somebody has told.
+    num_tokens: of the prompt, at the engine that found most. is_local: whether decode computed the others; None until
+    somebody has told.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`cached_tokens` in usage: what of a prompt nobody computed for it, whichever engine found it, whatever fails."""
+"""`cached_tokens` in usage: what of a prompt was found, whichever engine found it, and whatever fails."""
 
 from __future__ import annotations
 
