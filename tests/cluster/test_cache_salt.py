@@ -135,6 +135,17 @@ async def test_without_a_cache_nothing_is_hashed_but_bodies_mean_the_same(keys: 
         assert response.status_code == 400
 
 
+async def test_who_needs_no_key_finds_nothing_of_those_who_have_one(keys: dict[str, Any]) -> None:
+    """On a path that is public. A key that is sent there all the same is nobody's unless it is known."""
+    keys["auth"]["public_paths"] = [CHAT]
+    async with client(keys) as c:
+        salts = [await c.salt("chat"), await c.salt("chat", KEY_A), await c.salt("chat", "sk-made-up")]
+        assert len(set(salts)) == 3
+        assert all(len(salt) == 16 for salt in salts)
+        assert salts[0] == await c.salt("chat", headers={"Authorization": "Basic eDp5"})
+        assert salts[1] == await c.salt("completion", KEY_A)
+
+
 # -- by clients ------------------------------------------------------------------------------------
 
 

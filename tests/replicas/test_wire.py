@@ -12,14 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.channels.wire import MalformedMessage, decode_frame, decode_notification, decode_scores, encode
+from replicas.channels.wire import Decoder, MalformedMessage, decode_frame, decode_notification, decode_scores, encode
 from replicas.messages import (
     WIRE_VERSION,
+    CallStatus,
     EngineLoad,
     FinishReason,
     Frame,
+    GenerateReply,
     Handoff,
     NoteKind,
+    PrefillReply,
     PromptLogprobs,
     Token,
     TokenLogprobs,
@@ -247,6 +250,24 @@ def test_every_field_of_a_frame_is_checked(index: int, value: object) -> None:
     fields[index] = value
     with pytest.raises(MalformedMessage):
         decode_frame(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, FRAME.load, (), 48),
+        GenerateReply(CallStatus.OK, "", ((0, 3),), 0.0, 0.0, 0.0, 0.0, 48),
+    ],
+)
+def test_how_much_a_reply_found_is_a_count(reply: PrefillReply | GenerateReply) -> None:
+    decode: Decoder[PrefillReply | GenerateReply] = Decoder(type(reply))
+    fields = msgpack.unpackb(encode(reply))
+    assert decode(msgpack.packb(fields)) == reply
+    for wrong in (-1, 1.5, True, "48", None):
+        with pytest.raises(MalformedMessage, match="num_cached"):
+            decode(msgpack.packb(fields | {"num_cached": wrong}))
+    del fields["num_cached"]  # of a replica before an update
+    assert decode(msgpack.packb(fields)).num_cached == 0
 
 
 def test_scores_in_replies_are_checked_likewise() -> None:
