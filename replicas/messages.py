@@ -3,7 +3,7 @@
 Three carriers, one codec (`channels.wire`: msgpack, checked against these types and ranges; nothing is unpickled):
 - ZeroMQ calls (router <-> replicas): every `Call` and its reply, fields by name.
 - ZeroMQ frames (decode -> router): `Frame`, an array of its fields, none of them optional.
-- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, likewise.
+- NIXL notifications (prefill <-> decode): `Handoff`, `TransferNote` and `Dispute`, likewise.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     fingerprint: Name
     block_ids: tuple[Count, ...]  # source block ids, in prompt order
     prompt_len: Count
-    # Of those blocks' bytes in that order; None when verification is off.
-    digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
+    # Of each of those blocks, in that order (`replicas.kv.block_digests`); None when verification is off.
+    digests: bytes | None
     first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
@@ -109,6 +109,18 @@ class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_u
     source_epoch: Name
     reader_epoch: Name
     reason: Name
+
+
+class Dispute(Struct, tag=f"dispute-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Reader -> source, once, whether its lease is still open or not: these blocks were not as they were offered.
+
+    If they did not change on their way, then in the source's memory, where another prompt may be about to use them.
+    """
+
+    transfer_id: Name
+    source_epoch: Name
+    reader_epoch: Name
+    block_ids: Annotated[tuple[Count, ...], Meta(min_length=1)]  # the source's
 
 
 @dataclass(frozen=True, slots=True)
