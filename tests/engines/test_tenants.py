@@ -54,7 +54,7 @@ class Tenants:
 
     def _counted(self) -> tuple[int, int]:
         engines = self._system.engines
-        computed = sum(built.engine.status.num_prefilled_tokens for built in engines)
+        computed = sum(built.engine.steps.num_prefilled_tokens for built in engines)
         return computed, sum(built.transfers.snapshot().bytes_read for built in engines)
 
 
@@ -86,6 +86,7 @@ def test_who_has_sent_it_finds_it_and_nobody_else(tenants: Tenants, length: int)
         assert is_hit(tenants.ask(tenant, prompt), prompt), tenant
 
 
+@pytest.mark.slow
 def test_a_right_guess_costs_what_a_wrong_one_does(tenants: Tenants) -> None:
     """Row C14: around each block's end of a text that another tenant has sent, answered and sent again."""
     secret = tenants.text(16 * 12)
