@@ -35,10 +35,11 @@ Headers = dict[str, str]
 
 
 class Asker:
-    """One request at a time: what the engines count is all its own."""
+    """One request at a time: what the engines count is all its own. seed: of its texts, one of its own for each asker of
+    a server."""
 
-    def __init__(self, server: RunningServer) -> None:
-        self._server, self._rng = server, random.Random(7)
+    def __init__(self, server: RunningServer, seed: int = 0) -> None:
+        self._server, self._rng = server, random.Random(seed)
 
     def text(self, length: int = LENGTH) -> list[int]:
         """A prompt that nobody has sent."""
@@ -99,7 +100,7 @@ def check_salts(asker: Asker, mine: Headers, theirs: Headers) -> None:
 
 @pytest.mark.timeout(600)
 def test_keys_are_tenants(api_server: RunningServer) -> None:
-    asker = Asker(api_server)
+    asker = Asker(api_server, 1)
     a, b, c = by_key(API_KEY), *map(by_key, OTHER_KEYS)
     check_apart(asker, a, b)
     check_guesses(asker, a, b, c)
@@ -139,7 +140,7 @@ def test_every_way_to_ask_finds_and_keeps_by_key(api_server: RunningServer) -> N
 
 @pytest.mark.timeout(600)
 def test_a_stream_says_what_was_found(api_server: RunningServer) -> None:
-    asker = Asker(api_server)
+    asker = Asker(api_server, 2)
     prompt = asker.text()
     for expected in (0, FOUND):
         body = {"prompt": prompt, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
