@@ -187,6 +187,9 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     tokens: tuple[CheckedToken, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...]
+    # (request id, tokens of its prompt that decode neither computed nor read), no later than its first token here; none
+    # of those where it found nothing.
+    cached: tuple[tuple[Name, Count], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +245,7 @@ class GenerateReply:
     transfer_s: float
     decode_s: float
     prefill_s: float = 0.0  # of a prompt that decode computed itself
+    num_cached: Count = 0  # prompt tokens that were neither computed nor read here
 
 
 class GenerateCall(Call[GenerateReply], frozen=True):
@@ -268,6 +272,7 @@ class PrefillReply:
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
     # (`channels.wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
+    num_cached: Count = 0  # prompt tokens that were not computed
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):

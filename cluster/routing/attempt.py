@@ -19,7 +19,7 @@ from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
-from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailboxes
+from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
@@ -126,6 +126,8 @@ class Attempt:
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
+        if self.route.prefill_id is None:
+            self._found(0)
         self._trace.admitted()
         self.stage = Stage.PREFILL
 
@@ -151,6 +153,7 @@ class Attempt:
         self._view.heard_load(prefill_id, reply.load)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
+        self._found(reply.num_cached)
         self._num_from_prefill = 1 if reply.first_tokens else 0
         await self._take_scores(reply.prompt_scores)
         for token in reply.first_tokens:
@@ -195,9 +198,16 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
+        if isinstance(mail, Cached):
+            self._found(mail.num_tokens)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
+
+    def _found(self, num_tokens: int) -> None:
+        """So much of what is computed for it was in a prefix cache of one of its engines."""
+        generation, is_local = self._leg.generation, self.route.prefill_id is None
+        generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     # -- mail --------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ class FakePrefill(FakePool):
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
         await asyncio.sleep(script.answer_s)
-        return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load)
+        return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load, (), script.cached[1])
 
 
 class FakeDecode(FakePool):
@@ -206,7 +206,9 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.REPLY)
         except _Reply as reply:
             status = reply.status
-        return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, script.transfer_s, 0.0)
+        return GenerateReply(
+            status, "scripted", tuple(sorted(sent.items())), 0.0, script.transfer_s, 0.0, 0.0, script.cached[0]
+        )
 
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
         tokens = tokens_of(call.spec, replica.fingerprint)
@@ -224,7 +226,8 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.DECODE, step)
             now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
-            await replica.send(call.channel, tokens=tuple(now))
+            cached = ((call.request_id, script.cached[0]),) if step == 0 and script.cached[0] else ()
+            await replica.send(call.channel, tokens=tuple(now), cached=cached)
             await asyncio.sleep(script.token_s)
 
     @asynccontextmanager

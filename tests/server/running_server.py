@@ -66,7 +66,7 @@ class RunningServer:
     def held(self) -> dict[str, float]:
         """What is not at its baseline, anywhere; empty when all is."""
         samples = self.metrics()
-        blocks = [s for s in samples if s[0] == "splitserve_kv_blocks" and s[1]["state"] != "free"]
+        blocks = [s for s in samples if s[0] == "splitserve_kv_blocks" and s[1]["state"] not in ("free", "cached")]
         open_work = [
             s
             for s in samples
