@@ -103,6 +103,7 @@ class EngineSettings:
     max_running_sequences: int
     max_batch_tokens: int
     lag: int
+    has_prefix_cache: bool = True
     layout: str = "split"  # "two_lanes": prompts are computed beside the rows, where the device can do that
     # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)

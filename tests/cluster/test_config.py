@@ -22,6 +22,7 @@ from cluster.config.key_tree import KeyTree
 from cluster.config.model import SourceKind, source_kind
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
+from cluster.config.summary import summarize
 from cluster.config.yaml_document import parse_yaml
 from cluster.user_error import ConfigError
 
@@ -426,6 +427,33 @@ def test_pools_on_gpus() -> None:
     pool = {"device": "cuda", "num_gpus": 1, "kv_memory_fraction": 0.9}
     config = Config.model_validate({"pools": {"prefill": pool, "decode": pool}})
     assert config.pools.decode.kv_memory_fraction == 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "isolation", "summary"),
+    [
+        ({}, "none", "prefix cache, all share it"),
+        ({"auth.api_keys_env": "KEYS"}, "key", "prefix cache, each API key finds its own"),
+        ({"auth.api_keys_env": "KEYS", "prefix_cache.isolation": "key"}, "key", "each API key finds its own"),
+        ({"auth.api_keys_env": "KEYS", "prefix_cache.isolation": "none"}, "none", "prefix cache, all share it"),
+        (
+            {"fairness.by": "header", "prefix_cache.isolation": "client"},
+            "client",
+            "prefix cache, each client, by the header X-Client-Id, finds its own",
+        ),
+        (
+            {"fairness.by": "api_key", "prefix_cache.isolation": "client"},
+            "client",
+            "prefix cache, each API key finds its own",
+        ),
+        ({"prefix_cache.enabled": False}, "none", "no prefix cache: every prompt is computed"),
+    ],
+)
+def test_who_shares_a_prefix_cache(changes: dict[str, object], isolation: str, summary: str) -> None:
+    config = Config.model_validate(changed(changes))
+    assert config.cache_isolation == isolation
+    (line,) = [line for line in summarize(config).splitlines() if line.startswith("cache ")]
+    assert line.endswith(summary)
 
 
 # -- the shipped files ---------------------------------------------------------------------------------------
