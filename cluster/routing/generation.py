@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from cluster.monitoring.request_trace import RequestTrace
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.model_binding import ModelBinding
+from cluster.routing.prompt_forecast import PromptForecast
 from replicas.messages import FinishReason, GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 
 
@@ -51,6 +52,7 @@ class Leg:
         self.generation = generation
         self.is_search = generation.spec.beam is not None
         self.model = ""  # who is asked in this attempt
+        self.forecast: PromptForecast | None = None  # of its prompt, once somebody has asked
         self._choices = choices
         self._output = output
         self._base = len(next(iter(choices.values())).token_ids)  # tokens emitted before this attempt

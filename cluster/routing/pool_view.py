@@ -27,6 +27,8 @@ class PoolView:
     work. Prefill tells its load with each reply and when it is asked; in between it works off what waits there.
 
     clock: monotonic seconds. pairs: what is known of a decode and a prefill replica together.
+
+    Prompt tokens are always those that are to be computed: without what is expected to be in a replica's cache.
     """
 
     def __init__(
@@ -75,6 +77,13 @@ class PoolView:
     def decode_loads(self) -> list[EngineLoad]:
         """What the decode replicas that there are said last; of those that have said something."""
         return [self._heard[name].load for name in self._decodes() if name in self._heard]
+
+    @property
+    def promised(self) -> float | None:
+        """Of decode's memory the part that is promised, as its replicas said last; None: none has said anything."""
+        loads = self.decode_loads()
+        total = sum(load.total_blocks for load in loads)
+        return (total - sum(load.free_blocks for load in loads)) / total if total else None
 
     def prefill_loads(self) -> list[EngineLoad]:
         """As decode_loads, of prefill."""

@@ -43,6 +43,7 @@ from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class BuiltEngine:
     layout: KvLayout
     metrics: EngineMetrics
     grammars: Grammars | None
+    recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
 
     def start(self) -> None:
         self.engine.start()
