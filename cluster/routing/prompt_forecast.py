@@ -23,7 +23,10 @@ class SentPrompt:
     """Of one attempt, as it goes. These methods do nothing: there is no index. None of them raises."""
 
     async def went_out(self) -> None:
-        """Its calls are on their way. Blocks for the time of other tasks only."""
+        """Its calls are on their way. Waits for nothing but other tasks' turns."""
+
+    def tell(self) -> None:
+        """As went_out, at once."""
 
     def prefilled(self, reply: PrefillReply) -> None:
         """The prefill replica has computed it."""
@@ -126,6 +129,9 @@ class _IndexedPrompt(SentPrompt):
         while self._keys.num_unhashed:
             self._keys.hash_some(_PIECES_AT_A_TIME)
             await asyncio.sleep(0)
+        self.tell()
+
+    def tell(self) -> None:
         for name in self._untold:
             self._index.sent(name, self._keys.all(), self._of.clock())
         self._told, self._untold = self._untold, set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,15 +26,41 @@ class ClientStatus(StrEnum):
     NEVER_FITS = "never_fits"  # 400
 
 
+# Below are the tokens of outputs; above, those of prompts that share nothing with any other.
+_FIRST_HASHED, _FIRST_OWN = 2, 1 << 31
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that."""
+    """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that.
+
+    hash_ids: of its prompt's blocks of block_tokens: two prompts begin alike as far as theirs agree. Without any it is
+    like no other.
+    """
 
     index: int
     arrival_s: float
     prompt_len: int
     output_len: int
     max_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: int = 1
+
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Made anew each time: what a trace has in all does not fit into memory."""
+        if not self.hash_ids:
+            return (_FIRST_OWN + self.index,) * self.prompt_len
+        return prompt_ids_of(self.hash_ids, self.block_tokens, self.prompt_len)
+
+
+def prompt_ids_of(hash_ids: Sequence[int], block_tokens: int, prompt_len: int) -> tuple[int, ...]:
+    """Token ids that agree where hash_ids do: each block is one token, over and over."""
+    ids: list[int] = []
+    for hash_id in hash_ids:
+        ids += (_FIRST_HASHED + hash_id,) * block_tokens
+    # A last block that is longer than the others, by rounding.
+    ids += ids[-1:] * (prompt_len - len(ids))
+    return tuple(ids[:prompt_len])
 
 
 @dataclass(slots=True)
@@ -95,8 +122,13 @@ class Attempt:
 
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
-        spec = GenerationSpec((OTHER_TOKEN,) * self.prompt_len, (0,), self.max_tokens, _STOPS, _GREEDY)
-        return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
+        return Request(self.request_id, self.spec(), deadline_s, local_prefill, hands_over)
+
+    def spec(self) -> GenerationSpec:
+        """What it asks engines for: the prompt, and behind it what has been generated before."""
+        ids = self.client.job.prompt_ids()
+        ids += (OTHER_TOKEN,) * (self.prompt_len - len(ids))
+        return GenerationSpec(ids, (0,), self.max_tokens, _STOPS, _GREEDY)
 
     def token(self, num_known: int) -> int:
         """What is sampled when so many are known."""
