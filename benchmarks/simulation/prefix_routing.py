@@ -51,6 +51,7 @@ class Setup:
     num_routers: int = 1
     has_index: bool = True
     pulse_s: float | None = 1.0
+    finds_late: bool = False
 
 
 @dataclass(slots=True)
@@ -70,8 +71,8 @@ class _Prompt:
 class _Replica:
     """Prompts one after another. What it has of one is found when its turn comes."""
 
-    def __init__(self, name: str, cache_tokens: int) -> None:
-        self.name, self._num_pieces = name, cache_tokens // _PIECE_TOKENS
+    def __init__(self, name: str, cache_tokens: int, finds_late: bool) -> None:
+        self.name, self._num_pieces, self._finds_late = name, cache_tokens // _PIECE_TOKENS, finds_late
         self.log = RecentKeys(f"epoch-{name}")
         self._pieces: dict[bytes, None] = {}
         self._queue: deque[_Prompt] = deque()
@@ -80,22 +81,31 @@ class _Replica:
 
     def add(self, prompt: _Prompt) -> None:
         self._queue.append(prompt)
-        self.queued_tokens += prompt.spec.prompt_len
+        if not self._finds_late:
+            self._find(prompt)
+        self.queued_tokens += prompt.spec.prompt_len - prompt.num_found
+
+    def _find(self, prompt: _Prompt) -> None:
+        num_pieces = len(list(itertools.takewhile(self._pieces.__contains__, prompt.keys)))
+        for key in reversed(prompt.keys[:num_pieces]):
+            self._pieces[key] = self._pieces.pop(key)
+        prompt.num_found = min(num_pieces * _PIECE_TOKENS, (prompt.spec.prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
     def begin(self) -> float | None:
         """Seconds that the next one takes; None: there is none. Mutates."""
         if not self._queue:
             return None
         prompt = self.running = self._queue.popleft()
-        num_pieces = len(list(itertools.takewhile(self._pieces.__contains__, prompt.keys)))
-        prompt.num_found = min(num_pieces * _PIECE_TOKENS, (prompt.spec.prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE)
+        if self._finds_late:
+            self._find(prompt)
+            self.queued_tokens -= prompt.num_found
         return (prompt.spec.prompt_len - prompt.num_found) / RATE_TOKENS_PER_S
 
     def end(self) -> _Prompt:
         """It is computed, and kept. Mutates."""
         prompt, self.running = self.running, None
         assert prompt is not None
-        self.queued_tokens -= prompt.spec.prompt_len
+        self.queued_tokens -= prompt.spec.prompt_len - prompt.num_found
         for key in reversed(prompt.keys):
             self._pieces.pop(key, None)
             self._pieces[key] = None
@@ -166,7 +176,7 @@ class _Simulation:
     def run(self, prompts: Sequence[_Prompt]) -> list[_Router]:
         """Every prompt to its end."""
         names = [f"prefill-{index}" for index in range(self.setup.num_replicas)]
-        replicas = {name: _Replica(name, self.setup.cache_tokens) for name in names}
+        replicas = {name: _Replica(name, self.setup.cache_tokens, self.setup.finds_late) for name in names}
         routers = [_Router(self.setup, replicas, lambda: self.now_s) for _ in range(self.setup.num_routers)]
         for index, prompt in enumerate(prompts):
             router = routers[index % len(routers)]
