@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from cluster.load.percentile import percentile
-from cluster.load.tables import table
 from cluster.load.traces import TraceEntry, read_trace
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Need, PrefillCandidate, Route, RouteKind, RoutingRules
 from cluster.routing.key_feed import MAX_PARTS, KeyFeed
 from cluster.routing.pairing import choose_prefill
 from cluster.routing.pool_view import PoolView
-from cluster.routing.prompt_forecast import PrefixForecasts, SentPrompt
+from cluster.routing.prompt_forecast import IndexedForecast, PrefixForecasts, PromptForecast, SentPrompt
+from cluster.routing.prompt_keys import PromptKeys
 from cluster.simulation.client import prompt_ids_of
 from replicas.messages import CallStatus, EngineLoad, PrefillReply
 from replicas.recent_part import recent_part
 from scheduler.generation_spec import GenerationSpec
-from scheduler.prefix_hash import KEY_BYTES, block_keys, chain_start
-from scheduler.recent_keys import PIECE_BLOCKS, RecentKeys
+from scheduler.prefix_hash import chain_start
+from scheduler.recent_keys import PIECE_BLOCKS, PIECE_KEY_BYTES, RecentKeys
 from scheduler.sampling_params import SamplingParams
 
 RATE_TOKENS_PER_S = 42_000.0  # Llama-3.1-8B on an H200 (RESULTS.md)
@@ -56,16 +56,25 @@ class Setup:
 
 @dataclass(slots=True)
 class _Prompt:
-    """One request. keys: of its pieces."""
+    """One request in one run. known: its keys, hashed once for all runs."""
 
     arrival_s: float
     spec: GenerationSpec
-    keys: list[bytes]
+    known: PromptKeys
     router: _Router | None = None
     sent: SentPrompt | None = None
     counted_tokens: int = 0  # by its router, as not yet computed
     done_s: float = 0.0
     num_found: int = 0
+
+
+class _HashedForecast(IndexedForecast):
+    """Of a prompt whose keys are known."""
+
+    known: PromptKeys
+
+    def keys(self, fingerprint: str) -> PromptKeys:
+        return self.known
 
 
 class _Replica:
@@ -74,7 +83,7 @@ class _Replica:
     def __init__(self, name: str, cache_tokens: int, finds_late: bool) -> None:
         self.name, self._num_pieces, self._finds_late = name, cache_tokens // _PIECE_TOKENS, finds_late
         self.log = RecentKeys(f"epoch-{name}")
-        self._pieces: dict[bytes, None] = {}
+        self._pieces: dict[int, None] = {}
         self._queue: deque[_Prompt] = deque()
         self.queued_tokens = 0
         self.running: _Prompt | None = None
@@ -86,8 +95,8 @@ class _Replica:
         self.queued_tokens += prompt.spec.prompt_len - prompt.num_found
 
     def _find(self, prompt: _Prompt) -> None:
-        num_pieces = len(list(itertools.takewhile(self._pieces.__contains__, prompt.keys)))
-        for key in reversed(prompt.keys[:num_pieces]):
+        num_pieces = len(list(itertools.takewhile(self._pieces.__contains__, prompt.known)))
+        for key in reversed(prompt.known.all()[:num_pieces]):
             self._pieces[key] = self._pieces.pop(key)
         prompt.num_found = min(num_pieces * _PIECE_TOKENS, (prompt.spec.prompt_len - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
@@ -106,11 +115,11 @@ class _Replica:
         prompt, self.running = self.running, None
         assert prompt is not None
         self.queued_tokens -= prompt.spec.prompt_len - prompt.num_found
-        for key in reversed(prompt.keys):
+        for key in reversed(prompt.known.all()):
             self._pieces.pop(key, None)
             self._pieces[key] = None
-        for key in prompt.keys:
-            self.log.append(key)
+        for key in prompt.known:
+            self.log.append(key.to_bytes(PIECE_KEY_BYTES, "little"))
         while len(self._pieces) > self._num_pieces:
             del self._pieces[next(iter(self._pieces))]
         return prompt
@@ -133,7 +142,10 @@ class _Router:
     def route(self, prompt: _Prompt) -> str:
         """Where it goes. Mutates."""
         began_s = time.thread_time()
-        forecast = self.forecasts.of(prompt.spec)
+        forecast: PromptForecast = PromptForecast()
+        if self.forecasts.index is not None:
+            forecast = known = _HashedForecast(self.forecasts, self.forecasts.index, prompt.spec)
+            known.known = prompt.known
         need = Need(prompt.spec.prompt_len, 1, 1, BLOCK_SIZE, cached=forecast.cached())
         (decode,) = self.view.decode_candidates()
         prefills = self.view.prefill_candidates()
@@ -213,9 +225,7 @@ class _Simulation:
         self.at(prompt.done_s, lambda: router.answered(replica, prompt, load))
         self._begin(replica)
 
-    def _pulse(
-        self, router: _Router, replicas: dict[str, _Replica], at_s: float, every_s: float, end_s: float
-    ) -> None:
+    def _pulse(self, router: _Router, replicas: dict[str, _Replica], at_s: float, every_s: float, end_s: float) -> None:
         def ask() -> None:
             for replica in replicas.values():
                 router.pulse(replica)
@@ -225,27 +235,34 @@ class _Simulation:
         self.at(at_s, ask)
 
 
-def read_prompts(trace: Path, num_replicas: int) -> list[_Prompt]:
-    """All of it, as much faster as makes LOAD of it."""
-    entries = read_trace(trace)
-    total = sum(entry.input_len for entry in entries)
-    end_s = total / (num_replicas * RATE_TOKENS_PER_S * LOAD)
-    first_s, last_s = entries[0].timestamp_s, entries[-1].timestamp_s
-    rng_free = (last_s - first_s) or 1.0
-    return [_prompt((entry.timestamp_s - first_s) / rng_free * end_s, entry) for entry in entries]
+class Trace:
+    """All of it, read and hashed once."""
+
+    def __init__(self, path: Path) -> None:
+        self._entries = read_trace(path)
+        self._specs = [_spec(entry) for entry in self._entries]
+        start = chain_start("f")
+        self._keys = [PromptKeys(start, spec.prompt_ids, BLOCK_SIZE) for spec in self._specs]
+        for keys in self._keys:
+            keys.all()
+
+    def prompts(self, num_replicas: int) -> list[_Prompt]:
+        """As much faster than it was as makes LOAD of it for so many."""
+        first_s, last_s = self._entries[0].timestamp_s, self._entries[-1].timestamp_s
+        total = sum(spec.prompt_len for spec in self._specs)
+        scale = total / (num_replicas * RATE_TOKENS_PER_S * LOAD) / (last_s - first_s)
+        parts = zip(self._entries, self._specs, self._keys, strict=True)
+        return [_Prompt((entry.timestamp_s - first_s) * scale, spec, keys) for entry, spec, keys in parts]
 
 
-def _prompt(arrival_s: float, entry: TraceEntry) -> _Prompt:
+def _spec(entry: TraceEntry) -> GenerationSpec:
     ids = prompt_ids_of(entry.hash_ids, entry.block_tokens, entry.input_len)
-    spec = GenerationSpec(ids, (0,), 1, frozenset(), SamplingParams(temperature=0.0))
-    keys = block_keys(chain_start("f"), ids, BLOCK_SIZE)[PIECE_BLOCKS - 1 :: PIECE_BLOCKS]
-    assert all(len(key) == KEY_BYTES for key in keys)
-    return _Prompt(arrival_s, spec, keys)
+    return GenerationSpec(ids, (0,), 1, frozenset(), SamplingParams(temperature=0.0))
 
 
-def measure(setup: Setup, trace: Path) -> dict[str, Any]:
+def measure(setup: Setup, trace: Trace) -> dict[str, Any]:
     """One row."""
-    prompts = read_prompts(trace, setup.num_replicas)
+    prompts = trace.prompts(setup.num_replicas)
     cpu_s = time.process_time()
     routers = _Simulation(setup).run(prompts)
     ttft_s = [prompt.done_s - prompt.arrival_s for prompt in prompts]
