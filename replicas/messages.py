@@ -3,7 +3,7 @@
 Three carriers, one codec (`channels.wire`: msgpack, checked against these types and ranges; nothing is unpickled):
 - ZeroMQ calls (router <-> replicas): every `Call` and its reply, fields by name.
 - ZeroMQ frames (decode -> router): `Frame`, an array of its fields, none of them optional.
-- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, likewise.
+- NIXL notifications (prefill <-> decode): `Handoff`, `TransferNote` and `Dispute`, likewise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 4  # of what streams: another version's is malformed
+WIRE_VERSION = 5  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -89,8 +89,8 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     fingerprint: Name
     block_ids: tuple[Count, ...]  # source block ids, in prompt order
     prompt_len: Count
-    # Of those blocks' bytes in that order; None when verification is off.
-    digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
+    # Of each of those blocks, in that order (`replicas.kv.block_digests`); None when verification is off.
+    digests: bytes | None
     first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
@@ -111,6 +111,18 @@ class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_u
     source_epoch: Name
     reader_epoch: Name
     reason: Name
+
+
+class Dispute(Struct, tag=f"dispute-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Reader -> source, once, whether its lease is still open or not: these blocks were not as they were offered.
+
+    If they did not change on their way, then in the source's memory, where another prompt may be about to use them.
+    """
+
+    transfer_id: Name
+    source_epoch: Name
+    reader_epoch: Name
+    block_ids: Annotated[tuple[Count, ...], Meta(min_length=1)]  # the source's
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +247,7 @@ class GenerateReply:
     transfer_s: float
     decode_s: float
     prefill_s: float = 0.0  # of a prompt that decode computed itself
-    num_cached: Count = 0  # tokens of the prompt that it had: neither read nor computed
+    num_cached: Count = 0  # prompt tokens that were neither computed nor read here
 
 
 class GenerateCall(Call[GenerateReply], frozen=True):
@@ -262,7 +274,7 @@ class PrefillReply:
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
     # (`channels.wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
-    num_cached: Count = 0  # tokens of the prompt that it had, and did not compute
+    num_cached: Count = 0  # prompt tokens that were not computed
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):

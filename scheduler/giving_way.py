@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.admission import num_distinct_blocks
+from scheduler.admission import num_own_blocks
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 from scheduler.residents import Residents
@@ -46,7 +46,7 @@ class GivingWay(Residents):
     def _num_coming(self) -> int:
         """Blocks that come free with the commits of steps in flight."""
         over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.spec.max_tokens)]
-        return self.preemption.num_cooling + sum(num_distinct_blocks(request) for request in over)
+        return self.preemption.num_cooling + sum(num_own_blocks(request) for request in over)
 
     def _victim(self) -> Request | None:
         """The least important that may be preempted. Never the only one: nobody would be helped."""
@@ -56,7 +56,7 @@ class GivingWay(Residents):
         return max(able, key=importance) if able and len(requests) > 1 else None
 
     def _preempt(self, request: Request, step_id: int, now_s: float) -> None:
-        num_blocks = num_distinct_blocks(request)
+        num_blocks = num_own_blocks(request)
         if self.preemption.swap_out(request, step_id):
             request.enter(RequestState.PREEMPTED, now_s)
             self.batch.pause(request)

@@ -16,6 +16,8 @@ from scheduler.outcome import Ledger
 from scheduler.pool_limits import PoolLimits
 from scheduler.preemption import Preemption
 from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.prefix_book import PrefixBook, PrefixOptions
+from scheduler.prefix_cache import PrefixCache
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.waiting_queue import WaitingQueue
 
@@ -37,9 +39,11 @@ class Holdings:
         lag: int = 0,
         num_host_blocks: int = 0,
         has_two_lanes: bool = False,
+        prefixes: PrefixOptions | None = None,
     ) -> None:
         """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
-        way. has_two_lanes: prompts are computed in steps of their own, beside those of rows.
+        way. has_two_lanes: prompts are computed in steps of their own, beside those of rows. prefixes: None: what was
+        computed once is not found again.
 
         Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
         when running sequences alone could fill a step, so that prompts would starve.
@@ -56,17 +60,23 @@ class Holdings:
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
             self._max_overtakes = 0
-        self.allocator = BlockAllocator(num_blocks)
+        cache = None if prefixes is None else PrefixCache(prefixes.on_piece)
+        self.allocator = BlockAllocator(num_blocks, cache)
+        self._requests: dict[str, Request] = {}  # everything that holds anything
+        self.prefixes: PrefixBook | None = None
+        if prefixes is not None and cache is not None:
+            by_id = self._requests.__getitem__
+            self.prefixes = PrefixBook(prefixes, cache, self.allocator, self.budget, block_size, by_id)
         self.has_two_lanes = has_two_lanes
         self.decode_lane = Lane()
         self.prefill_lane = Lane() if has_two_lanes else self.decode_lane
         self.builder = self.decode_lane.builder
         self.prompts = PrefillBatcher(_MOST_SHARED_TOKENS if has_two_lanes else None)
-        self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
+        filled = None if self.prefixes is None else self.prefixes.filled
+        self.batch = DecodeBatcher(self.allocator, self.builder, block_size, filled)
         self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
         self._num_admitted = 0
         self._queue = WaitingQueue()
-        self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
         self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
@@ -78,7 +88,7 @@ class Holdings:
 
     @property
     def _num_available(self) -> int:
-        """Free blocks but those that are kept for reads to come."""
+        """Free and cached blocks but those that are kept for reads to come."""
         num_free = self.allocator.num_free
         return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
 

@@ -37,7 +37,7 @@ class _Cooling:
 
     step_id: int
     request_id: str
-    num_blocks: int  # of the device, each once
+    num_blocks: int  # of the device, each once, that come free
     device_refs: tuple[int, ...]  # once for each sequence that had it
     host_ids: tuple[int, ...]
 
@@ -90,7 +90,7 @@ class Preemption:
         index_of = {block_id: index for index, block_id in enumerate(blocks)}
         tables = tuple(tuple(index_of[block_id] for block_id in s.block_ids) for s in request.sequences)
         refs = tuple(block_id for sequence in request.sequences for block_id in sequence.block_ids)
-        self._cooling.append(_Cooling(step_id, request.request_id, len(blocks), refs, ()))
+        self._cooling.append(_Cooling(step_id, request.request_id, len(blocks) - request.num_shared, refs, ()))
         self._away[request.request_id] = _Away(request, host_ids, tables)
         for sequence in request.sequences:
             sequence.block_ids = []
@@ -123,8 +123,8 @@ class Preemption:
         request.protected_until = num_planned(request) + self._block_size
         self._protected[request.request_id] = request
 
-    def step_committed(self, step_id: int) -> list[str]:
-        """What the step copied from is free; the requests whose device blocks these were. Mutates."""
+    def step_committed(self, step_id: int) -> list[tuple[str, list[int]]]:
+        """What the step copied from is free; the requests whose device blocks these were, with the blocks. Mutates."""
         due = [cooling for cooling in self._cooling if cooling.step_id <= step_id]
         if not due:
             return []
@@ -132,9 +132,10 @@ class Preemption:
         for cooling in due:
             self._allocator.release(cooling.device_refs)
             self._give_back(cooling.host_ids)
-            if cooling.num_blocks and cooling.request_id in self._away:
+            if cooling.device_refs and cooling.request_id in self._away:
                 self._away[cooling.request_id].is_out = True
-        return [cooling.request_id for cooling in due if cooling.num_blocks]
+        out = [cooling for cooling in due if cooling.device_refs]
+        return [(cooling.request_id, list(dict.fromkeys(cooling.device_refs))) for cooling in out]
 
     def discard(self, request_id: str) -> None:
         """The request is over, and no step works on it. Mutates."""

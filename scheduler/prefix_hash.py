@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 KEY_BYTES = 16
-_ID_BYTES = 4
+ID_BYTES = 4
 
 
 def chain_start(fingerprint: str, salt: bytes = b"") -> bytes:
@@ -32,18 +32,21 @@ def block_keys(start: bytes, ids: Sequence[int], block_size: int) -> list[bytes]
     start: of the chain, or the key of the block before the first one. Raises OverflowError for an id that is no
     unsigned 32-bit number.
     """
-    num_bytes = len(ids) // block_size * block_size * _ID_BYTES
-    data, step = id_bytes(ids), block_size * _ID_BYTES
+    return keys_of_bytes(start, id_bytes(ids), block_size * ID_BYTES)
+
+
+def keys_of_bytes(start: bytes, ids: bytes, block_bytes: int) -> list[bytes]:
+    """As `block_keys`. ids: packed; block_bytes: of those of one block."""
     keys = []
     key = start
-    for begin in range(0, num_bytes, step):
-        key = blake2b(key + data[begin : begin + step], digest_size=KEY_BYTES).digest()
+    for end in range(block_bytes, len(ids) + 1, block_bytes):
+        key = blake2b(key + ids[end - block_bytes : end], digest_size=KEY_BYTES).digest()
         keys.append(key)
     return keys
 
 
 def id_bytes(ids: Sequence[int]) -> bytes:
-    """Each id as 4 bytes, little-endian. Raises OverflowError for an id that is no unsigned 32-bit number."""
+    """Each id as ID_BYTES bytes, little-endian. Raises OverflowError for an id that is no unsigned 32-bit number."""
     packed = array("I", ids)
     if sys.byteorder != "little":
         packed.byteswap()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# A prompt is told of by pieces of so many blocks: the key of a piece is the key of its last block, which names all
-# that is before it too, cut to PIECE_KEY_BYTES. Two pieces that seem to be the same cost a wrong guess, no wrong token.
-PIECE_BLOCKS = 16
+from scheduler.prefix_cache import PIECE_BLOCKS as PIECE_BLOCKS
+
+# A prompt is told of by pieces of PIECE_BLOCKS blocks: the key of a piece is the key of its last block, which names all
+# that is before it too, cut to so many bytes. Two pieces that seem to be the same cost a wrong guess, no wrong token.
 PIECE_KEY_BYTES = 8
 # 16 million tokens of blocks of 16, in half a megabyte.
 MAX_RECENT_KEYS = 65_536

@@ -38,6 +38,7 @@ from replicas.metrics.pool_metrics import (
     OPEN_TRANSFERS,
     PACES,
     PREEMPTIONS,
+    PREFIX_RESULTS,
     TRANSFER_ERRORS,
     TRANSFER_RESULTS,
 )
@@ -136,6 +137,8 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "forwarded_tokens": {"pool": None},
     "surplus_tokens": {"pool": None},
     "preemptions": {"pool": None, "kind": PREEMPTIONS},
+    "prefix_tokens": {"pool": None, "result": PREFIX_RESULTS},
+    "prefix_evicted_blocks": {"pool": None},
     "kv_transfers": {"backend": None, "result": TRANSFER_RESULTS},
     "kv_transfer_errors": {"backend": None, "kind": TRANSFER_ERRORS},
     "kv_transfer_bytes": {"backend": None},

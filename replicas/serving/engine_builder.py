@@ -21,6 +21,7 @@ from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.token_frames import TokenFrames
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
+from replicas.kv.block_digests import DigestBlocks
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
@@ -43,6 +44,7 @@ from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
@@ -108,6 +110,8 @@ class BuiltEngine:
         if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
+        if scheduler.prefixes is not None:
+            self.metrics.prefixes_looked_up(scheduler.prefixes.stats())
         if self.grammars is not None:
             looked_up = self.grammars.cache.counts
             self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
@@ -137,13 +141,17 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
+    prefixes = recent_keys = None
+    if settings.has_prefix_cache:
+        recent_keys = RecentKeys(base.epoch)
+        prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append)
     scheduler = Scheduler(
-        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return base.built(engine)
+    return replace(base.built(engine), recent_keys=recent_keys)
 
 
 class _Base:
@@ -223,9 +231,12 @@ class _Base:
             self.grammars,
         )  # fmt: skip
 
+    def block_digests(self) -> DigestBlocks:
+        """Of this engine's blocks, for one thread at a time; another thread asks for its own. Allocates."""
+        return partial(BlockDigester.for_pool(self.pool.tensor).digest_blocks, self.pool.tensor)
+
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
-        digester = BlockDigester.for_pool(pool)
         faults = self.faults if self.settings.testing.fault_dir else None
 
         def open_transport() -> KvTransport:
@@ -237,9 +248,7 @@ class _Base:
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
             settings.max_bytes_in_flight,
-            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
-            if settings.verify_digest
-            else None,
+            digest_blocks=self.block_digests() if settings.verify_digest else None,
             faults=faults,
         )
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from replicas.channels.wire import MalformedMessage, decode_frame, decode_notification, decode_scores, encode
 from replicas.messages import (
     WIRE_VERSION,
+    Dispute,
     EngineLoad,
     FinishReason,
     Frame,
@@ -64,12 +65,13 @@ handoffs = st.builds(
     names,
     st.lists(counts, max_size=20).map(tuple),
     counts,
-    st.none() | st.binary(min_size=16, max_size=16),
+    st.none() | st.binary(max_size=160),
     st.lists(st.builds(Token, names, counts, counts, counts, finishes, st.none()), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
+disputes = st.builds(Dispute, names, names, names, st.lists(counts, min_size=1, max_size=20).map(tuple))
 
 FRAME = Frame(
     "decode-0",
@@ -91,8 +93,8 @@ def test_frame_round_trip(frame: Frame) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(handoffs | notes)
-def test_notification_round_trip(message: Handoff | TransferNote) -> None:
+@given(handoffs | notes | disputes)
+def test_notification_round_trip(message: Handoff | TransferNote | Dispute) -> None:
     decoded = decode_notification(encode(message))
     assert decoded == message
     assert type(decoded) is type(message)
@@ -169,8 +171,7 @@ def _fields(payload: bytes) -> list[Any]:
         (6, 2**63),
         (6, None),
         (7, "digest"),
-        (7, b""),
-        (7, b"x" * 65),
+        (7, 8),
         (8, [[0, 1, None]]),
         (8, [["t", 0, 0, 1]]),
         (8, [["t", 0, 0, 1, "exploded"]]),
@@ -194,6 +195,14 @@ def _fields(payload: bytes) -> list[Any]:
 def test_every_field_is_checked(index: int, value: object) -> None:
     fields = _fields(encode(HANDOFF))
     fields[index] = value
+    with pytest.raises(MalformedMessage):
+        decode_notification(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("block_ids", [[], [-1], ["1"], 1, None])
+def test_a_dispute_names_blocks(block_ids: object) -> None:
+    fields = _fields(encode(Dispute("t", "s", "r", (3, 4))))
+    fields[4] = block_ids
     with pytest.raises(MalformedMessage):
         decode_notification(msgpack.packb(fields))
 

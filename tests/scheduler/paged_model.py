@@ -17,12 +17,12 @@ from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
 
-VOCAB_SIZE = 1 << 40
+VOCAB_SIZE = 1 << 31
 BEAM_VOCAB_SIZE = 30
 _EMPTY = -1
 
 
-def _cell(token_id: int, position: int) -> int:
+def cell(token_id: int, position: int) -> int:
     return token_id << 16 | position
 
 
@@ -47,11 +47,11 @@ class Answer:
 
 def reference_tokens(prompt_ids: Row[int], choice: int, seed: int, max_tokens: int) -> list[int]:
     """The first max_tokens tokens, stop tokens ignored."""
-    context = [_cell(token_id, position) for position, token_id in enumerate(prompt_ids)]
+    context = [cell(token_id, position) for position, token_id in enumerate(prompt_ids)]
     tokens = []
     for _ in range(max_tokens):
         tokens.append(_sampled(context, seed, choice, len(context)))
-        context.append(_cell(tokens[-1], len(context)))
+        context.append(cell(tokens[-1], len(context)))
     return tokens
 
 
@@ -60,7 +60,7 @@ def reference_search(prompt_ids: Row[int], search: BeamSearch, seed: int) -> Bea
     count = search.params.num_candidates(len(search.stop_token_ids))
     while not search.is_over:
         texts = [(*prompt_ids, *beam.token_ids) for beam in search.beams]
-        contexts = [[_cell(token_id, position) for position, token_id in enumerate(text)] for text in texts]
+        contexts = [[cell(token_id, position) for position, token_id in enumerate(text)] for text in texts]
         search = search.advance([_offered(context, seed, count) for context in contexts])
     return search
 
@@ -136,7 +136,7 @@ class PagedRunner:
 
     def _write(self, slot: int, position: int, token_id: int) -> None:
         block_id = self.table[slot][position // self._block_size]
-        self.blocks[block_id][position % self._block_size] = _cell(token_id, position)
+        self.blocks[block_id][position % self._block_size] = cell(token_id, position)
 
     def _sample(self, request_id: str, slot: int, choice: int, position: int) -> SampledToken:
         """The token at `position`, given everything before it; of a beam, what it may be."""

@@ -23,6 +23,7 @@ from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.scheduler import Scheduler
 from scheduler.two_lane_core import TwoLaneCore
+from tests.scheduler.brute_cache import BruteCache
 from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
@@ -108,6 +109,7 @@ class SimulatedEngine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = PagedRunner(scheduler.limits, max_blocks, scheduler.preemption.num_host_blocks)
+        self.cache = BruteCache(scheduler, self.runner)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
         self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
@@ -228,6 +230,7 @@ class SimulatedEngine:
             del waiting[index]
             self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
+            self.cache.check_found(request)
         assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
         if waiting:
             self._check_head(waiting[0])
@@ -258,7 +261,7 @@ class SimulatedEngine:
             assert blocks > budget.available, "the head would have fitted"
         elif isinstance(budget, ProjectedBudget) and not scheduler.preemption:
             peak = budget.projection.peak_with(budget.newcomer(head), budget.step)
-            assert peak > budget.limit or budget.estimator, "the head would have fitted"
+            assert peak > budget.limit - budget.num_shared or budget.estimator, "the head would have fitted"
 
     def _launch(self, plan: StepPlan, now_s: float, launched: Callable[[_Step], None]) -> None:
         self._check_plan(plan)
@@ -364,10 +367,12 @@ class SimulatedEngine:
             written = sequence.block_ids[row.start // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
+            assert not self.cache.has_name(written), f"{row} writes block {written}, which others may find"
         for chunk in plan.chunks:
             request = scheduler.get(chunk.request_id)
             assert request is not None
-            assert chunk.start == self._prompt_progress.get(chunk.request_id, 0), "a gap or an overlap in a prompt"
+            progress = self._prompt_progress.get(chunk.request_id, request.num_cached)
+            assert chunk.start == progress, "a gap or an overlap in a prompt"
             assert chunk.token_ids == request.spec.prompt_ids[chunk.start : chunk.end] != ()
             self._prompt_progress[chunk.request_id] = chunk.end
             assert chunk.sampled_choices == (request.prompt_choices if chunk.end == request.prompt_len else ())
@@ -392,6 +397,7 @@ class SimulatedEngine:
                 num_unplanned += request.prompt_len - request.num_prefilled
             if isinstance(scheduler.budget, MemoryBudget):
                 self._check_promise(scheduler.budget, request, own, is_over)
+        self.cache.check()
         num_of_requests = len(set(held))
         if isinstance(scheduler.budget, ProjectedBudget):
             held += [block_id for cooling in scheduler.preemption._cooling for block_id in cooling.device_refs]
@@ -403,11 +409,17 @@ class SimulatedEngine:
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
         assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
-        free = set(scheduler.allocator._free)
+        free = {*scheduler.allocator._free, *self.cache.idle()}
         for step in self._in_flight:
             assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
         assert scheduler.ledger() == Ledger(
-            blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
+            blocks=BlockCounts(
+                scheduler.limits.num_blocks,
+                len(free) - len(self.cache.idle()),
+                len(set(held)),
+                len({*in_transfer} - {*held}),
+                len(self.cache.idle()),
+            ),
             promised_blocks=scheduler.budget.promised,
             budget_blocks=scheduler.limits.num_blocks,
             num_queued=states.count(RequestState.QUEUED),
@@ -442,17 +454,20 @@ class SimulatedEngine:
         scheduler = self.scheduler
         num_promised = budget._promised.get(request.request_id, 0)
         assert budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
-        assert budget.promised == sum(budget._promised.values()) <= scheduler.limits.num_blocks
+        assert budget.promised == sum(budget._promised.values()) + budget.num_shared <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
-        num_held = len({*own, *in_transfer})
+        num_held = len({*own, *in_transfer}) - request.num_shared
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
         if is_over and not own:
-            assert num_promised == len(in_transfer), f"{request.request_id} keeps a promise it cannot use"
+            assert num_promised == num_held, f"{request.request_id} keeps a promise it cannot use"
 
     def check_at_rest(self) -> None:
         """Nothing is left of anything."""
         assert not self._in_flight
-        assert self.scheduler.ledger() == self.baseline
+        ledger = self.scheduler.ledger()
+        blocks = replace(ledger.blocks, free=ledger.blocks.free + ledger.blocks.cached, cached=0)
+        assert replace(ledger, blocks=blocks) == self.baseline
+        assert len(self.cache.idle()) == self.cache.num_named, "a block with a name has an owner"
         assert not self.scheduler._requests
         assert not self.scheduler._ending
         preemption = self.scheduler.preemption
