@@ -192,6 +192,9 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     tokens: tuple[CheckedToken, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...]
+    # (request id, tokens of its prompt that decode neither computed nor read), no later than its first token here; none
+    # of those where it found nothing.
+    cached: tuple[tuple[Name, Count], ...]
 
 
 @dataclass(frozen=True, slots=True)

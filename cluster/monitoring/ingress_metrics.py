@@ -36,6 +36,7 @@ DECISIONS = (
     "local_slow_pair",
     "local_failed_pair",
 )
+PROMPT_ROUTES = ("local", "remote")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")
@@ -88,6 +89,12 @@ class IngressMetrics(MetricSet):
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
+
+    def prompt_found(self, route: str, num_tokens: int, num_cached: int) -> None:
+        """A prompt of a finished request, of which so many tokens were in a prefix cache; route: one of
+        PROMPT_ROUTES."""
+        self.routed_prompt_tokens.add(num_tokens, route=route)
+        self.cached_prompt_tokens.add(num_cached, route=route)
 
     def judged(self, met: Mapping[str, bool]) -> None:
         """A request has ended; met: by objective, what cluster.monitoring.slo_verdict says of it."""
@@ -202,6 +209,16 @@ class IngressMetrics(MetricSet):
 
     def _add_tokens(self) -> None:
         self.prompt_tokens = self.counter("splitserve_prompt_tokens", "Prompt tokens of finished requests")
+        self.routed_prompt_tokens = self.counter(
+            "splitserve_routed_prompt_tokens",
+            "Those of finished requests by who computes prompts: local, decode; remote, prefill",
+            {"route": PROMPT_ROUTES},
+        )
+        self.cached_prompt_tokens = self.counter(
+            "splitserve_cached_prompt_tokens",
+            "Of splitserve_routed_prompt_tokens, those that were found in a prefix cache",
+            {"route": PROMPT_ROUTES},
+        )
         self.generation_tokens = self.counter("splitserve_generation_tokens", "Tokens generated and billed")
         self.request_prompt_tokens = self.histogram(
             "splitserve_request_prompt_tokens", "Prompt length of a request", metric_buckets.TOKENS

@@ -12,20 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
-from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailboxes
+from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import SentPrompt
 from cluster.routing.router_limits import AttemptLimits
-from replicas.channels.wire import MalformedMessage, NotSendable, decode_scores
+from replicas.channels.wire import MalformedMessage, NotSendable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -133,6 +132,8 @@ class Attempt:
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
+        if self.route.prefill_id is None:
+            self._found(0)
         self._trace.admitted()
         self.stage = Stage.PREFILL
 
@@ -158,24 +159,16 @@ class Attempt:
         self._prompt.prefilled(reply)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
+        self._found(reply.num_cached)
         self._num_from_prefill = 1 if reply.first_tokens else 0
-        await self._take_scores(reply.prompt_scores)
+        try:
+            await self._leg.take_scores(reply.prompt_scores)
+        except MalformedMessage as error:
+            raise self._failed(CallStatus.ERROR, str(error)) from error
         for token in reply.first_tokens:
             self._leg.take(token)
         self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
-
-    async def _take_scores(self, parts: Sequence[bytes]) -> None:
-        """What prefill thought of the prompt. Each part takes its time, and other requests theirs in between."""
-        start = 0
-        for part in parts:
-            try:
-                positions = decode_scores(part)
-            except MalformedMessage as error:
-                raise self._failed(CallStatus.ERROR, str(error)) from error
-            self._leg.take_prompt(PromptLogprobs(self._request_id, start, positions))
-            start += len(positions)
-            await asyncio.sleep(0)
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
         is_over = self._leg.is_done
@@ -202,9 +195,16 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
+        if isinstance(mail, Cached):
+            self._found(mail.num_tokens)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
+
+    def _found(self, num_tokens: int) -> None:
+        """So much of what is computed for it was in a prefix cache of one of its engines."""
+        generation, is_local = self._leg.generation, self.route.prefill_id is None
+        generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     # -- mail --------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class SimulatedRouter:
 
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A decode replica's load."""
-        self.view.heard(Frame(replica_id, "", 0, load, (), (), ()))
+        self.view.heard(Frame(replica_id, "", 0, load, (), (), (), ()))
 
     def on_frame(self, frame: SimulatedFrame, now_s: float) -> None:
         """What one decode iteration said of this router's requests. Its load has been heard."""

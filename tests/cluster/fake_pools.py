@@ -194,7 +194,7 @@ class FakePrefill(FakePool):
         handoff = self.cluster.handoffs.get(call.request_id)
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
-        num_cached = 0 if replica.cache is None else replica.cache.take(call.spec)
+        num_cached = script.cached[1] if replica.cache is None else replica.cache.take(call.spec)
         await asyncio.sleep(script.answer_s)
         return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load, num_cached=num_cached)
 
@@ -209,7 +209,7 @@ class FakeDecode(FakePool):
                 await asyncio.sleep(script.admit_s)
                 await self._strike(replica, script, Phase.QUEUE)
             async with self._memory(replica, call):
-                num_cached = 0 if replica.cache is None else replica.cache.take(call.spec)
+                num_cached = script.cached[0] if replica.cache is None else replica.cache.take(call.spec)
                 await self._send_tokens(replica, call, script, sent)
             await asyncio.sleep(script.reply_s)
             await self._strike(replica, script, Phase.REPLY)
@@ -234,7 +234,8 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.DECODE, step)
             now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
-            await replica.send(call.channel, tokens=tuple(now))
+            cached = ((call.request_id, script.cached[0]),) if step == 0 and script.cached[0] else ()
+            await replica.send(call.channel, tokens=tuple(now), cached=cached)
             await asyncio.sleep(script.token_s)
 
     @asynccontextmanager

@@ -59,20 +59,24 @@ class FakeReplica:
         }
 
     async def send(
-        self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()
+        self,
+        channel: ChannelAddress,
+        admitted: tuple[str, ...] = (),
+        tokens: tuple[Token, ...] = (),
+        cached: tuple[tuple[str, int], ...] = (),
     ) -> None:
         await self.thaw.wait()
         if self.death.done():
             return
         if self.sender is not None:
             self.sender.open(channel)
-            self.sender.send(channel.router_id, self.load, admitted, tokens)
+            self.sender.send(channel.router_id, self.load, admitted, tokens, cached=cached)
             while self.sender.has_unsent:
                 await asyncio.sleep(0.001)
                 self.sender.flush()
             return
         ring = self.rings[channel.router_id]
-        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, ())
+        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, (), cached)
         ring.append(frame)
         self._on_wire(self, frame)
 
