@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.load.percentile import percentile
+from cluster.load.tables import table
 from cluster.load.traces import TraceEntry, read_trace
-from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Need, PrefillCandidate, Route, RouteKind, RoutingRules
 from cluster.routing.key_feed import MAX_PARTS, KeyFeed
 from cluster.routing.pairing import choose_prefill
@@ -38,12 +39,16 @@ LOAD = 0.70  # of what the replicas could compute if there were no cache
 BLOCK_SIZE = 16
 _PIECE_TOKENS = BLOCK_SIZE * PIECE_BLOCKS
 _CALL_S = 0.001
+_TICK_S = 3.0  # of the recording's clock
 _RULES = RoutingRules(has_prefill_pool=True, local_prefill_max_tokens=0, fallback_to_decode=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """has_index: else the least load decides. pulse_s: how often each router asks each replica; None: not at all."""
+    """has_index: else the least load decides. pulse_s: how often each router asks each replica; None: not at all.
+    finds_late: a prompt is looked up when its turn comes, not when it arrives as engines do it. is_spread: arrivals are
+    spread over the time that the recording's clock cannot tell (three seconds of Mooncake's); else they come at once.
+    """
 
     name: str
     num_replicas: int
@@ -52,6 +57,7 @@ class Setup:
     has_index: bool = True
     pulse_s: float | None = 1.0
     finds_late: bool = False
+    is_spread: bool = True
 
 
 @dataclass(slots=True)
@@ -134,10 +140,11 @@ class _Router:
         pool = {name: {"num_blocks": setup.cache_tokens // BLOCK_SIZE, "peer": peer} for name in replicas}
         decode = {"decode": {"num_blocks": 10**6, "peer": peer}}
         self.view = PoolView(lambda: decode, lambda: pool, clock)
-        self.forecasts = PrefixForecasts(setup.has_index, BLOCK_SIZE, IngressMetrics("model", "", ""), clock)
+        self.forecasts = PrefixForecasts(setup.has_index, BLOCK_SIZE, lambda *_: None, clock)
         self.forecasts.present([decode, pool])
         self.feed: KeyFeed | None = self.forecasts.feed()
         self.decided_s = 0.0
+        self.expected_tokens = 0
 
     def route(self, prompt: _Prompt) -> str:
         """Where it goes. Mutates."""
@@ -154,6 +161,7 @@ class _Router:
         name = chosen.replica_id
         cached = need.cached_at(name)
         prompt.sent = forecast.sent(Route(RouteKind.REMOTE, "decode", name, False, 1, cached_tokens=cached))
+        self.expected_tokens += cached
         prompt.router, prompt.counted_tokens = self, prompt.spec.prompt_len - cached
         self.view.prompt_sent(name, prompt.counted_tokens)
         prompt.sent.tell()
@@ -246,13 +254,17 @@ class Trace:
         for keys in self._keys:
             keys.all()
 
-    def prompts(self, num_replicas: int) -> list[_Prompt]:
+    def prompts(self, num_replicas: int, is_spread: bool) -> list[_Prompt]:
         """As much faster than it was as makes LOAD of it for so many."""
         first_s, last_s = self._entries[0].timestamp_s, self._entries[-1].timestamp_s
         total = sum(spec.prompt_len for spec in self._specs)
         scale = total / (num_replicas * RATE_TOKENS_PER_S * LOAD) / (last_s - first_s)
-        parts = zip(self._entries, self._specs, self._keys, strict=True)
-        return [_Prompt((entry.timestamp_s - first_s) * scale, spec, keys) for entry, spec, keys in parts]
+        rng, tick_s = random.Random(0), _TICK_S if is_spread else 0.0
+        prompts = [
+            _Prompt((entry.timestamp_s - first_s + rng.random() * tick_s) * scale, spec, keys)
+            for entry, spec, keys in zip(self._entries, self._specs, self._keys, strict=True)
+        ]
+        return sorted(prompts, key=lambda prompt: prompt.arrival_s)
 
 
 def _spec(entry: TraceEntry) -> GenerationSpec:
@@ -262,9 +274,10 @@ def _spec(entry: TraceEntry) -> GenerationSpec:
 
 def measure(setup: Setup, trace: Trace) -> dict[str, Any]:
     """One row."""
-    prompts = trace.prompts(setup.num_replicas)
+    prompts = trace.prompts(setup.num_replicas, setup.is_spread)
     cpu_s = time.process_time()
     routers = _Simulation(setup).run(prompts)
+    total = sum(prompt.spec.prompt_len for prompt in prompts)
     ttft_s = [prompt.done_s - prompt.arrival_s for prompt in prompts]
     return {
         "name": setup.name,
@@ -272,11 +285,63 @@ def measure(setup: Setup, trace: Trace) -> dict[str, Any]:
         "cache_tokens": setup.cache_tokens,
         "routers": setup.num_routers,
         "pulse_s": setup.pulse_s,
+        "is_spread": setup.is_spread,
+        "expected": sum(router.expected_tokens for router in routers) / total,
         "num_requests": len(prompts),
-        "found": sum(prompt.num_found for prompt in prompts) / sum(prompt.spec.prompt_len for prompt in prompts),
+        "found": sum(prompt.num_found for prompt in prompts) / total,
         "p50_ttft_s": percentile(ttft_s, 50),
         "p90_ttft_s": percentile(ttft_s, 90),
         "p99_ttft_s": percentile(ttft_s, 99),
         "route_us": 1e6 * sum(router.decided_s for router in routers) / len(prompts),
         "cpu_s": time.process_time() - cpu_s,
     }
+
+
+SETUPS = (
+    Setup("least load", 4, 860_000, has_index=False, is_spread=False),
+    Setup("cost, as recorded", 4, 860_000, is_spread=False),
+    Setup("least load", 4, 860_000, has_index=False),
+    Setup("cost", 4, 860_000),
+    Setup("cost, found late", 4, 860_000, finds_late=True),
+    Setup("least load", 4, 860_000, 8, has_index=False),
+    Setup("cost, own sends", 4, 860_000, 8, pulse_s=None),
+    Setup("cost, pulses", 4, 860_000, 8),
+    Setup("cost, pulses", 4, 860_000, 8, pulse_s=0.2),
+    Setup("cost, pulses", 4, 860_000, 8, pulse_s=5.0),
+    Setup("least load", 8, 860_000, has_index=False),
+    Setup("cost", 8, 860_000),
+    Setup("cost, own sends", 8, 860_000, 8, pulse_s=None),
+    Setup("cost, pulses", 8, 860_000, 8),
+)
+
+
+def compare_prefix_routing(trace: Path, only: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
+    """Each setup over the whole trace."""
+    known, rows = Trace(trace), []
+    for index in only:
+        row = measure(SETUPS[index], known)
+        rows.append(row)
+        say(prefix_routing_table({"rows": rows[-1:]}).splitlines()[-1])
+    return {"rows": rows}
+
+
+def prefix_routing_table(result: dict[str, Any]) -> str:
+    """For people."""
+    rows = [
+        [
+            row["name"],
+            row["replicas"],
+            f"{row['cache_tokens'] / 1e6:.2f} M",
+            row["routers"],
+            "-" if row["pulse_s"] is None else f"{row['pulse_s']:g}",
+            "yes" if row["is_spread"] else "no",
+            f"{100 * row['found']:.1f} %",
+            f"{100 * row['expected']:.1f} %",
+            *(f"{row[f'p{percent}_ttft_s']:.3f}" for percent in (50, 90, 99)),
+            f"{row['route_us']:.0f}",
+            f"{row['cpu_s']:.0f}",
+        ]
+        for row in result["rows"]
+    ]
+    header = ["policy", "prefill", "cache", "ingresses", "pulse s", "spread", "found", "expected"]
+    return table([*header, "TTFT p50", "p90", "p99 s", "routing us", "CPU s"], rows)

@@ -101,7 +101,7 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
-    prefix_labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
+    prefix_labels: Labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
     yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Route
 from cluster.routing.key_feed import KeyFeed
 from cluster.routing.prefix_index import PrefixIndex, pieces_of, tokens_of
@@ -34,6 +33,9 @@ class SentPrompt:
     def ended(self, call: asyncio.Task[GenerateReply]) -> None:
         """The generate call is over: answered, failed or cancelled."""
 
+    def generated(self, num_found: int | None) -> None:
+        """As ended. num_found: tokens of the prompt that decode had; None: it was not answered as it should be."""
+
     def close(self) -> None:
         """The attempt is over; its generate call may not be. Idempotent."""
 
@@ -57,12 +59,13 @@ class PrefixForecasts:
         self,
         has_prefix_cache: bool,
         block_size: int,
-        metrics: IngressMetrics,
+        tell_found: Callable[[str, int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """has_prefix_cache: else nothing is hashed, kept or expected."""
+        """has_prefix_cache: else nothing is hashed, kept or expected. tell_found: of each answer the pool, and how many
+        tokens of the prompt were expected there and found."""
         self.index = PrefixIndex() if has_prefix_cache else None
-        self.block_size, self.metrics, self.clock = block_size, metrics, clock
+        self.block_size, self.tell_found, self.clock = block_size, tell_found, clock
         self._nothing = PromptForecast()
 
     def of(self, spec: GenerationSpec) -> PromptForecast:
@@ -142,11 +145,15 @@ class _IndexedPrompt(SentPrompt):
             self._settle("prefill", prefill_id, self._route.cached_tokens, reply.num_cached)
 
     def ended(self, call: asyncio.Task[GenerateReply]) -> None:
+        is_ok = not call.cancelled() and call.exception() is None and call.result().status is CallStatus.OK
+        self.generated(call.result().num_cached if is_ok else None)
+
+    def generated(self, num_found: int | None) -> None:
         decode_id = self._route.decode_id
-        if call.cancelled() or call.exception() is not None or call.result().status is not CallStatus.OK:
+        if num_found is None:
             self._never_mind(decode_id)
         else:
-            self._settle("decode", decode_id, self._route.kept_tokens, call.result().num_cached)
+            self._settle("decode", decode_id, self._route.kept_tokens, num_found)
 
     def close(self) -> None:
         if self._route.prefill_id is not None:
@@ -164,7 +171,7 @@ class _IndexedPrompt(SentPrompt):
         self._told.discard(replica_id)
         prompt_len, block_size = self._spec.prompt_len, self._of.block_size
         num_found = min(num_found, prompt_len - 1)
-        self._of.metrics.prefix_found(pool, num_expected, num_found)
+        self._of.tell_found(pool, num_expected, num_found)
         num_believed = self._believed.get(replica_id, 0)
         is_all = num_found >= tokens_of(num_believed, prompt_len, block_size)
         num_pieces = num_believed if is_all else pieces_of(num_found, block_size)

@@ -61,7 +61,7 @@ class Router:
         """tokenizer: digest of the ingress's own; replicas with another are not used. Empty: any is right.
         has_prefix_cache: whether replicas have one; else nothing is hashed, kept or asked for."""
         self._rules, self._limits, self._metrics = rules, limits, metrics
-        self._forecasts = PrefixForecasts(has_prefix_cache, limits.block_size, metrics)
+        self._forecasts = PrefixForecasts(has_prefix_cache, limits.block_size, metrics.prefix_found)
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]

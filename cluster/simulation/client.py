@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.policies.routing_policy import Route, RouteKind
+from cluster.routing.prompt_forecast import SentPrompt
 from scheduler.generation_spec import GenerationSpec
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
@@ -110,6 +111,20 @@ class Attempt:
     is_closed: bool = False
     num_tokens: int = 0  # that have left engines
     last_token_s: float = 0.0
+    prompt: SentPrompt = field(default_factory=SentPrompt, repr=False)  # until it is answered
+    # Tokens of its prompt that were in the caches of its engines.
+    prefill_found: int = 0
+    decode_found: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of its prompt, as its router expects."""
+        return self.prompt_len - self.route.cached_tokens
+
+    @property
+    def read_tokens(self) -> int:
+        """Likewise, of its prompt's KV."""
+        return self.prompt_len - self.route.kept_tokens
 
     @property
     def is_local(self) -> bool:
@@ -117,19 +132,21 @@ class Attempt:
 
     @property
     def local_tokens(self) -> int:
-        """Of its prompt, that decode computes itself."""
-        return self.prompt_len if self.is_local else 0
+        """Of its prompt, that decode computes itself, as its router expects."""
+        return self.computed_tokens if self.is_local else 0
 
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
-        return Request(self.request_id, self.spec(), deadline_s, local_prefill, hands_over)
-
-    def spec(self) -> GenerationSpec:
-        """What it asks engines for: the prompt, and behind it what has been generated before."""
-        ids = self.client.job.prompt_ids()
-        ids += (OTHER_TOKEN,) * (self.prompt_len - len(ids))
-        return GenerationSpec(ids, (0,), self.max_tokens, _STOPS, _GREEDY)
+        spec = spec_of(self.client.job, self.prompt_len, self.max_tokens)
+        return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
 
     def token(self, num_known: int) -> int:
         """What is sampled when so many are known."""
         return STOP_TOKEN if num_known + 1 >= self.output_len else OTHER_TOKEN
+
+
+def spec_of(job: Job, prompt_len: int, max_tokens: int) -> GenerationSpec:
+    """What an attempt asks engines for: the job's prompt, and behind it what has been generated before."""
+    ids = job.prompt_ids()
+    ids += (OTHER_TOKEN,) * (prompt_len - len(ids))
+    return GenerationSpec(ids, (0,), max_tokens, _STOPS, _GREEDY)

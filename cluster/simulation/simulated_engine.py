@@ -22,6 +22,7 @@ from cluster.simulation.steady_stretch import SteadyStretches
 from replicas.messages import EngineLoad
 from replicas.metrics.engine_status import load_of
 from scheduler.engine_core import EngineCore
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
 
@@ -42,6 +43,7 @@ class SimulatedEngine:
         core: EngineCore[StepInFlight] | None = None,
     ) -> None:
         """may_skip: take steady steps many at once; the results are the same, only sooner. core: None: one lane."""
+        self.recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
         self.core: EngineCore[StepInFlight] = core or EngineCore(scheduler)
         self.counts = device.counts

@@ -46,6 +46,7 @@ class SystemShape:
     max_model_len: int
     rules: RoutingRules
     times: RouterTimes
+    has_prefix_cache: bool = False
 
 
 def shape_of(
@@ -84,6 +85,7 @@ def shape_of(
         max_model_len=config.model.max_model_len,
         rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
+        has_prefix_cache=config.prefix_cache.enabled,
     )
 
 
