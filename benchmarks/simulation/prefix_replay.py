@@ -22,7 +22,7 @@ from cluster.load.tables import table
 from cluster.load.traces import read_trace
 from cluster.policies.routing_policy import RoutingRules
 from cluster.simulation.client import Job, spec_of
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from cluster.simulation.trace_jobs import TraceScale, trace_jobs

@@ -142,7 +142,7 @@ class _Router:
         self.view = PoolView(lambda: decode, lambda: pool, clock)
         self.forecasts = PrefixForecasts(setup.has_index, BLOCK_SIZE, lambda *_: None, clock)
         self.forecasts.present([decode, pool])
-        self.feed: KeyFeed | None = self.forecasts.feed()
+        self.feed: KeyFeed | None = self.forecasts.feed("prefill")
         self.decided_s = 0.0
         self.expected_tokens = 0
 

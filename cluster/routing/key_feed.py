@@ -12,8 +12,9 @@ from scheduler.recent_keys import MAX_RECENT_KEYS
 
 logger = logging.getLogger(__name__)
 
-# Within five seconds is as good as at once (benchmarks/RESULTS.md, prefix caches).
-_ASK_EVERY_S = 1.0
+# Of keys a second is soon enough. With them comes the load, and prefill tells that with its answers only: where several
+# routers know it from a second ago, all choose the same replica (benchmarks/RESULTS.md, routing to prefix caches).
+_ASK_EVERY_S = {"decode": 1.0, "prefill": 0.2}
 # Of a large pool so often that all pulses together take some hundredth of a router's time: 0.3 ms each.
 _SECONDS_A_REPLICA = 0.03
 
@@ -25,10 +26,10 @@ _NOTHING = KeyPosition()
 
 class KeyFeed:
     """Of one pool. What replicas say goes into the router's index; gaps do no harm, as nothing there depends on
-    another entry."""
+    another entry. every_s: how often it wants to be asked who is due."""
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
+    def __init__(self, index: PrefixIndex, pool: str) -> None:
+        self._index, self.every_s = index, _ASK_EVERY_S[pool]
         self._known: dict[str, KeyPosition] = {}
         self._asked_s: dict[str, float] = {}
 
@@ -36,7 +37,7 @@ class KeyFeed:
         """Those that have not been asked for a while. Mutates: they are taken to be asked now."""
         self._asked_s = {name: self._asked_s[name] for name in present if name in self._asked_s}
         self._known = {name: self._known[name] for name in present if name in self._known}
-        before_s = now_s - max(_ASK_EVERY_S, _SECONDS_A_REPLICA * len(present))
+        before_s = now_s - max(self.every_s, _SECONDS_A_REPLICA * len(present))
         due = [name for name in present if self._asked_s.get(name, before_s) <= before_s]
         self._asked_s |= dict.fromkeys(due, now_s)
         return due

@@ -77,9 +77,9 @@ class PrefixForecasts:
         if self.index is not None:
             self.index.present(tables)
 
-    def feed(self) -> KeyFeed | None:
-        """What takes the word of one pool's replicas; None: nobody wants to know."""
-        return None if self.index is None else KeyFeed(self.index)
+    def feed(self, pool: str) -> KeyFeed | None:
+        """What takes the word of this pool's replicas; None: nobody wants to know."""
+        return None if self.index is None else KeyFeed(self.index, pool)
 
 
 class IndexedForecast(PromptForecast):

@@ -280,7 +280,9 @@ class Router:
 
     def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
         rules, lost = PulseRules.of(self._limits.frozen_after_s), self._metrics.replica_lost
-        return WatchedPool(name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed())
+        return WatchedPool(
+            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name)
+        )
 
     # -- what the replicas say ---------------------------------------------------------------------
 

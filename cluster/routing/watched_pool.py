@@ -127,8 +127,9 @@ class WatchedPool(PoolClient):
 
     async def _run(self) -> None:
         is_failing = False
+        interval_s = self._rules.interval_s if self._keys is None else min(self._rules.interval_s, self._keys.every_s)
         while True:
-            await asyncio.sleep(self._rules.interval_s)
+            await asyncio.sleep(interval_s)
             try:
                 self._tick(time.monotonic())
                 is_failing = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from cluster.policies.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.demand_meter import DemandMeter, OpenDemand
@@ -14,6 +13,7 @@ from cluster.simulation.client import Attempt, Client, ClientStatus, spec_of
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
 from cluster.simulation.router_counts import RouterCounts
+from cluster.simulation.router_times import RouterTimes
 from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.simulated_frame import SimulatedFrame
 from cluster.simulation.simulated_pool import SimulatedPool
@@ -22,16 +22,6 @@ from replicas.recent_part import recent_part
 
 # As cluster.routing.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTimes:
-    """Patience: keys of the config under their names there."""
-
-    queue_timeout_s: float
-    handoff_timeout_s: float
-    request_timeout_s: float
-    max_queued_requests: int
 
 
 class SimulatedRouter:
@@ -57,8 +47,8 @@ class SimulatedRouter:
         decode_table, prefill_table = decode.table, prefill.table if prefill else {}
         self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
         self.forecasts = PrefixForecasts(has_prefix_cache, block_size, self.counts.found, lambda: queue.now_s)
-        self.feeds = {pool.name: self.forecasts.feed() for pool in (decode, prefill) if pool is not None}
-        self._tables = decode_table, prefill_table
+        self.feeds = {pool.name: self.forecasts.feed(pool.name) for pool in (decode, prefill) if pool is not None}
+        self._tables = {"decode": decode_table, "prefill": prefill_table}
         self.demand = DemandMeter(self.view, self, rules.has_prefill_pool)
         self._open: dict[int, OpenDemand] = {}  # by job
         self._held: list[tuple[Client, Need]] = []
@@ -119,7 +109,7 @@ class SimulatedRouter:
 
     def pools_changed(self) -> None:
         """A replica has come, or one takes no more work."""
-        self.forecasts.present(self._tables)
+        self.forecasts.present(self._tables.values())
 
     def wake(self, now_s: float) -> None:
         """A replica has come: whom a pool without any kept waiting is routed."""
@@ -158,6 +148,11 @@ class SimulatedRouter:
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A decode replica's load."""
         self.view.heard(Frame(replica_id, "", 0, load, (), (), (), ()))
+
+    def due(self, pool: str, now_s: float) -> list[str]:
+        """Replicas that it asks now. Mutates: it has asked them."""
+        feed = self.feeds[pool]
+        return [] if feed is None else feed.due(now_s, self._tables[pool])
 
     def pulse(self, pool: str, engine: SimulatedEngine) -> None:
         """It was asked how it is, and what it has cached since."""

@@ -31,8 +31,8 @@ from scheduler.scheduler import Scheduler
 
 DecodeMaker = Callable[[SystemShape, PrefixOptions | None], Scheduler]
 
-# How often each router asks each replica what it has cached.
-_PULSE_S = 1.0
+# How often each router looks whom it is to ask what is cached there.
+_PULSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class SimulatedSystem:
     def _pulse_at(self, time_s: float, router: SimulatedRouter) -> None:
         def pulse(now_s: float) -> None:
             for pool in self.pools.values():
-                for name in pool.table:
+                for name in router.due(pool.name, now_s):
                     pool.engines[name].settle(now_s)
                     router.pulse(pool.name, pool.engines[name])
             if not self.is_over:

@@ -11,7 +11,7 @@ from cluster.config.root import Config
 from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.cost_model import LaneShareCosts
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy

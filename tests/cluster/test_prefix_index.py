@@ -248,7 +248,7 @@ def take_all(feed: KeyFeed, name: str, log: RecentKeys | None) -> int:
 
 def test_several_routers_know_what_one_would() -> None:
     indexes = [index_of() for _ in range(4)]
-    feeds = [KeyFeed(index) for index in indexes]
+    feeds = [KeyFeed(index, "prefill") for index in indexes]
     logs = {name: RecentKeys(f"log-{name}") for name in NAMES}
     rng = random.Random(1)
     every: dict[str, list[int]] = {name: [] for name in NAMES}
@@ -268,7 +268,7 @@ def test_several_routers_know_what_one_would() -> None:
 
 def test_a_router_that_is_new_learns_all_that_is_kept_in_parts() -> None:
     index = index_of(pieces=70_000)
-    feed, log = KeyFeed(index), RecentKeys("e")
+    feed, log = KeyFeed(index, "prefill"), RecentKeys("e")
     tell(log, *range(70_000))
     assert take_all(feed, "a", log) == 64
     assert index.num_pieces == 65_535
@@ -283,7 +283,7 @@ def test_a_router_that_is_new_learns_all_that_is_kept_in_parts() -> None:
 def test_a_gap_costs_what_lay_in_it_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     index = index_of()
-    feed, log = KeyFeed(index), RecentKeys("e", 5)
+    feed, log = KeyFeed(index, "prefill"), RecentKeys("e", 5)
     tell(log, 1, 2)
     take_all(feed, "a", log)
     tell(log, *range(10, 20))
@@ -295,7 +295,7 @@ def test_a_gap_costs_what_lay_in_it_and_no_more(caplog: pytest.LogCaptureFixture
 
 def test_a_new_epoch_is_another_cache() -> None:
     index = index_of()
-    feed = KeyFeed(index)
+    feed = KeyFeed(index, "prefill")
     first, second = RecentKeys("e1"), RecentKeys("e2")
     tell(first, 1, 2, 3)
     take_all(feed, "a", first)
@@ -306,7 +306,7 @@ def test_a_new_epoch_is_another_cache() -> None:
 
 
 def test_one_that_keeps_saying_that_there_is_more_is_not_asked_on_for_ever() -> None:
-    feed = KeyFeed(index_of())
+    feed = KeyFeed(index_of(), "decode")
     assert not feed.heard("a", None)
     assert feed.heard("a", KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6))
     assert not feed.heard("a", KeyPart("e", 0, b"x" * PIECE_KEY_BYTES, 10**6)), "it does not go on"
@@ -320,12 +320,12 @@ def test_a_part_that_cannot_be_is_refused(start: int, keys: bytes, end: int) -> 
 
 
 def test_each_is_asked_once_a_second_and_those_of_a_large_pool_less_often() -> None:
-    feed = KeyFeed(index_of())
+    feed = KeyFeed(index_of(), "decode")
     asked = [(now_s, name) for now_s in (0.0, 0.5, 1.0, 1.4, 2.0) for name in feed.due(now_s, ["a", "b"])]
     assert asked == [(now_s, name) for now_s in (0.0, 1.0, 2.0) for name in "ab"]
     assert feed.due(2.1, ["a", "c"]) == ["c"]
     many = [str(number) for number in range(1_000)]
-    feed = KeyFeed(index_of())
+    feed = KeyFeed(index_of(), "decode")
     times_s = [now_s / 2 for now_s in range(200) if feed.due(now_s / 2, many)]
     assert times_s == [0.0, 30.0, 60.0, 90.0]
     assert KEYS_IN_PART * MAX_PARTS > 65_536
