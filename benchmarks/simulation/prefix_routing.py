@@ -55,7 +55,7 @@ class Setup:
     cache_tokens: int
     num_routers: int = 1
     has_index: bool = True
-    pulse_s: float | None = 1.0
+    pulse_s: float | None = 0.2
     finds_late: bool = False
     is_spread: bool = True
 
@@ -306,7 +306,7 @@ SETUPS = (
     Setup("least load", 4, 860_000, 8, has_index=False),
     Setup("cost, own sends", 4, 860_000, 8, pulse_s=None),
     Setup("cost, pulses", 4, 860_000, 8),
-    Setup("cost, pulses", 4, 860_000, 8, pulse_s=0.2),
+    Setup("cost, pulses", 4, 860_000, 8, pulse_s=1.0),
     Setup("cost, pulses", 4, 860_000, 8, pulse_s=5.0),
     Setup("least load", 8, 860_000, has_index=False),
     Setup("cost", 8, 860_000),

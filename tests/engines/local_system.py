@@ -127,6 +127,7 @@ class LocalSystem:
             limits=RouterLimits(attempt=attempt, **values),
             metrics=self.metrics,
             channel_host="127.0.0.1",
+            has_prefix_cache=self.decode.settings.has_prefix_cache,
         )
         await router.start()
         router.pools_changed(decode.replicas())
