@@ -152,8 +152,9 @@ class SimulatedEngine:
     # -- what others see of it ---------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
-        """As an engine reports it, but for the step time: to the policies it only settles ties."""
-        return load_of(self.scheduler, 0.0, self._device.prefill_tokens_per_s)
+        """As an engine reports it, but for the step time, which is that of one sequence: to the policies it settles
+        ties, and says how long a request stays."""
+        return load_of(self.scheduler, self._device.steps.step_s(1, 0), self._device.prefill_tokens_per_s)
 
     @property
     def num_used_blocks(self) -> int:
