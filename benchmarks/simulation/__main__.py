@@ -17,7 +17,7 @@ from benchmarks.simulation.autoscaling import (
     plot_autoscaling,
 )
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
-from benchmarks.simulation.prefix_routing import SETUPS, compare_prefix_routing, prefix_routing_table
+from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.load.percentile import percentile
-from cluster.load.tables import table
 from cluster.load.traces import TraceEntry, read_trace
 from cluster.policies.routing_policy import Need, PrefillCandidate, Route, RouteKind, RoutingRules
 from cluster.routing.key_feed import MAX_PARTS, KeyFeed
@@ -295,53 +294,3 @@ def measure(setup: Setup, trace: Trace) -> dict[str, Any]:
         "route_us": 1e6 * sum(router.decided_s for router in routers) / len(prompts),
         "cpu_s": time.process_time() - cpu_s,
     }
-
-
-SETUPS = (
-    Setup("least load", 4, 860_000, has_index=False, is_spread=False),
-    Setup("cost, as recorded", 4, 860_000, is_spread=False),
-    Setup("least load", 4, 860_000, has_index=False),
-    Setup("cost", 4, 860_000),
-    Setup("cost, found late", 4, 860_000, finds_late=True),
-    Setup("least load", 4, 860_000, 8, has_index=False),
-    Setup("cost, own sends", 4, 860_000, 8, pulse_s=None),
-    Setup("cost, pulses", 4, 860_000, 8),
-    Setup("cost, pulses", 4, 860_000, 8, pulse_s=1.0),
-    Setup("cost, pulses", 4, 860_000, 8, pulse_s=5.0),
-    Setup("least load", 8, 860_000, has_index=False),
-    Setup("cost", 8, 860_000),
-    Setup("cost, own sends", 8, 860_000, 8, pulse_s=None),
-    Setup("cost, pulses", 8, 860_000, 8),
-)
-
-
-def compare_prefix_routing(trace: Path, only: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
-    """Each setup over the whole trace."""
-    known, rows = Trace(trace), []
-    for index in only:
-        row = measure(SETUPS[index], known)
-        rows.append(row)
-        say(prefix_routing_table({"rows": rows[-1:]}).splitlines()[-1])
-    return {"rows": rows}
-
-
-def prefix_routing_table(result: dict[str, Any]) -> str:
-    """For people."""
-    rows = [
-        [
-            row["name"],
-            row["replicas"],
-            f"{row['cache_tokens'] / 1e6:.2f} M",
-            row["routers"],
-            "-" if row["pulse_s"] is None else f"{row['pulse_s']:g}",
-            "yes" if row["is_spread"] else "no",
-            f"{100 * row['found']:.1f} %",
-            f"{100 * row['expected']:.1f} %",
-            *(f"{row[f'p{percent}_ttft_s']:.3f}" for percent in (50, 90, 99)),
-            f"{row['route_us']:.0f}",
-            f"{row['cpu_s']:.0f}",
-        ]
-        for row in result["rows"]
-    ]
-    header = ["policy", "prefill", "cache", "ingresses", "pulse s", "spread", "found", "expected"]
-    return table([*header, "TTFT p50", "p90", "p99 s", "routing us", "CPU s"], rows)
