@@ -87,8 +87,7 @@ class PrefixBook:
 
     def held(self, block_ids: list[int]) -> list[int]:
         """Of the blocks that were found, those that somebody holds."""
-        is_idle = self.cache.is_idle
-        return [block_id for block_id in block_ids if not is_idle(block_id)]
+        return self.cache.held(block_ids)
 
     def take(self, request: Request, block_ids: list[int]) -> None:
         """The request, which was promised memory, holds what was found for it; `held` blocks are its num_shared.
@@ -101,11 +100,12 @@ class PrefixBook:
             return
         request.num_cached, request.num_entered = len(block_ids) * self._block_size, len(block_ids)
         self.num_found_tokens += request.num_cached
-        held = self.held(block_ids)
+        held = self.cache.held(block_ids)
         for request_id, num_joined in self.shared.would_join(held).items():
             self._get(request_id).num_shared += num_joined
         self.shared.join(held)
-        self.shared.own(request.request_id, [block_id for block_id in block_ids if self.cache.is_idle(block_id)])
+        if len(held) < len(block_ids):
+            self.shared.own(request.request_id, set(block_ids).difference(held))
         self._allocator.use(block_ids, request.chain)
 
     def let_go(self, request: Request, block_ids: Iterable[int]) -> None:
@@ -138,13 +138,10 @@ class PrefixBook:
         chain, table = request.chain, request.sequences[0].block_ids
         if chain is None or request.generation != self.cache.generation or num_blocks > len(table):
             return  # it has given way meanwhile
-        entered = []
-        for index in range(request.num_entered, num_blocks):
-            name = BlockName(chain.keys[index], chain.parent(index), chain.ids_of(index), index)
-            if self.cache.enter(table[index], name):
-                entered.append(table[index])
-        request.num_entered = max(request.num_entered, num_blocks)
-        self.shared.own(request.request_id, entered)
+        if num_blocks > request.num_entered:
+            places = range(request.num_entered, num_blocks)
+            self.shared.own(request.request_id, self.cache.enter_prompt(chain, table, places))
+            request.num_entered = num_blocks
 
     def begin_output(self, request: Request) -> None:
         """Its choices part from here on, each with names of its own. Not of a beam search: which texts live on is only
