@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
+from replicas.recent_part import KeyPart as KeyPart
+from replicas.recent_part import KeyPosition as KeyPosition
 from scheduler.admission import LATER_STEPS
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.generated_token import FinishReason as FinishReason
@@ -143,16 +145,19 @@ class EngineLoad:
     read_bytes_per_s: Amount = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not."""
+class Pulse(Struct, frozen=True, omit_defaults=True):
+    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not. keys:
+    what it has cached since; None: it was not asked, or caches nothing."""
 
     load: EngineLoad
     stalled_s: float
+    keys: KeyPart | None = None
 
 
-class PulseCall(Call[Pulse], frozen=True):
-    """How is the replica? Answered while it computes."""
+class PulseCall(Call[Pulse], frozen=True, omit_defaults=True):
+    """How is the replica? Answered while it computes. keys_from: what it has cached from there on is asked for too."""
+
+    keys_from: KeyPosition | None = None
 
 
 class ForgetPeerCall(Call[None], frozen=True):

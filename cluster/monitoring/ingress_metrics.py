@@ -31,6 +31,7 @@ DECISIONS = (
     "local",
     "remote",
     "fallback_aggregated",
+    "local_cached",
     "local_busy_prefill",
     "local_slow_pair",
     "local_failed_pair",
@@ -41,6 +42,7 @@ POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
+PREFIX_TOKENS = ("predicted", "found")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
 GRAMMAR_CHECKS = ("known", "new")
@@ -77,6 +79,12 @@ class IngressMetrics(MetricSet):
     def unlike(self, of_pool: str, reason: str, number: int) -> None:
         """So many replicas of a pool are unlike this ingress or the other pool now; reason: one of UNLIKENESS."""
         self.unlike_replicas.set(number, of_pool=of_pool, reason=reason)
+
+    def prefix_found(self, of_pool: str, num_expected: int, num_found: int) -> None:
+        """A replica had so many tokens of a prompt in its prefix cache, and so many had been expected; of_pool: one of
+        ENGINE_POOLS."""
+        self.prefix_tokens.add(num_expected, of_pool=of_pool, what="predicted")
+        self.prefix_tokens.add(num_found, of_pool=of_pool, what="found")
 
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
@@ -138,6 +146,12 @@ class IngressMetrics(MetricSet):
         self.slow_transfers = self.gauge(
             "splitserve_slow_transfers",
             "Decode replicas that read the KV of some prefill replica slower than prompts are computed",
+        )
+        self.prefix_tokens = self.counter(
+            "splitserve_router_prefix_tokens",
+            "Prompt tokens in the prefix caches of the replicas to which prompts were sent: as was predicted, and as "
+            "their answers say",
+            {"of_pool": ENGINE_POOLS, "what": PREFIX_TOKENS},
         )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}

@@ -23,6 +23,7 @@ from cluster.monitoring.ingress_metrics import (
     OBJECTIVES,
     OUTCOMES,
     POOLS,
+    PREFIX_TOKENS,
     PROMPT_ROUTES,
     REJECTIONS,
     RETRY_STAGES,
@@ -100,6 +101,8 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
+    prefix_labels: Labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
+    yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
 

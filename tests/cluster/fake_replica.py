@@ -13,6 +13,7 @@ import zmq
 from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, Token, TransferPeer
 from tests.cluster.fake_model import MODEL
+from tests.cluster.fake_prefix_cache import FakePrefixCache
 
 EPOCH = "e1"
 
@@ -27,6 +28,7 @@ class FakeReplica:
         self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
         self.used_blocks = self.num_queued = 0
         self.fingerprint = MODEL
+        self.cache: FakePrefixCache | None = None
         self.more_load: dict[str, Any] = {}  # other figures that it tells
         self.stalled_s = 0.0  # what it says of its engine when it is asked
         self.is_leaving = False  # refuses new work

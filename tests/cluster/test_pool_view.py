@@ -73,14 +73,18 @@ def test_room_is_what_was_heard_less_what_was_sent_since() -> None:
     assert pools.view.num_waiting == 0
 
 
-def test_the_queue_at_prefill_is_the_longer_of_what_it_says_and_what_we_sent() -> None:
+def test_the_queue_at_prefill_is_what_it_says_and_what_we_sent_since() -> None:
+    """Others send there too: to count the larger of both would be to count our own for nothing beside theirs."""
     pools = Pools()
     pools.view.prompt_sent("p", 70)
     assert pools.prefill.queued_tokens == 70
     pools.view.heard_load("p", load(tokens=90))
     assert pools.prefill.queued_tokens == 90
     pools.view.prompt_sent("p", 50)
-    assert pools.prefill.queued_tokens == 120
+    assert pools.prefill.queued_tokens == 140
+    pools.view.heard_load("p", load(tokens=60))
+    assert pools.prefill.queued_tokens == 120, "never less than ours"
+    pools.view.heard_load("p", load(tokens=90))
     for num_tokens in (70, 50):
         pools.view.prompt_answered("p", num_tokens)
     assert pools.prefill.queued_tokens == 90
@@ -108,6 +112,8 @@ def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_
     pools.now_s += 4.0
     assert pools.prefill.queued_tokens == 50
     pools.view.prompt_sent("p", 30)
+    pools.now_s += 4.0
+    assert pools.prefill.queued_tokens == 40
     pools.now_s += 4.0
     assert pools.prefill.queued_tokens == 30
     pools.view.prompt_answered("p", 30)
