@@ -7,8 +7,8 @@ class CacheFinding:
     """Of one prompt, over all attempts at it. What the first attempt that told found counts: a later one finds what the
     client's own request had computed before it failed.
 
-    num_tokens: of the prompt, at the engine that found most. is_local: whether decode computed the others; None until
-    somebody has told.
+    num_tokens: of the prompt, that nobody had to compute: what the engine found that computed the others. is_local:
+    whether decode did; None until somebody has told.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class CacheFinding:
         self._attempt_id = ""
 
     def tell(self, attempt_id: str, num_tokens: int, is_local: bool) -> None:
-        """An attempt has found so many tokens on one of its engines; of what several say the most counts. Mutates."""
+        """An attempt has found so many tokens; of what it says the most counts. Mutates."""
         if self.is_local is None:
             self.is_local, self._attempt_id = is_local, attempt_id
         if attempt_id == self._attempt_id:

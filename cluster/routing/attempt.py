@@ -195,14 +195,14 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
-        if isinstance(mail, Cached):
+        if isinstance(mail, Cached) and self.route.prefill_id is None:  # else prefill says what nobody had to compute
             self._found(mail.num_tokens)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
 
     def _found(self, num_tokens: int) -> None:
-        """So much of what is computed for it was in a prefix cache of one of its engines."""
+        """So much of it was in the prefix cache of the engine that computes its prompt."""
         generation, is_local = self._leg.generation, self.route.prefill_id is None
         generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
