@@ -43,7 +43,7 @@ UNLIKENESS = ("tokenizer", "no_partner")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
 GRAMMAR_CHECKS = ("known", "new")
-GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable", "waited_too_long")
 
 
 class IngressMetrics(MetricSet):
