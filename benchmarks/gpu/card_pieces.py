@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
+from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, device_ms
 from replicas.settings import GrammarSettings
@@ -28,7 +29,7 @@ from scheduler.lane_split import LaneObjectives
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 
-_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
+_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.011)
 
 
 def handoff(options: argparse.Namespace) -> dict[str, Any]:
@@ -236,6 +237,8 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps-one": lambda options: steps(options, 1),
     "steps-two": lambda options: steps(options, 2),
     "shares": shares,
+    "share-table": share_table,
+    "evict-first": evict_first,
     "logits": logits,
     "chunks": chunks_of_long_prompts,
     "attention-rows": decode_attention,
