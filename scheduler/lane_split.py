@@ -28,11 +28,15 @@ class LaneShare:
 ALONE = LaneShare(None, 1.0, 1.0)  # the other lane has nothing to do, or takes nothing away
 WHOLE_CARD = LaneShare(None, 1.0, 0.1)  # for prompts with nothing beside; rows that come meanwhile have little
 
-# Parts of the card that the prefill lane leaves alone, and both rates. With 40 of an H200's 132 left alone the engine
-# itself took 82 ms for prompts of 2,048 tokens (47 alone) and 10.9 for steps of some 10 rows (5.2), Llama-3.1-8B. The
-# others are taken from what products alone gave (0.68 and 0.43, 0.48 and 0.69, where those of 40 gave 0.62 and 0.60)
-# and from a run in which three prompts of ten had all but 32. Few, as each takes graphs of its own.
-_ESTIMATES = ((32 / 132, 0.62, 0.38), (40 / 132, 0.58, 0.48), (64 / 132, 0.45, 0.55))
+# Parts of the card that the prefill lane leaves alone, and both rates: an H200's, Llama-3.1-8B, 2,048 tokens of prompts
+# beside 16 rows. Few, as each takes graphs of its own.
+_ESTIMATES = (
+    (16 / 132, 0.75, 0.40),
+    (40 / 132, 0.66, 0.55),
+    (48 / 132, 0.62, 0.60),
+    (56 / 132, 0.58, 0.65),
+    (64 / 132, 0.52, 0.70),
+)
 _GROUP = 8  # multiprocessors; every card can be divided by a multiple of so many
 
 
