@@ -27,7 +27,7 @@ from scheduler.lane_split import LaneObjectives
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 
-_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
+_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.011)
 
 
 def handoff(options: argparse.Namespace) -> dict[str, Any]:
