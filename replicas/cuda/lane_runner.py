@@ -135,9 +135,12 @@ class DividedRunner(CudaRunner):
         model, order = twin_of(self._model), LaneOrder()
         count_apart(model)
         parts = LaneParts(loaded, pool, self.host_pool, self._slots, max_model_len, self._has_fresh, self._sharing)
-        library = _cublas_lt()
+        # On the largest part only. On 68 of 132 ways that were 8 % faster alone left prompts as fast beside rows as
+        # torch's (0.48) and rows slower (0.65 of their rate instead of 0.69).
+        library, largest = _cublas_lt(), max(share.num_processors or 0 for share in self.shares)
+        tuned = {share: share.num_processors if share.num_processors == largest else None for share in streams}
         self._beside = {
-            share: LaneRunner(parts, model, stream, order, PartProducts(share.num_processors, library))
+            share: LaneRunner(parts, model, stream, order, PartProducts(tuned[share], library))
             for share, stream in streams.items()
         }
 
