@@ -5,7 +5,7 @@ Pure. The decode lane may use the whole card at any time, and is slowed down by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -73,6 +73,10 @@ class LaneLoad:
     oldest_wait_s: float
     num_rows: int
     rates: LaneRates = LaneRates()
+
+
+# As choose_share, for simulations of other rules.
+ShareChooser = Callable[[LaneLoad, LaneObjectives, Sequence[LaneShare]], LaneShare]
 
 
 def choose_share(load: LaneLoad, objectives: LaneObjectives, shares: Sequence[LaneShare]) -> LaneShare:

@@ -88,6 +88,8 @@ ALONE = {
     "steps-two": 100.0,
     "steps-one": 75.0,
     "shares": 70.0,
+    "share-table": 170.0,
+    "evict-first": 160.0,
     "logits": 110.0,
     "chunks": 60.0,
     "attention-rows": 25.0,

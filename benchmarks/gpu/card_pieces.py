@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
+from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, device_ms
 from scheduler.lane_split import LaneObjectives
@@ -212,6 +213,8 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps-one": lambda options: steps(options, 1),
     "steps-two": lambda options: steps(options, 2),
     "shares": shares,
+    "share-table": share_table,
+    "evict-first": evict_first,
     "logits": logits,
     "chunks": chunks_of_long_prompts,
     "attention-rows": decode_attention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.engine_outlet import EngineOutlet
@@ -12,7 +13,7 @@ from cluster.simulation.simulated_device import SimulatedDevice, StepInFlight
 from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.step_model import StepModel
 from replicas.metrics.lane_clock import LaneClock
-from scheduler.lane_split import ALONE, LaneObjectives, LaneShare, choose_share
+from scheduler.lane_split import ALONE, LaneObjectives, LaneShare, ShareChooser
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 from scheduler.step_shape import StepShape
@@ -67,6 +68,15 @@ class DividedDevice(SimulatedDevice):
         return self._until(end_s, plan, shape)
 
 
+@dataclass(frozen=True, slots=True)
+class LaneDivision:
+    """How a card is divided. shares: of it; none: both lanes have all of it."""
+
+    objectives: LaneObjectives
+    shares: Sequence[LaneShare]
+    chooser: ShareChooser
+
+
 class SimulatedTwoLanes(SimulatedEngine):
     """As SimulatedEngine, but it commits whichever lane's step ends first."""
 
@@ -81,13 +91,11 @@ class SimulatedTwoLanes(SimulatedEngine):
         costs: CostModel,
         queue: EventQueue,
         outlet: EngineOutlet,
-        objectives: LaneObjectives,
-        shares: Sequence[LaneShare],
+        division: LaneDivision,
     ) -> None:
-        """shares: of the card; none: both lanes have all of it."""
         core: TwoLaneCore[StepInFlight] = TwoLaneCore(scheduler)
         super().__init__(replica_id, key, scheduler, device, costs, queue, outlet, may_skip=False, core=core)
-        self._divided, self._objectives, self._shares = device, objectives, shares
+        self._divided, self._division = device, division
 
     def _iterate(self, begin_s: float) -> None:
         now_s, device, core = begin_s, self._divided, self.core
@@ -104,7 +112,7 @@ class SimulatedTwoLanes(SimulatedEngine):
         self.calls.turned(turn)
         if turn.prompts is not None:
             load = core.prompt_load(turn.prompts, now_s, device.clock.rates)
-            share = choose_share(load, self._objectives, self._shares)
+            share = self._division.chooser(load, self._division.objectives, self._division.shares)
             core.prefill_launched(device.launch_prompts(turn.prompts, share, now_s))
         if turn.plan is not None:
             core.launched(device.launch_rows(turn.plan, now_s))

@@ -19,7 +19,7 @@ from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.simulated_device import SimulatedDevice
 from cluster.simulation.simulated_engine import SimulatedEngine
-from cluster.simulation.simulated_lanes import DividedDevice, SimulatedTwoLanes
+from cluster.simulation.simulated_lanes import DividedDevice, LaneDivision, SimulatedTwoLanes
 from cluster.simulation.simulated_network import SimulatedNetwork
 from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
@@ -133,7 +133,8 @@ class SimulatedSystem:
         of_engine = self.costs, self.queue, self.network
         if scheduler.has_two_lanes and shape.lanes is not None:
             divided = DividedDevice(*of_device)
-            return SimulatedTwoLanes(name, key, scheduler, divided, *of_engine, shape.lanes, shape.shares)
+            division = LaneDivision(shape.lanes, shape.shares, shape.chooser)
+            return SimulatedTwoLanes(name, key, scheduler, divided, *of_engine, division)
         return SimulatedEngine(name, key, scheduler, SimulatedDevice(*of_device), *of_engine, may_skip=self._may_skip)
 
     @property

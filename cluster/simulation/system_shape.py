@@ -15,7 +15,7 @@ from cluster.simulation.router_times import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
-from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
+from scheduler.lane_split import LaneObjectives, LaneShare, ShareChooser, choose_share, estimated_shares
 from scheduler.pool_limits import PoolLimits
 
 # Of the card whose rates are known: a simulation knows none of its own.
@@ -25,13 +25,14 @@ _MEASURED_PROCESSORS = 132
 @dataclass(frozen=True, slots=True)
 class PoolShape:
     """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
-    ways to divide a replica's card."""
+    ways to divide a replica's card. chooser: of one of them."""
 
     num_replicas: int
     limits: PoolLimits
     lag: int
     lanes: LaneObjectives | None = None
     shares: tuple[LaneShare, ...] = ()
+    chooser: ShareChooser = choose_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,6 @@ def _seconds(run: Callable[[], bool], count: int) -> float | None:
     return float(first.elapsed_time(last)) / 1e3 / count
 
 
-# As torch keeps its current stream: what a thread's launches are for, down to an operator that a compiler has called. It
-# can't be an argument of that: operators take tensors and numbers, and one twin of the modules serves all parts.
+# As torch keeps its current stream: what a thread's launches are for, down to an operator that a compiler has called.
+# It can't be an argument of that: operators take tensors and numbers, and one twin of the modules serves all parts.
 _HERE: ContextVar[PartProducts | None] = ContextVar("part_of_the_card", default=None)

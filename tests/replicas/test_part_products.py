@@ -258,7 +258,9 @@ def skinny_linear() -> Any:
     return skinny_linear
 
 
-def linear_of(skinny_linear: Any, part: PartProducts, x: torch.Tensor, bias: nn.Parameter | None = None) -> torch.Tensor:
+def linear_of(
+    skinny_linear: Any, part: PartProducts, x: torch.Tensor, bias: nn.Parameter | None = None
+) -> torch.Tensor:
     layer = skinny_linear.SkinnyLinear(nn.Parameter(aligned(N, K)), bias)
     with torch.inference_mode(), part.used(is_choosing=True):
         result: torch.Tensor = layer(x)
