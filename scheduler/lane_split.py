@@ -30,8 +30,8 @@ WHOLE_CARD = LaneShare(None, 1.0, 0.1)  # for prompts with nothing beside; rows 
 
 # Parts of the card that the prefill lane leaves alone, and both rates: an H200's, Llama-3.1-8B, 2,048 tokens of prompts
 # beside 16 rows. Few, as each takes graphs of its own; and turns of these two do more than any share between them does
-# (the sum of both rates is 1.16 to 1.17 here, 1.13 to 1.15 there). With fewer left alone steps of rows take three times
-# as long, which no queue is worth.
+# (the sum of both rates is 1.15 to 1.17 here, 1.13 to 1.15 there). With fewer left alone steps of rows take almost
+# three times as long, which no queue is worth.
 _ESTIMATES = ((40 / 132, 0.63, 0.52), (64 / 132, 0.48, 0.69))
 _GROUP = 8  # multiprocessors; every card can be divided by a multiple of so many
 
