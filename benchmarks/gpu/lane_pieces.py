@@ -132,12 +132,19 @@ def _evicting(eviction: str) -> Iterator[None]:
         yield
 
 
-def _num_hinted() -> dict[str, int]:
+def _num_hinted() -> dict[str, int | str]:
     """Of each kernel of products, by its PTX: a compiler may drop the hint where it copies asynchronously."""
     from replicas.kernels import gemv, skinny_product
 
-    counts = {}
-    for name, kernel in (("skinny_product", skinny_product._product), ("gemv", gemv._gemv)):
-        compiled = [found for caches in kernel.device_caches.values() for found in caches[0].values()]
-        counts[name] = max((found.asm["ptx"].count("evict_first") for found in compiled), default=0)
+    counts: dict[str, int | str] = {}
+    for module in (skinny_product, gemv):
+        kernels = [kernel for kernel in vars(module).values() if hasattr(kernel, "device_caches")]
+        for kernel in kernels:
+            try:
+                compiled = [found for caches in kernel.device_caches.values() for found in caches[0].values()]
+                hinted = max((found.asm["ptx"].count("L2::evict_first") for found in compiled), default=0)
+            except (AttributeError, KeyError, TypeError) as error:  # another Triton keeps them otherwise
+                counts[kernel.__name__] = f"not known: {error}"
+            else:
+                counts[kernel.__name__] = hinted
     return counts

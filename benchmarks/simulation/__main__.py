@@ -66,13 +66,14 @@ def main() -> int:
         parser.error(f"no such trace: {', '.join(missing)}; docs/simulator.md says where the public ones are")
     machine = describe_machine()
     print(machine_line(machine), flush=True)
-    run = {
+    runs = {
         "admission": _admission,
         "scale": _scale,
         "autoscaling": _autoscaling,
         "prefixes": _prefixes,
         "lanes": _lanes,
-    }[options.what]
+    }
+    run = runs[options.what]
     if traces:
         options.trace = traces[0]
     result = run(options)
