@@ -58,7 +58,13 @@ class RecordingSender:
     def open(self, channel: Any) -> None: ...
 
     def send(
-        self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[Token], prompts: Any = ()
+        self,
+        router_id: str,
+        load: Any,
+        admitted: Sequence[str],
+        tokens: Sequence[Token],
+        prompts: Any = (),
+        cached: Any = (),
     ) -> None:
         now_s = time.perf_counter()
         for item in tokens:
