@@ -172,7 +172,7 @@ class _Base:
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
         logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
-        opening = GrammarsOpening(settings, loaded.vocab_size)
+        opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size)
         self.limits = _limits(settings, self.layout)
         num_blocks = self.limits.num_blocks

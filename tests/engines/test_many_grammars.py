@@ -121,5 +121,6 @@ def test_200_schemas_are_followed(
             num_stopped += 1
             if not Draft202012Validator(schema).is_valid(json.loads(bundled.tokenizer.decode(ids[:-1]))):
                 wrong.append(("invalid", schema))
+    print(f"{num_stopped} of {len(SCHEMAS)} ended by stop; wrong: {wrong}")
     assert wrong == []
     assert num_stopped >= 180
