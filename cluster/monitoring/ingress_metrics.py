@@ -46,7 +46,7 @@ PREFIX_TOKENS = ("predicted", "found")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
 GRAMMAR_CHECKS = ("known", "new")
-GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable", "waited_too_long")
 
 
 class IngressMetrics(MetricSet):

@@ -175,6 +175,8 @@ def test_control_tokens_keep_their_ids_under_other_names() -> None:
     assert not renamed.keys() & ids.keys()
     lark = f'start: "<|im_end|>" {CONTROL} /a{CONTROL}/ <other> <[1]> // {CONTROL}'
     assert with_ids_of_controls(lark, ids) == f'start: "<|im_end|>" <[2]> /a{CONTROL}/ <other> <[1]> // {CONTROL}'
+    of_two_lines = "start: /a\n<|im_end|>/ <|im_end|>"
+    assert with_ids_of_controls(of_two_lines, ids) == "start: /a\n<|im_end|>/ <[2]>"
 
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
