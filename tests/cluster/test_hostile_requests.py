@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from cluster.grammars.grammar_source import GrammarSource
 from tests.cluster.api_client import CHAT, TEXT, ApiClient, api_client
-from tests.cluster.hostile_grammars import hostile_sources
-
-FIELDS = {
-    "json_schema": "guided_json",
-    "regex": "guided_regex",
-    "choice": "guided_choice",
-    "grammar": "guided_grammar",
-}
-
-
-def fields_of(source: GrammarSource) -> bytes:
-    """A whole body, written by hand where no JSON library would."""
-    text = source.text if source.kind in ("json_schema", "choice") else json.dumps(source.text)
-    fields = f'"messages":[{{"role":"user","content":"hi"}}],"max_tokens":1,"{FIELDS[source.kind]}":{text}'
-    return f'{{"prompt":"hi",{fields}}}'.encode()
+from tests.cluster.hostile_grammars import FIELDS, body_of, hostile_sources
 
 
 async def others(c: ApiClient, statuses: Counter[int]) -> None:
@@ -43,7 +27,7 @@ async def test_300_of_them_harm_nobody() -> None:
         assert (await c.send(CHAT, {"guided_regex": "[a-z]+", "max_tokens": 2})).status_code == 200
         beside = asyncio.ensure_future(others(c, statuses))
         for name, source in hostile_sources():
-            response = await c.send(TEXT, fields_of(source))
+            response = await c.send(TEXT, body_of(source))
             outcome: Any = response.status_code
             if outcome == 400:
                 error = response.json()["error"]
