@@ -1,7 +1,7 @@
 """`python -m benchmarks.grammars [steps] [first-tokens] [hostile]`: what schemas and grammars cost on this machine.
 
-All three without a name: some ten minutes, on a machine that has nothing else to do. --short tries them. The last line
-names what was missed; the status is 1 then.
+All three without a name: a quarter of an hour, on a machine that has nothing else to do. --short tries them. The last
+line names what was missed; the status is 1 then.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """Hostile schemas, expressions and grammars against a real server: how long each takes, what others feel, and memory.
 
-A stream and /health are timed while nothing else happens and while the list is sent, one after the other without a
-pause, in turns: quiet, list, quiet, list, quiet. The second time what can be made new is: nothing is known from before.
+A stream and /health are timed while nothing else happens, while the list is sent, and while harmless ones are: as many,
+as often, as many of them refused. So what is told is what hostility costs, not what requests cost. All of it twice, in
+turns; the second time what can be made new is: nothing is known from before.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +26,7 @@ from benchmarks.grammars.verdict import Figure
 from benchmarks.real_server import real_server
 from benchmarks.refusals.bodies import TEXT, Kind
 from benchmarks.refusals.exchange import exchange
+from cluster.grammars.grammar_source import GrammarSource
 from cluster.load.percentile import percentile
 from tests.cluster.hostile_grammars import body_of, hostile_sources, made_new
 
@@ -30,37 +34,53 @@ _ROOT = Path(__file__).parents[2]
 _MOST_S, _MOST_TIMES, _MOST_GROWN_MB = 1.0, 1.2, 64.0
 _SEGMENT_S = 4.0  # of a bystander
 _NUM_LISTS = 2
-_PARTS = {"compile_process": "compiles", "Ingress": "ingress", "Decode": "decode", "Prefill": "prefill"}
+# Of a request to the next one, unless that takes longer.
+_PERIOD_S = 0.2
+_PARTS = {"compile_process": "compiles", ":ingress": "ingress", ":decode": "decode", ":prefill": "prefill"}
 
 Times = dict[str, list[float]]
 
 
 def hostile_figures(every: int, quiet_s: float) -> list[Figure]:
-    """every: of the list every so-manieth is sent. Starts and stops a server. Blocks for minutes.
-    Raises RuntimeError where an answer is neither 200 nor 400."""
-    sources = list(hostile_sources())[::every]
-    quiet: Times = defaultdict(list)
-    beside: Times = defaultdict(list)
+    """every: of the list every so-manieth is sent. Starts and stops a server. Blocks for minutes. Raises RuntimeError
+    where an answer is neither 200 nor 400."""
+    hostile = dict(list(hostile_sources())[::every])
+    felt: dict[str, Times] = {case: defaultdict(list) for case in ("quiet", "harmless", "hostile")}
     seconds: dict[str, float] = {}
-    statuses: Counter[int] = Counter()
     memory: list[Counter[str]] = []
+    numbers = itertools.count()
     config = yaml.safe_load((_ROOT / "configs" / "local.yaml").read_text())
     with tempfile.TemporaryDirectory() as folder, real_server(config, Path(folder)) as url:
-        exchange(url, Kind("first", TEXT, body_of(sources[0][1])))
-        _bystand(url, 2.0)
+        exchange(url, Kind("first", TEXT, body_of(_harmless(next(numbers), 200))))
+        _bystand(url, _SEGMENT_S)
         for number in range(_NUM_LISTS):
-            _add(quiet, _bystand(url, quiet_s))
-            with _bystanding(url, beside):
-                for name, source in sources:
-                    body = body_of(made_new(source, number))
-                    status, duration_s = exchange(url, Kind(name, TEXT, body))
-                    statuses[status] += 1
-                    seconds[name] = max(duration_s, seconds.get(name, 0.0))
-                    if status not in (200, 400):
-                        raise RuntimeError(f"{name}: status {status}")
+            _add(felt["quiet"], _bystand(url, quiet_s))
+            with _bystanding(url, felt["hostile"]):
+                news = {name: made_new(source, number) for name, source in hostile.items()}
+                answers = _send(url, news)
             memory.append(_memory_mb())
-        _add(quiet, _bystand(url, quiet_s))
-    return [*_of_times(seconds, statuses), *_of_bystanders(quiet, beside), *_of_memory(memory)]
+            seconds = {name: max(taken_s, seconds.get(name, 0.0)) for name, (_, taken_s) in answers.items()}
+            with _bystanding(url, felt["harmless"]):
+                _send(url, {name: _harmless(next(numbers), status) for name, (status, _) in answers.items()})
+    statuses = Counter(status for status, _ in answers.values())
+    return [*_of_times(seconds, statuses), *_of_bystanders(**felt), *_of_memory(memory)]
+
+
+def _harmless(number: int, status: int) -> GrammarSource:
+    """One that is answered with this status."""
+    return GrammarSource("regex", f"[a-z]+{number}" if status == 200 else f"[{number}")
+
+
+def _send(url: str, sources: dict[str, GrammarSource]) -> dict[str, tuple[int, float]]:
+    """One after the other. Status and seconds of each, by its name."""
+    answers = {}
+    for name, source in sources.items():
+        next_s = time.monotonic() + _PERIOD_S
+        answers[name] = status, _ = exchange(url, Kind(name, TEXT, body_of(source)))
+        if status not in (200, 400):
+            raise RuntimeError(f"{name}: status {status}")
+        time.sleep(max(0.0, next_s - time.monotonic()))
+    return answers
 
 
 def _of_times(seconds: dict[str, float], statuses: Counter[int]) -> list[Figure]:
@@ -73,15 +93,15 @@ def _of_times(seconds: dict[str, float], statuses: Counter[int]) -> list[Figure]
     ]
 
 
-def _of_bystanders(quiet: Times, beside: Times) -> list[Figure]:
+def _of_bystanders(quiet: Times, harmless: Times, hostile: Times) -> list[Figure]:
     figures = []
     for name, what in (("health", "/health"), ("stream", "gap of a stream")):
         for share in (50, 90, 99):
-            before_ms, then_ms = percentile(quiet[name], share), percentile(beside[name], share)
-            told = f"{before_ms:.1f} ms quiet, {then_ms:.1f} beside, of {len(quiet[name])} and {len(beside[name])}"
+            quiet_ms, harmless_ms, hostile_ms = (percentile(felt[name], share) for felt in (quiet, harmless, hostile))
+            told = f"ms: {quiet_ms:.1f} quiet, {harmless_ms:.1f} harmless, {hostile_ms:.1f}, of {len(hostile[name])}"
             # The last hundredth of some hundreds is a few: it is told, not judged.
             most = _MOST_TIMES if share < 99 else None
-            figures.append(Figure(f"{what}, p{share}", then_ms / before_ms, "times", most, told))
+            figures.append(Figure(f"{what}, p{share}", hostile_ms / harmless_ms, "times", most, told))
     return figures
 
 

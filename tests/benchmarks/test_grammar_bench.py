@@ -32,9 +32,10 @@ def test_the_second_list_is_new_where_it_can_be() -> None:
 
 
 def test_ratios_are_those_of_the_same_share() -> None:
-    quiet = {"health": [10.0] * 100, "stream": [20.0] * 100}
-    beside = {"health": [12.0] * 95 + [99.0] * 5, "stream": [30.0] * 100}
-    figures = {figure.name: figure for figure in _of_bystanders(quiet, beside)}
+    quiet = {"health": [5.0] * 100, "stream": [5.0] * 100}
+    harmless = {"health": [10.0] * 100, "stream": [20.0] * 100}
+    hostile = {"health": [12.0] * 95 + [99.0] * 5, "stream": [30.0] * 100}
+    figures = {figure.name: figure for figure in _of_bystanders(quiet, harmless, hostile)}
     assert figures["/health, p50"].value == pytest.approx(1.2)
     assert not figures["/health, p90"].is_missed
     assert figures["/health, p99"].value == pytest.approx(9.9)
