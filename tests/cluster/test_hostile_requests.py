@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.api_client import CHAT, TEXT, ApiClient, api_client
+from cluster.grammars.grammar_source import GrammarSource
+from tests.cluster.api_client import CHAT, RESPONSES, TEXT, ApiClient, api_client
 from tests.cluster.hostile_grammars import FIELDS, body_of, hostile_sources
 
 
@@ -43,3 +44,36 @@ async def test_300_of_them_harm_nobody() -> None:
     assert outcomes.total() > 300
     assert outcomes[200] > 50
     assert outcomes[400, "grammar_refused"] > 100
+
+
+async def test_each_request_s_grammars_are_compiled_in_its_own_client_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So whoever sends slow ones without end makes nobody wait but itself."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    function = {"name": "f", "parameters": schema}
+    forced = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"guided_regex": "[a-z]+"}),
+        (CHAT, {"response_format": form}),
+        (CHAT, forced),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {**schema, "title": "r"}}}}),
+    ]
+    clients: list[str] = []
+    async with api_client({"fairness": {"by": "header"}}) as c:
+        compile_now = c.ingress.compiler.compile
+
+        async def noted(source: GrammarSource, client: str) -> str:
+            clients.append(client)
+            return await compile_now(source, client)
+
+        monkeypatch.setattr(c.ingress.compiler, "compile", noted)
+        labels = []
+        for number, (path, fields) in enumerate(asked):
+            c.http.headers["X-Client-Id"] = f"tenant {number}"
+            clients.clear()
+            response = await c.send(path, {**fields, "max_output_tokens" if path == RESPONSES else "max_tokens": 2})
+            assert response.status_code == 200, response.text
+            (label,) = set(clients)
+            assert label
+            labels.append(label)
+    assert len(set(labels)) == len(asked)
