@@ -235,6 +235,9 @@ def test_patterns_that_one_string_must_match_are_counted(schema: dict[str, Any],
 
 def test_joined_patterns_of_lark_are_those_outside_of_literals() -> None:
     assert num_joined_patterns('start: "a & b" T // & c\nT: /x&&/ & /y/ & ~/z/') == 3
+    # A regular expression may have several lines: no string begins within it.
+    assert num_joined_patterns('start: T\nT: /a\n"/ & /b/ & /c/ & /"/') == 4
+    assert num_joined_patterns("start: T\nT: /a\n&&/ & /b/") == 2
 
 
 def cache_of(tokenizer: LLTokenizer, **bounds: int) -> GrammarCache:
