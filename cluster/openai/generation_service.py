@@ -100,8 +100,8 @@ class GenerationService:
         in_play = [tool.for_template() for tool in body.tools_in_play]
         reading = self._parser.reading(ids, in_play, is_forced, body.continued_text)
         thinking = self._thinking(body, reading)
-        grammars = ChatGrammars(self._grammars.for_client(caller.client), self._parser, self._config.limits, self._metrics)
-        grammar = await grammars.of(body, reading)
+        own = self._grammars.for_client(caller.label)
+        grammar = await ChatGrammars(own, self._parser, self._config.limits, self._metrics).of(body, reading)
         generation = await self._generation(body, [ids], [None], default, timer, caller, grammar, reading, thinking)
         answer = self._answer(ChatAnswer, new_chat_id(), body)
         return generation, replace(answer, has_short_ids=self._parser.calls.has_short_ids)
@@ -122,7 +122,7 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        grammar = await self._grammars.for_client(caller.client).of(body)
+        grammar = await self._grammars.for_client(caller.label).of(body)
         generation = await self._generation(body, prompts, echoes, default, timer, caller, grammar)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
