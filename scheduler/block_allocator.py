@@ -20,7 +20,7 @@ With a prefix cache there is a third state, of blocks whose content has a name t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from scheduler.block_chain import PromptChain
@@ -114,11 +114,11 @@ class BlockAllocator:
             refs[block_id] = refs.get(block_id, 0) + 1
         self._cache.use(block_ids, chain)
 
-    def forget_contents(self, block_ids: Iterable[int] | None = None) -> None:
-        """Nothing of these blocks, nor of what builds on them, is found any more (None: of all): they are free, as far
-        as they were cached. Mutates."""
+    def forget_contents(self, keys: Collection[bytes] | None = None) -> None:
+        """No block with one of these keys is found any more (None: none at all): they are free, as far as they were
+        cached. Mutates."""
         if self._cache is not None:
-            self._free.give(self._cache.clear() if block_ids is None else self._cache.forget(block_ids))
+            self._free.give(self._cache.clear() if keys is None else self._cache.forget(keys))
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more sequence uses these blocks (fork). Mutates."""

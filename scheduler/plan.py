@@ -131,6 +131,7 @@ class Slice(NamedTuple):
 class StepPlan:
     """One engine step. Applied in this order: slot_inits, table_writes, swap_outs, swap_ins, copies (a block
     may be copied that has just come back), then one forward pass, unless the plan is empty: then it only moves blocks.
+    fetches and saves: any time behind the swaps of the steps before it, in this order.
     """
 
     step_id: int
@@ -140,6 +141,10 @@ class StepPlan:
     slices: tuple[Slice, ...]  # those of running sequences first
     swap_outs: tuple[BlockSwap, ...] = ()
     swap_ins: tuple[BlockSwap, ...] = ()
+    # Cached blocks, beside the pass: those that come back are computed from only when this step is committed, and those
+    # that go out nobody writes into before, or their copies are never used.
+    fetches: tuple[BlockSwap, ...] = ()
+    saves: tuple[BlockSwap, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -195,9 +200,11 @@ class StepOutput:
     order of its positions.
 
     prompts: what it thought of the chunks' tokens, where that was asked for. accepted: of each slice with guesses.
+    damaged: of its swap_ins and fetches those that brought something else than once went out.
     """
 
     step_id: int
     tokens: tuple[SampledToken, ...]
     prompts: tuple[PromptLogprobs, ...] = ()
     accepted: tuple[Accepted, ...] = ()
+    damaged: tuple[BlockSwap, ...] = ()
