@@ -23,10 +23,6 @@ class PromptChain:
         """What block `index` builds on."""
         return self.keys[index - 1] if index else self.start
 
-    def ids_of(self, index: int) -> bytes:
-        """The packed ids of block `index`."""
-        return self.ids[index * self.block_bytes : (index + 1) * self.block_bytes]
-
 
 def prompt_chain(start: bytes, prompt_ids: Sequence[int], block_size: int) -> PromptChain:
     """Raises OverflowError as `block_keys`."""

@@ -44,8 +44,8 @@ class Holdings:
         prefixes: PrefixOptions | None = None,
     ) -> None:
         """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
-        way, and for what prefixes keep there. has_two_lanes: prompts are computed in steps of their own, beside those of rows. prefixes: None: what was
-        computed once is not found again.
+        way, and for what prefixes keep there. has_two_lanes: prompts are computed in steps of their own, beside those
+        of rows. prefixes: None: what was computed once is not found again.
 
         Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
         when running sequences alone could fill a step, so that prompts would starve.
@@ -82,7 +82,7 @@ class Holdings:
         self.host_tier: HostTier | None = None
         if self.prefixes is not None and uses_host:
             ready = self._prompt_ready
-            self.host_tier = HostTier(self.host, self.prefixes, self.allocator, self.builder, ready)
+            self.host_tier = HostTier(self.host, self.prefixes, self.allocator, self.builder, block_size, ready)
         self._num_admitted = 0
         self._queue = WaitingQueue()
         self._free_slots = list(range(limits.max_sequences))

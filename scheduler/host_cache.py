@@ -105,7 +105,7 @@ class HostCache:
         return host_id
 
     def saved(self, step_id: int, is_named: Callable[[int, BlockName], bool]) -> int:
-        """The steps up to this one are committed: what they copied here can be found; how many blocks that are. Mutates.
+        """The steps up to this one are committed: what they copied here can be found. How many blocks. Mutates.
 
         is_named: whether that block of the device has had the name ever since. If not, something else may have been
         written into it before it was copied.
@@ -129,11 +129,13 @@ class HostCache:
         """Blocks that hold blocks `first`, `first` + 1, ... of this chain, as many as are here, at most `most`, which
         the step being planned copies back. Ids are compared. Mutates."""
         cached: list[_Cached] = []
+        block_bytes, parent = chain.block_bytes, chain.parent(first)
         for place, key in enumerate(islice(chain.keys, first, first + max(0, most)), start=first):
-            block = self._cached.get(key)
-            if block is None or block.name != (key, chain.parent(place), chain.ids_of(place), place):
+            block, begin = self._cached.get(key), place * block_bytes
+            if block is None or block.name != (key, parent, chain.ids[begin : begin + block_bytes], place):
                 break
             cached.append(block)
+            parent = key
         for block in reversed(cached):  # what a block builds on goes behind it
             block.read_by = step_id
             self._cached.move_to_end(block.name.key)

@@ -51,6 +51,7 @@ class HostTier:
         book: PrefixBook,
         allocator: BlockAllocator,
         builder: PlanBuilder,
+        block_size: int,
         ready: Callable[[Request], None],
     ) -> None:
         """builder: of the lane whose steps copy. ready: takes a request whose prompt can be computed."""
@@ -59,7 +60,7 @@ class HostTier:
         self.num_damaged_blocks = 0
         self.num_pending_tokens = 0  # of prompts that wait, but for what was found of them on the device
         self._host, self._book, self._allocator, self._builder, self._ready = host, book, allocator, builder, ready
-        self._cache = book.cache
+        self._cache, self._block_size = book.cache, block_size
         self._coming: dict[str, _Coming] = {}
         self._num_wanted = -(-allocator.num_blocks // _READY_PART)
 
@@ -81,7 +82,7 @@ class HostTier:
 
     def take(self, request: Request) -> bool:
         """Have a request that was admitted wait if host memory has more of its prompt. Mutates."""
-        num_found = request.num_cached // self._book.block_size
+        num_found = request.num_cached // self._block_size
         if not self._finds(request, num_found):
             return False
         self._coming[request.request_id] = _Coming(request, num_found, num_found)
@@ -140,7 +141,7 @@ class HostTier:
         """Its prompt is computed from what is here on."""
         request = coming.request
         self._forget(request)
-        num_tokens = coming.num_here * self._book.block_size
+        num_tokens = coming.num_here * self._block_size
         self.num_found_tokens += num_tokens - request.num_cached
         request.num_cached = request.num_prefilled = num_tokens
         self._ready(request)

@@ -53,12 +53,11 @@ class PrefixBook:
         """get: a request that holds anything, by its id."""
         self.cache = cache
         self.host = host
-        self.block_size = block_size
         self.shared = SharedBlocks()
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
         self._options = options
-        self._allocator, self._budget, self._get = allocator, budget, get
+        self._allocator, self._budget, self._block_size, self._get = allocator, budget, block_size, get
 
     def stats(self) -> PrefixStats:
         """Any thread."""
@@ -69,7 +68,7 @@ class PrefixBook:
     def submitted(self, request: Request) -> None:
         """Its blocks get their names. Mutates the request. Raises OverflowError for ids that are no tokens."""
         start = chain_start(self._options.fingerprint, request.spec.cache_salt)
-        request.chain = prompt_chain(start, request.spec.prompt_ids, self.block_size)
+        request.chain = prompt_chain(start, request.spec.prompt_ids, self._block_size)
 
     def guess(self, request: Request) -> int:
         """How many of the blocks that it would find somebody holds. Cheap, and nearly always right."""
@@ -89,12 +88,11 @@ class PrefixBook:
             return 0
         if request.local_prefill and spec.sampling.num_prompt_logprobs is not None:
             return 0  # each of its tokens is scored by the hidden state before it, and no such is kept
-        return (request.prompt_len - 1) // self.block_size
+        return (request.prompt_len - 1) // self._block_size
 
     def held(self, block_ids: list[int]) -> list[int]:
         """Of the blocks that were found, those that somebody holds."""
-        is_idle = self.cache.is_idle
-        return [block_id for block_id in block_ids if not is_idle(block_id)]
+        return self.cache.held(block_ids)
 
     def take(self, request: Request, block_ids: list[int]) -> None:
         """The request, which was promised memory, holds what was found for it; `held` blocks are its num_shared.
@@ -105,13 +103,14 @@ class PrefixBook:
             self.num_looked_up_tokens += request.prompt_len
         if not block_ids:
             return
-        request.num_cached, request.num_entered = len(block_ids) * self.block_size, len(block_ids)
+        request.num_cached, request.num_entered = len(block_ids) * self._block_size, len(block_ids)
         self.num_found_tokens += request.num_cached
-        held = self.held(block_ids)
+        held = self.cache.held(block_ids)
         for request_id, num_joined in self.shared.would_join(held).items():
             self._get(request_id).num_shared += num_joined
         self.shared.join(held)
-        self.shared.own(request.request_id, [block_id for block_id in block_ids if self.cache.is_idle(block_id)])
+        if len(held) < len(block_ids):
+            self.shared.own(request.request_id, set(block_ids).difference(held))
         self._allocator.use(block_ids, request.chain)
 
     def key(self, request: Request, place: int) -> bytes:
@@ -138,11 +137,11 @@ class PrefixBook:
         while chunks and chunks[0][0] <= step_id:
             _, request, end = chunks.popleft()
             if not request.is_over:
-                self._enter_prompt(request, end // self.block_size)
+                self._enter_prompt(request, end // self._block_size)
 
     def loaded(self, request: Request) -> None:
         """Its prompt's KV was read, and what was read is what the source computed. Mutates."""
-        self._enter_prompt(request, request.prompt_len // self.block_size)
+        self._enter_prompt(request, request.prompt_len // self._block_size)
 
     def came_back(self, request: Request, num_blocks: int) -> None:
         """So many blocks of its prompt are here, some of them from host memory. Mutates."""
@@ -153,13 +152,10 @@ class PrefixBook:
         chain, table = request.chain, request.sequences[0].block_ids
         if chain is None or request.generation != self.cache.generation or num_blocks > len(table):
             return  # it has given way meanwhile
-        entered = []
-        for index in range(request.num_entered, num_blocks):
-            name = BlockName(chain.keys[index], chain.parent(index), chain.ids_of(index), index)
-            if self.cache.enter(table[index], name):
-                entered.append(table[index])
-        request.num_entered = max(request.num_entered, num_blocks)
-        self.shared.own(request.request_id, entered)
+        if num_blocks > request.num_entered:
+            places = range(request.num_entered, num_blocks)
+            self.shared.own(request.request_id, self.cache.enter_prompt(chain, table, places))
+            request.num_entered = num_blocks
 
     def begin_output(self, request: Request) -> None:
         """Its choices part from here on, each with names of its own. Not of a beam search: which texts live on is only
@@ -169,7 +165,7 @@ class PrefixBook:
             return
         num_full = len(chain.keys)
         for sequence in request.sequences:
-            rest = list(request.spec.prompt_ids[num_full * self.block_size :])
+            rest = list(request.spec.prompt_ids[num_full * self._block_size :])
             sequence.chain = OutputChain(chain.parent(num_full), num_full, rest)
 
     def filled(self, request: Request, sequence: Sequence) -> None:
@@ -177,7 +173,7 @@ class PrefixBook:
         chain = sequence.chain
         assert chain is not None
         index, parent = chain.index, chain.parent
-        key, ids = chain.next_block(self.block_size)
+        key, ids = chain.next_block(self._block_size)
         # Without a table it is preempted: its blocks are on their way out.
         if request.generation == self.cache.generation and index < len(sequence.block_ids):
             block_id = sequence.block_ids[index]
@@ -186,6 +182,6 @@ class PrefixBook:
 
     def forget(self, block_ids: Iterable[int] | None = None) -> None:
         """What is in these blocks is not trusted any more, nor what was computed from it; None: in all. Mutates."""
-        keys = None if block_ids is None else self.cache.keys_from(block_ids, self.host.names())
-        self.host.forget(keys)
-        self._allocator.forget_contents(keys)
+        names = self.host.names()
+        self.host.forget(None if block_ids is None else self.cache.keys_from(block_ids, names))
+        self._allocator.forget_contents(block_ids, names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from scheduler.block_chain import PromptChain
@@ -57,9 +57,9 @@ class PrefixCache:
     def has_name(self, block_id: int) -> bool:
         return block_id in self._names
 
-    def is_idle(self, block_id: int) -> bool:
-        """Whether it has a name and no owner."""
-        return block_id in self._idle
+    def have_names(self, block_ids: Iterable[int]) -> bool:
+        """All of them."""
+        return self._names.keys() >= set(block_ids)
 
     def is_named(self, block_id: int, name: BlockName) -> bool:
         """Whether it still has this very name, which it has had without a break."""
@@ -94,13 +94,38 @@ class PrefixCache:
             parent = key
         return found
 
-    def use(self, block_ids: Iterable[int], chain: PromptChain) -> None:
+    def held(self, block_ids: Iterable[int]) -> list[int]:
+        """Of these blocks, which have names, those that somebody owns."""
+        idle = self._idle
+        return [block_id for block_id in block_ids if block_id not in idle]
+
+    def use(self, block_ids: Sequence[int], chain: PromptChain) -> None:
         """These blocks of a chain, its first ones, have an owner again, or one more. Mutates."""
-        for place, block_id in enumerate(block_ids):
+        for block_id in block_ids:
             self._idle.pop(block_id, None)
-            if self._unsaved is not None:
+        if self._unsaved is not None:
+            for block_id in block_ids:
                 self._unsaved.pop(block_id, None)
-            self._tell(place, chain.keys[place])
+        self._tell(chain, range(len(block_ids)))
+
+    def enter_prompt(self, chain: PromptChain, table: Sequence[int], places: range) -> list[int]:
+        """As `enter`, of several blocks of a prompt. table: all of its blocks. Those that have a name by that."""
+        block_of, names, keys, ids, block_bytes = self._block_of, self._names, chain.keys, chain.ids, chain.block_bytes
+        make = tuple.__new__  # a third of the time, and prompts have hundreds of blocks
+        entered: list[int] = []
+        parent = chain.parent(places.start)
+        for place in places:
+            key, block_id = keys[place], table[place]
+            if key not in block_of and block_id not in names:
+                if place and parent not in block_of:
+                    break
+                block_of[key] = block_id
+                begin = place * block_bytes
+                names[block_id] = make(BlockName, (key, parent, ids[begin : begin + block_bytes], place))
+                entered.append(block_id)
+            parent = key
+        self._tell(chain, places)
+        return entered
 
     def enter(self, block_id: int, name: BlockName) -> bool:
         """The block, which has an owner, holds this from now on. False: it has no name, as another block has it, or as
@@ -111,12 +136,18 @@ class PrefixCache:
             return False
         self._block_of[name.key] = block_id
         self._names[block_id] = name
-        self._tell(name.place, name.key)
+        if self._on_piece is not None and name.place % PIECE_BLOCKS == PIECE_BLOCKS - 1:
+            self._on_piece(name.key)
         return True
 
-    def _tell(self, place: int, key: bytes) -> None:
-        if self._on_piece is not None and place % PIECE_BLOCKS == PIECE_BLOCKS - 1:
-            self._on_piece(key)
+    def _tell(self, chain: PromptChain, places: range) -> None:
+        """Of the pieces of a prompt that end at these places and are here."""
+        if self._on_piece is None:
+            return
+        first = places.start + (PIECE_BLOCKS - 1 - places.start) % PIECE_BLOCKS
+        for place in range(first, places.stop, PIECE_BLOCKS):
+            if chain.keys[place] in self._block_of:
+                self._on_piece(chain.keys[place])
 
     # -- what stays, what goes ---------------------------------------------------------------------
 
@@ -192,8 +223,10 @@ class PrefixCache:
                 keys.add(name.key)
         return keys
 
-    def forget(self, keys: Collection[bytes]) -> list[int]:
-        """Nothing with these keys is found any more; blocks that were idle, which are free. Mutates. O(blocks)."""
+    def forget(self, block_ids: Iterable[int], elsewhere: Iterable[BlockName] = ()) -> list[int]:
+        """These blocks, and all that was computed from what is in them, have no name any more; those of them that were
+        idle, which are free. elsewhere: what else builds on what. Mutates. O(blocks)."""
+        keys = self.keys_from(block_ids, elsewhere)
         doomed = [block_id for block_id, name in self._names.items() if name.key in keys]
         for block_id in doomed:
             self._forget(block_id)

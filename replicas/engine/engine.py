@@ -250,9 +250,7 @@ class Engine:
         """What a step gave is passed on. lane: whose step it was; None: there is one."""
         broken = broken_requests(output, self.scheduler.counts)
         for request_id, (status, detail) in broken.items():
-            if status is CallStatus.ERROR:  # what it was computed from may be why
-                self.scheduler.distrust_request(request_id)
-            self.calls.end(request_id, RequestState.FAILED, status, detail)
+            self.calls.end_broken(request_id, status, detail)
         self.calls.stepped(without(output, broken) if broken else output, time.monotonic(), lane)
         self._num_loop_failures = 0
 

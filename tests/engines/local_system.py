@@ -178,7 +178,9 @@ class LocalSystem:
         while True:
             ledgers = self.ledgers()
             transfers = [built.transfers.snapshot() for built in self.engines]
-            held = [ledger for ledger in ledgers if ledger.blocks.unowned != ledger.blocks.total or ledger.promised_blocks]
+            held = [
+                ledger for ledger in ledgers if ledger.blocks.unowned != ledger.blocks.total or ledger.promised_blocks
+            ]
             open_transfers = [t for t in transfers if t.leases_open or t.reads_expected or t.reads_in_flight]
             if not held and not open_transfers:
                 return

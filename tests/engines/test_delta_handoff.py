@@ -17,7 +17,8 @@ NUM_BLOCKS = 3  # of a prompt of 48 tokens
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
 def system(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
-    decode, prefill = (tiny_settings(pool, tiny_goldens.folder, lag=request.param) for pool in ("decode", "prefill"))
+    changes = {"lag": request.param, "has_prefix_cache": False}  # what is kept is pretended here
+    decode, prefill = (tiny_settings(pool, tiny_goldens.folder, **changes) for pool in ("decode", "prefill"))
     system = LocalSystem(decode, prefill)
     yield system
     system.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from hashlib import blake2b
 
 from scheduler.prefix_cache import BlockName
@@ -14,6 +15,18 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedRunner, cell
 
 SALTS = (b"", b"a" * 16)
+
+
+class _Noted(dict[int, BlockName]):
+    """Tells of each name that is given."""
+
+    def __init__(self, note: Callable[[BlockName], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __setitem__(self, block_id: int, name: BlockName) -> None:
+        self._note(name)
+        super().__setitem__(block_id, name)
 
 
 class BruteCache:
@@ -27,14 +40,10 @@ class BruteCache:
         self.num_found = self.num_shared = 0
         self.damaged: set[int] = set()  # host blocks that may hold anything, until they are written again
         if scheduler.prefixes is not None:
-            self._enter = scheduler.prefixes.cache.enter
-            scheduler.prefixes.cache.enter = self._note  # type: ignore[method-assign]
+            scheduler.prefixes.cache._names = _Noted(self._note)
 
-    def _note(self, block_id: int, name: BlockName) -> bool:
-        entered = self._enter(block_id, name)
-        if entered:
-            self._salt_of[name.key] = self._salt_of[name.parent] if name.place else self._starts[name.parent]
-        return entered
+    def _note(self, name: BlockName) -> None:
+        self._salt_of[name.key] = self._salt_of[name.parent] if name.place else self._starts[name.parent]
 
     @property
     def num_named(self) -> int:
@@ -75,7 +84,9 @@ class BruteCache:
         if prefixes is None:
             return
         for block_id, name in prefixes.cache._names.items():
-            assert self._runner.blocks[block_id] == self._cells(name), f"block {block_id} was named before it was written"
+            assert self._runner.blocks[block_id] == self._cells(name), (
+                f"block {block_id} was named before it was written"
+            )
             assert name.key == blake2b(name.parent + name.ids, digest_size=16).digest()
         for cached in self._scheduler.host._cached.values():
             if cached.host_id not in self.damaged:
