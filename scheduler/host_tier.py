@@ -19,11 +19,12 @@ from scheduler.block_allocator import BlockAllocator
 from scheduler.host_cache import HostCache
 from scheduler.plan import BlockSwap
 from scheduler.plan_builder import PlanBuilder
-from scheduler.prefix_book import PrefixBook
+from scheduler.prefix_book import PrefixBook, PrefixStats
 from scheduler.request import Request
 
-# So much of the pool is free or has a copy in host memory, if need be by copying.
-_READY_PART = 8
+# So much of the pool is free or has a copy in host memory, if need be by copying: prompts take all their blocks at once,
+# and what a prompt's first blocks were is of no use on the host without them.
+_READY_PART = 4
 # Blocks that one step copies at most, in both directions: beside rows, or when there is nothing else to do, so many
 # that nobody waits long for it; beside prompts as many as the largest steps compute, and more.
 _MOST_BESIDE_ROWS = 128
@@ -77,6 +78,11 @@ class HostTier:
         """Blocks that can be given away before the next ones are copied out."""
         num_unsaved = self._cache.num_unsaved
         return max(0, self._allocator.num_free - num_unsaved - (self._num_wanted if num_unsaved else 0))
+
+    def counted(self, stats: PrefixStats) -> PrefixStats:
+        """The book's, with what was found in host memory, and without those who still wait for it. Any thread."""
+        num_known = stats.num_looked_up_tokens - self.num_pending_tokens
+        return stats._replace(num_looked_up_tokens=num_known, num_host_tokens=self.num_found_tokens)
 
     # -- back --------------------------------------------------------------------------------------
 
@@ -140,9 +146,9 @@ class HostTier:
     def _begin(self, coming: _Coming) -> None:
         """Its prompt is computed from what is here on."""
         request = coming.request
-        self._forget(request)
         num_tokens = coming.num_here * self._block_size
         self.num_found_tokens += num_tokens - request.num_cached
+        self._forget(request)
         request.num_cached = request.num_prefilled = num_tokens
         self._ready(request)
 
@@ -169,7 +175,7 @@ class HostTier:
         """
         room = (_MOST_BESIDE_PROMPTS if is_large else _MOST_BESIDE_ROWS) - num_fetched
         missing = self._num_wanted - (self._allocator.num_free - self._cache.num_unsaved)
-        swaps = []
+        swaps: list[BlockSwap] = []
         while missing > 0 and len(swaps) < room and self._cache.num_unsaved and self._host.has_room(step_id):
             block_id, name = self._cache.next_unsaved()
             missing -= 1

@@ -30,11 +30,13 @@ class PrefixOptions:
 
 
 class PrefixStats(NamedTuple):
-    """Ever. Tokens of the prompts that were looked up, and of these those that were found; cached blocks given away."""
+    """Ever. Tokens of the prompts that were looked up, and of these those that were found on the device, or in host
+    memory (of those that wait for it nothing is counted yet); cached blocks given away."""
 
     num_looked_up_tokens: int
     num_found_tokens: int
     num_evicted_blocks: int
+    num_host_tokens: int = 0
 
 
 class PrefixBook:

@@ -132,16 +132,6 @@ class Scheduler(GivingWay):
         self._make_room(step_id, now_s)
         return self.batch.plan_rows(step_id, self._num_available)
 
-    def _fetch(self, rows: list[Slice]) -> int:
-        """Behind whoever gives way in this step: what it takes is not fetched. How many blocks are."""
-        if self.host_tier is None:
-            return 0
-        return self.host_tier.fetch(self.builder.next_step_id, has_rows=bool(rows))
-
-    def _save(self, num_fetched: int, rows: list[Slice], chunks: list[Slice]) -> None:
-        if self.host_tier is not None:
-            self.host_tier.save(self.builder.next_step_id, num_fetched, is_large=bool(chunks and not rows))
-
     def _stalled(self, requests: list[Request]) -> None:
         self.num_stalls += len(requests)
         for request in requests:

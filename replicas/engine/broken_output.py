@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from replicas.messages import CallStatus, TokenLogprobs
@@ -15,17 +15,26 @@ _BROKEN = {
     NOTHING_ALLOWED: (CallStatus.NOTHING_ALLOWED, "its rules of token choice leave no token to choose"),
 }
 
+_DAMAGED = (CallStatus.ERROR, "its KV came back from host memory damaged")
+
 Broken = dict[str, tuple[CallStatus, str]]
 
 
-def broken_requests(output: StepOutput, counts: Callable[[SampledToken], bool]) -> Broken:
-    """By request id, why it can't go on. counts: of the scheduler: what comes behind a choice's end may be anything."""
+def broken_requests(
+    output: StepOutput,
+    counts: Callable[[SampledToken], bool],
+    running_on: Callable[[Collection[int]], Iterable[str]],
+) -> Broken:
+    """By request id, why it can't go on. Of the scheduler: counts, as what comes behind a choice's end may be anything;
+    running_on: who computes from any of these blocks."""
     broken = {prompt.request_id: _BROKEN[NOT_A_TOKEN] for prompt in output.prompts if _has_nan(prompt.positions)}
     suspects = [token for token in output.tokens if token.token_id < 0 or token.logprobs is not None]
     for token in suspects:
         kind = NOT_A_TOKEN if _has_nan((token.logprobs,)) else token.token_id
         if kind in _BROKEN and counts(token):
             broken[token.request_id] = _BROKEN[kind]
+    if output.damaged:
+        broken |= dict.fromkeys(running_on({swap.device for swap in output.damaged}), _DAMAGED)
     return broken
 
 

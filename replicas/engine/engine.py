@@ -248,7 +248,11 @@ class Engine:
 
     def _take_output(self, output: StepOutput, lane: Lane | None = None) -> None:
         """What a step gave is passed on. lane: whose step it was; None: there is one."""
-        broken = broken_requests(output, self.scheduler.counts)
+        broken = broken_requests(output, self.scheduler.counts, self.scheduler.batch.running_on)
+        if output.damaged:
+            extra = {"event": "host_blocks_damaged", "engine": self.name, "num_blocks": len(output.damaged)}
+            logger.error("KV blocks came back from host memory damaged: is its memory faulty?", extra=extra)
+            self.metrics.host_blocks_damaged(len(output.damaged))
         for request_id, (status, detail) in broken.items():
             self.calls.end_broken(request_id, status, detail)
         self.calls.stepped(without(output, broken) if broken else output, time.monotonic(), lane)

@@ -109,7 +109,10 @@ class BuiltEngine:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         if scheduler.prefixes is not None:
-            self.metrics.prefixes_looked_up(scheduler.prefixes.stats())
+            stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
+            self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))
+            if tier is not None:
+                self.metrics.prefixes_on_host(tier.num_saved_blocks, scheduler.host.num_cached)
         if self.grammars is not None:
             looked_up = self.grammars.cache.counts
             self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
@@ -139,7 +142,10 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
-    prefixes = PrefixOptions(base.fingerprint) if settings.has_prefix_cache else None
+    prefixes = None
+    if settings.has_prefix_cache:
+        # Behind a prefill pool hardly any prompt is computed by decode, and what is read comes as fast from there.
+        prefixes = PrefixOptions(base.fingerprint, uses_host=settings.pool == "prefill" or settings.layout != "split")
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
@@ -175,7 +181,7 @@ class _Base:
             self.pool = KvPool(self.layout, num_blocks, device)
         self.num_host_blocks = (
             num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
-            if settings.pool == "decode"
+            if settings.pool == "decode" or settings.has_prefix_cache
             else 0
         )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
