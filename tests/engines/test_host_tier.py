@@ -1,10 +1,11 @@
 """Engines that keep cached blocks in host memory: each text is that of an engine without a cache, whatever came before.
 
-As test_prefix_cache. Float32, a tiny model, and device pools so small that nearly all that is found comes from the host.
+As test_prefix_cache. Float32, a tiny model, and device pools so small that what is found soon comes from the host.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,15 +44,25 @@ def _colocated(tiny_goldens: TinyGoldens, **changes: Any) -> EngineSettings:
 
 
 def _check_host(built: BuiltEngine) -> None:
-    """Nobody is left in host memory, and nothing is on its way."""
-    scheduler = built.engine.scheduler
+    """Nobody is left in host memory, and soon nothing is on its way."""
+    scheduler, deadline_s = built.engine.scheduler, time.monotonic() + 10.0
+    while _tier(built).is_busy or scheduler.host.num_used:
+        assert time.monotonic() < deadline_s, "somebody is left in host memory"
+        time.sleep(0.01)
     scheduler.host.check_integrity(())
-    assert not scheduler.host.num_used + scheduler.host.num_written
-    assert not _tier(built).is_busy
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("layout", ["colocated", "split", "two_lanes"])
+@pytest.mark.parametrize(
+    ("layout", "lag"),
+    [
+        ("colocated", 1),
+        pytest.param("colocated", 0, marks=pytest.mark.slow),
+        pytest.param("split", 0, marks=pytest.mark.slow),
+        pytest.param("split", 1, marks=pytest.mark.slow),
+        pytest.param("two_lanes", 0, marks=pytest.mark.slow),
+        pytest.param("two_lanes", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_after_a_random_history(layout: str, lag: int, tiny_goldens: TinyGoldens, plain: LocalSystem) -> None:
     size = {"kv_capacity_tokens": 320, "lag": lag, "host_memory_bytes": LARGE, "layout": layout}
     prefill = _settings(tiny_goldens, "prefill", **size) if layout == "split" else None
@@ -65,6 +76,7 @@ def test_texts_after_a_random_history(layout: str, lag: int, tiny_goldens: TinyG
             assert system.decode.engine.scheduler.host_tier is None, "what decode finds it reads from prefill"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_memory_bytes", [LARGE, 1 << 17], ids=["much host memory", "little host memory"])
 def test_texts_of_those_who_gave_way(host_memory_bytes: int, tiny_goldens: TinyGoldens, plain: LocalSystem) -> None:
     """Who gives way takes host blocks from the cache."""
@@ -113,8 +125,7 @@ class Asked:
         return _tier(self.built).num_found_tokens - found, steps.num_prefilled_tokens - computed
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("layout", ["colocated", "split", "two_lanes"])
+@pytest.mark.parametrize(("layout", "lag"), [("colocated", 0), ("split", 1), ("two_lanes", 1)])
 def test_what_has_gone_from_the_device_comes_back(layout: str, lag: int, tiny_goldens: TinyGoldens) -> None:
     settings = _colocated(tiny_goldens, layout=layout, lag=lag)
     prefill = replace(settings, pool="prefill") if layout == "split" else None
@@ -151,8 +162,7 @@ def test_one_host_block_is_no_use_but_no_harm(tiny_goldens: TinyGoldens) -> None
         _check_host(system.decode)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("layout", ["colocated", "split", "two_lanes"])
+@pytest.mark.parametrize(("layout", "place"), [("colocated", 0), ("split", 1), ("two_lanes", 1)])
 def test_a_damaged_host_block_is_noticed_and_nothing_is_computed_from_it(
     layout: str, place: int, tiny_goldens: TinyGoldens, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,5 +186,5 @@ def test_a_damaged_host_block_is_noticed_and_nothing_is_computed_from_it(
 
 
 def _value(built: BuiltEngine, name: str) -> float:
-    (family,) = [family for family in built.metrics_snapshot() if family.name.startswith(name)]
-    return sum(sample.value for sample in family.samples)
+    (family,) = [family for family in built.metrics_snapshot() if family["name"].startswith(name)]
+    return sum(value for suffix, _, value in family["samples"] if suffix != "_created")
