@@ -22,8 +22,8 @@ from scheduler.plan_builder import PlanBuilder
 from scheduler.prefix_book import PrefixBook, PrefixStats
 from scheduler.request import Request
 
-# So much of the pool is free or has a copy in host memory, if need be by copying: a prompt takes all its blocks at once,
-# and others' last blocks are of no use on the host if their first ones are lost by that.
+# So much of the pool is free or has a copy in host memory, if need be by copying. A prompt takes all its blocks at
+# once, and others' last blocks are of no use on the host if their first ones are lost by that.
 _READY_PART = 4
 # Blocks that one step copies at most, in both directions: beside rows, or when there is nothing else to do, so many
 # that nobody waits long for it; beside prompts as many as the largest steps compute, and more.

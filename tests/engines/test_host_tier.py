@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from replicas.kv.host_pool import MovedBlocks
 from replicas.serving.engine_builder import BuiltEngine
 from replicas.settings import EngineSettings
 from scheduler.block_chain import prompt_chain
 from scheduler.host_tier import HostTier
 from scheduler.length_estimator import LengthEstimator
+from scheduler.plan import StepPlan
 from scheduler.prefix_hash import chain_start
 from tests.engines.local_system import LocalSystem
 from tests.engines.test_prefix_cache import BLOCK_SIZE, OPTIMISTIC, _history, _running, _settings
@@ -89,6 +91,34 @@ def test_texts_of_those_who_gave_way(host_memory_bytes: int, tiny_goldens: TinyG
         _history(system, plain, seed=7, num_rounds=3)
         assert scheduler.preemption.num_swapped > 0
         assert _tier(system.decode).num_saved_blocks > 0
+        _check_host(system.decode)
+
+
+@pytest.mark.slow
+def test_who_comes_back_damaged_is_begun_anew(
+    tiny_goldens: TinyGoldens, plain: LocalSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of those who gave way each first block is changed in host memory, until two have come back so."""
+    with _running(_colocated(tiny_goldens, kv_capacity_tokens=320, admission=OPTIMISTIC)) as system:
+        engine = system.decode.engine
+        assert isinstance(engine.scheduler.budget.estimator, LengthEstimator)
+        for _ in range(100):
+            engine.scheduler.budget.estimator.observe(4)
+        host_pool, num_damaged = engine.runner.host_pool, 0
+        move = host_pool.move
+
+        def damage_and_move(plan: StepPlan) -> MovedBlocks | None:
+            nonlocal num_damaged
+            if plan.swap_ins and num_damaged < 2:
+                host_pool.tensor[plan.swap_ins[0].host].view(torch.uint8)[0, 0, 0, 0, 1] ^= 0x10
+                num_damaged += 1
+            return move(plan)
+
+        host_pool.move = damage_and_move  # type: ignore[method-assign]
+        _history(system, plain, seed=7, num_rounds=3)
+        assert num_damaged > 0
+        records = [record for record in caplog.records if getattr(record, "event", "") == "host_blocks_damaged"]
+        assert len(records) == num_damaged
         _check_host(system.decode)
 
 
