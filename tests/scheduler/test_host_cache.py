@@ -102,9 +102,9 @@ class Engine:
         self.plans: list[StepPlan] = []
         self._num_asked = 0
 
-    def submit(self, ids: list[int], **changes: object) -> Request:
+    def submit(self, ids: list[int], *, use_cache: bool = True) -> Request:
         self._num_asked += 1
-        spec = GenerationSpec(tuple(ids), 2, sampling=SamplingParams(), **changes)  # type: ignore[arg-type]
+        spec = GenerationSpec(tuple(ids), (0,), 2, frozenset(), SamplingParams(), use_cache=use_cache)
         request = Request(f"r{self._num_asked}", spec, 1e9, hands_over=True)
         self.scheduler.submit(request, 0.0)
         self.scheduler.admit(0.0)
@@ -132,8 +132,8 @@ def away() -> Engine:
     """Has computed a prompt whose blocks are on the host only."""
     engine = Engine(16)
     engine.ask([1, 2, 3, 4])
-    for first in (10, 20, 30):
-        engine.ask([first, first + 1, first + 2])
+    for first in (10, 20, 30, 40, 50):
+        engine.ask([first, first + 1])
     prefixes = engine.scheduler.prefixes
     assert prefixes is not None
     assert not prefixes.cache.find(chain_of([1, 2, 3, 4]), 1)
