@@ -56,9 +56,8 @@ class BlockCopy:
     destination: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSwap:
-    """One whole KV block between the device's pool and host memory: out, or back in."""
+class BlockSwap(NamedTuple):
+    """One whole KV block between the device's pool and host memory: out, or back in. A tuple: steps have hundreds."""
 
     device: int
     host: int
