@@ -184,6 +184,6 @@ class PrefixBook:
 
     def forget(self, block_ids: Iterable[int] | None = None) -> None:
         """What is in these blocks is not trusted any more, nor what was computed from it; None: in all. Mutates."""
-        names = self.host.names()
+        names = [] if block_ids is None else self.host.names()
         self.host.forget(None if block_ids is None else self.cache.keys_from(block_ids, names))
         self._allocator.forget_contents(block_ids, names)

@@ -37,7 +37,7 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
-from replicas.pool_size import num_host_blocks, pool_limits
+from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
@@ -142,10 +142,8 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
-    prefixes = None
-    if settings.has_prefix_cache:
-        # Behind a prefill pool hardly any prompt is computed by decode, and what is read comes as fast from there.
-        prefixes = PrefixOptions(base.fingerprint, uses_host=settings.pool == "prefill" or settings.layout != "split")
+    uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
+    prefixes = PrefixOptions(base.fingerprint, uses_host=uses_host) if settings.has_prefix_cache else None
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
