@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from replicas.messages import CallStatus, TokenLogprobs
+from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.sampling.sampled_tokens import NOT_A_TOKEN, NOTHING_ALLOWED
 from scheduler.plan import SampledToken, StepOutput
+
+logger = logging.getLogger(__name__)
 
 _BROKEN = {
     NOT_A_TOKEN: (CallStatus.ERROR, "the model's output was not a number"),
@@ -36,6 +40,13 @@ def broken_requests(
     if output.damaged:
         broken |= dict.fromkeys(running_on({swap.device for swap in output.damaged}), _DAMAGED)
     return broken
+
+
+def tell_damage(engine: str, num_blocks: int, metrics: EngineMetrics) -> None:
+    """So many blocks came back from host memory other than they went: logged, and counted."""
+    extra = {"event": "host_blocks_damaged", "engine": engine, "num_blocks": num_blocks}
+    logger.error("KV blocks came back from host memory damaged: is its memory faulty?", extra=extra)
+    metrics.host_blocks_damaged(num_blocks)
 
 
 def without(output: StepOutput, broken: Broken) -> StepOutput:
