@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
+from replicas.recent_part import KeyPart as KeyPart
+from replicas.recent_part import KeyPosition as KeyPosition
 from scheduler.admission import LATER_STEPS
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.generated_token import FinishReason as FinishReason
@@ -143,16 +145,19 @@ class EngineLoad:
     read_bytes_per_s: Amount = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not."""
+class Pulse(Struct, frozen=True, omit_defaults=True):
+    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not. keys:
+    what it has cached since; None: it was not asked, or caches nothing."""
 
     load: EngineLoad
     stalled_s: float
+    keys: KeyPart | None = None
 
 
-class PulseCall(Call[Pulse], frozen=True):
-    """How is the replica? Answered while it computes."""
+class PulseCall(Call[Pulse], frozen=True, omit_defaults=True):
+    """How is the replica? Answered while it computes. keys_from: what it has cached from there on is asked for too."""
+
+    keys_from: KeyPosition | None = None
 
 
 class ForgetPeerCall(Call[None], frozen=True):
@@ -187,6 +192,9 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     tokens: tuple[CheckedToken, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...]
+    # (request id, tokens of its prompt that decode neither computed nor read), no later than its first token here; none
+    # of those where it found nothing.
+    cached: tuple[tuple[Name, Count], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +250,7 @@ class GenerateReply:
     transfer_s: float
     decode_s: float
     prefill_s: float = 0.0  # of a prompt that decode computed itself
+    num_cached: Count = 0  # prompt tokens that were neither computed nor read here
 
 
 class GenerateCall(Call[GenerateReply], frozen=True):
@@ -268,6 +277,7 @@ class PrefillReply:
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
     # (`channels.wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
+    num_cached: Count = 0  # prompt tokens that were not computed
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):

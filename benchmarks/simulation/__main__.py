@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulation admission | scale | autoscaling`: tables from the simulator. No engine runs."""
+"""`python -m benchmarks.simulation WHAT`: tables from the simulator. No engine runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from benchmarks.simulation.autoscaling import (
     compare_autoscaling,
     plot_autoscaling,
 )
-from benchmarks.simulation.h100_system import AZURE_CONVERSATION
+from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
+from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
@@ -42,15 +43,20 @@ def main() -> int:
     every = range(len(SCENARIOS))
     autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
     autoscaling.add_argument("--plot", type=Path, help="image file")
+    prefixes = what.add_parser("prefixes", help="routing by what prefix caches hold, on Mooncake's conversations")
+    prefixes.add_argument("--only", type=int, nargs="+", default=range(len(SETUPS)), help="of the setups, from 0")
     options = parser.parse_args()
     traces = [options.trace]
+    if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
+        traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
         traces = [options.traces / SCENARIOS[index].trace for index in options.only]
     if missing := [str(trace) for trace in traces if not trace.is_file()]:
         parser.error(f"no such trace: {', '.join(missing)}; docs/simulator.md says where the public ones are")
     machine = describe_machine()
     print(machine_line(machine), flush=True)
-    run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling}[options.what]
+    run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling, "prefixes": _prefixes}[options.what]
+    options.trace = traces[0]
     result = run(options)
     if options.output:
         options.output.write_text(json.dumps({"machine": machine, options.what: result}, indent=1) + "\n")
@@ -88,6 +94,12 @@ def _autoscaling(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         plot_autoscaling(results, options.plot)
     return {"runs": results}
+
+
+def _prefixes(options: argparse.Namespace) -> dict[str, Any]:
+    result = compare_prefix_routing(options.trace, options.only, _say)
+    print(prefix_routing_table(result))
+    return result
 
 
 def _say(line: str) -> None:

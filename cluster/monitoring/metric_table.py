@@ -23,6 +23,8 @@ from cluster.monitoring.ingress_metrics import (
     OBJECTIVES,
     OUTCOMES,
     POOLS,
+    PREFIX_TOKENS,
+    PROMPT_ROUTES,
     REJECTIONS,
     RETRY_STAGES,
     SPAN_ENDS,
@@ -99,6 +101,8 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
+    prefix_labels: Labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
+    yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
 
@@ -115,6 +119,8 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "router_decisions": {"policy": None, "result": DECISIONS},
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
+    "routed_prompt_tokens": {"route": PROMPT_ROUTES},
+    "cached_prompt_tokens": {"route": PROMPT_ROUTES},
     "generation_tokens": {},
     "grammar_checks": {"result": GRAMMAR_CHECKS},
     "grammar_refusals": {"reason": GRAMMAR_REFUSALS},

@@ -47,6 +47,12 @@ class SimulatedCalls:
 
     def turned(self, turn: Turn) -> None:
         """What a turn decided is told to those concerned. That a request's time is up, its router knows by itself."""
+        for request in turn.admitted:
+            attempt = self.by_id[request.request_id]
+            if request.hands_over:
+                attempt.prefill_found = request.num_cached
+            else:
+                attempt.decode_found = request.num_cached
         self._frame.admitted += [self.by_id[request.request_id] for request in turn.admitted if not request.hands_over]
         self._frame.evicted += [self.by_id[request.request_id] for request in turn.evicted]
 

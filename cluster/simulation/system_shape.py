@@ -11,7 +11,7 @@ from cluster.config.root import Config
 from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.cost_model import LaneShareCosts
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
@@ -46,6 +46,7 @@ class SystemShape:
     max_model_len: int
     rules: RoutingRules
     times: RouterTimes
+    has_prefix_cache: bool = False
 
 
 def shape_of(
@@ -84,6 +85,7 @@ def shape_of(
         max_model_len=config.model.max_model_len,
         rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
+        has_prefix_cache=config.prefix_cache.enabled,
     )
 
 

@@ -45,6 +45,7 @@ from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class BuiltEngine:
     layout: KvLayout
     metrics: EngineMetrics
     grammars: Grammars | None
+    recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
 
     def start(self) -> None:
         self.engine.start()
@@ -142,15 +144,18 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
-    uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
-    prefixes = PrefixOptions(base.fingerprint, uses_host=uses_host) if settings.has_prefix_cache else None
+    prefixes = recent_keys = None
+    if settings.has_prefix_cache:
+        recent_keys = RecentKeys(base.epoch)
+        uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
+        prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return base.built(engine)
+    return replace(base.built(engine), recent_keys=recent_keys)
 
 
 class _Base:
