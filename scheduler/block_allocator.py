@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from scheduler.block_chain import PromptChain
 from scheduler.free_runs import FreeRuns
-from scheduler.prefix_cache import PrefixCache
+from scheduler.prefix_cache import BlockName, PrefixCache
 
 # For adjacent blocks this part of the pool, at most, is evicted besides what is wanted. In a pool full of cached
 # prompts of some 700 blocks a new one then lies in 4 pieces instead of 6; a 16th of the pool would make it 2.
@@ -112,11 +112,11 @@ class BlockAllocator:
             refs[block_id] = refs.get(block_id, 0) + 1
         self._cache.use(block_ids, chain)
 
-    def forget_contents(self, block_ids: Iterable[int] | None = None) -> None:
+    def forget_contents(self, block_ids: Iterable[int] | None = None, elsewhere: Iterable[BlockName] = ()) -> None:
         """Nothing of these blocks, nor of what builds on them, is found any more (None: of all): they are free, as far
-        as they were cached. Mutates."""
+        as they were cached. elsewhere: as `PrefixCache.forget`. Mutates."""
         if self._cache is not None:
-            self._free.give(self._cache.clear() if block_ids is None else self._cache.forget(block_ids))
+            self._free.give(self._cache.clear() if block_ids is None else self._cache.forget(block_ids, elsewhere))
 
     def share(self, block_ids: Iterable[int]) -> None:
         """One more sequence uses these blocks (fork). Mutates."""

@@ -7,7 +7,7 @@ surplus, counted and dropped. One that ends by length leaves none, since that en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
@@ -57,6 +57,13 @@ class DecodeBatcher:
     def resume(self, request: Request) -> None:
         """It is back. Mutates."""
         self._running[request.request_id] = self._paused.pop(request.request_id)
+
+    def running_on(self, block_ids: Collection[int]) -> list[str]:
+        """Requests whose rows are computed from any of these blocks. O(blocks)."""
+        tables = [
+            (request.request_id, sequence.block_ids) for request in self.requests for sequence in request.sequences
+        ]
+        return [request_id for request_id, table in tables if not set(block_ids).isdisjoint(table)]
 
     @property
     def requests(self) -> tuple[Request, ...]:

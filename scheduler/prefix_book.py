@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from scheduler.block_allocator import BlockAllocator
 from scheduler.block_chain import OutputChain, prompt_chain
+from scheduler.host_cache import HostCache
 from scheduler.lane import Lane
 from scheduler.memory_budget import Budget
 from scheduler.prefix_cache import BlockName, PrefixCache
@@ -19,19 +20,23 @@ from scheduler.shared_blocks import SharedBlocks
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
     """fingerprint: of what computes the KV; engines with the same can exchange it. reads_rest: whether what is here of
-    a prompt is left out when the rest of its KV is read. on_piece: as `PrefixCache`."""
+    a prompt is left out when the rest of its KV is read. on_piece: as `PrefixCache`. uses_host: whether what goes here
+    is kept in host memory for prompts that are computed, where there is some."""
 
     fingerprint: str
     reads_rest: bool = True
     on_piece: Callable[[bytes], None] | None = None
+    uses_host: bool = False
 
 
 class PrefixStats(NamedTuple):
-    """Ever. Tokens of the prompts that were looked up, and of these those that were found; cached blocks given away."""
+    """Ever. Tokens of the prompts that were looked up, and of these those that were found on the device, or in host
+    memory (of those that wait for it nothing is counted yet); cached blocks given away."""
 
     num_looked_up_tokens: int
     num_found_tokens: int
     num_evicted_blocks: int
+    num_host_tokens: int = 0
 
 
 class PrefixBook:
@@ -45,9 +50,11 @@ class PrefixBook:
         budget: Budget,
         block_size: int,
         get: Callable[[str], Request],
+        host: HostCache,
     ) -> None:
         """get: a request that holds anything, by its id."""
         self.cache = cache
+        self.host = host
         self.shared = SharedBlocks()
         self.num_looked_up_tokens = 0
         self.num_found_tokens = 0
@@ -68,15 +75,15 @@ class PrefixBook:
     def guess(self, request: Request) -> int:
         """How many of the blocks that it would find somebody holds. Cheap, and nearly always right."""
         assert request.chain is not None
-        return self.cache.guess(request.chain, self._most(request))[1]
+        return self.cache.guess(request.chain, self.most(request))[1]
 
     def find(self, request: Request) -> list[int]:
         """Blocks that hold the beginning of its prompt: full ones, and never the whole prompt, as its last token's
         logits are wanted."""
         assert request.chain is not None
-        return self.cache.find(request.chain, self._most(request))
+        return self.cache.find(request.chain, self.most(request))
 
-    def _most(self, request: Request) -> int:
+    def most(self, request: Request) -> int:
         """How many blocks it may find."""
         spec = request.spec
         if not spec.use_cache or not (request.local_prefill or self._options.reads_rest):
@@ -94,7 +101,7 @@ class PrefixBook:
         Mutates."""
         assert request.chain is not None
         request.generation = self.cache.generation
-        if self._most(request):
+        if self.most(request):
             self.num_looked_up_tokens += request.prompt_len
         if not block_ids:
             return
@@ -107,6 +114,11 @@ class PrefixBook:
         if len(held) < len(block_ids):
             self.shared.own(request.request_id, set(block_ids).difference(held))
         self._allocator.use(block_ids, request.chain)
+
+    def key(self, request: Request, place: int) -> bytes:
+        """Of a block of its prompt."""
+        assert request.chain is not None
+        return request.chain.keys[place]
 
     def let_go(self, request: Request, block_ids: Iterable[int]) -> None:
         """The request holds these blocks no more, by no sequence and no transfer; each is named once. Mutates."""
@@ -133,8 +145,12 @@ class PrefixBook:
         """Its prompt's KV was read, and what was read is what the source computed. Mutates."""
         self._enter_prompt(request, request.prompt_len // self._block_size)
 
+    def came_back(self, request: Request, num_blocks: int) -> None:
+        """So many blocks of its prompt are here, some of them from host memory. Mutates."""
+        self._enter_prompt(request, num_blocks)
+
     def _enter_prompt(self, request: Request, num_blocks: int) -> None:
-        """It has computed or read its first num_blocks blocks."""
+        """Its first num_blocks blocks are computed, read or copied back."""
         chain, table = request.chain, request.sequences[0].block_ids
         if chain is None or request.generation != self.cache.generation or num_blocks > len(table):
             return  # it has given way meanwhile
@@ -168,4 +184,6 @@ class PrefixBook:
 
     def forget(self, block_ids: Iterable[int] | None = None) -> None:
         """What is in these blocks is not trusted any more, nor what was computed from it; None: in all. Mutates."""
-        self._allocator.forget_contents(block_ids)
+        names = [] if block_ids is None else self.host.names()
+        self.host.forget(None if block_ids is None else self.cache.keys_from(block_ids, names))
+        self._allocator.forget_contents(block_ids, names)

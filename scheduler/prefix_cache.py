@@ -33,11 +33,14 @@ class BlockName(NamedTuple):
 class PrefixCache:
     """Names of blocks of one pool. Engine thread only. num_...: ever."""
 
-    def __init__(self, on_piece: Callable[[bytes], None] | None = None) -> None:
-        """on_piece: is given the key of each PIECE_BLOCKS-th block of a chain, when it is entered or found."""
+    def __init__(self, on_piece: Callable[[bytes], None] | None = None, *, has_host: bool = False) -> None:
+        """on_piece: is given the key of each PIECE_BLOCKS-th block of a chain, when it is entered or found. has_host:
+        somebody copies idle blocks to host memory (`next_unsaved`)."""
         self._block_of: dict[bytes, int] = {}
         self._names: dict[int, BlockName] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        # Of these, the ones that nobody was given to copy since they have been idle, in the same order.
+        self._unsaved: OrderedDict[int, None] | None = OrderedDict() if has_host else None
         self._on_piece = on_piece
         self.generation = 0  # how often it was emptied or forgot something: requests from before enter nothing more
         self.num_evicted = 0
@@ -57,6 +60,10 @@ class PrefixCache:
     def have_names(self, block_ids: Iterable[int]) -> bool:
         """All of them."""
         return self._names.keys() >= set(block_ids)
+
+    def is_named(self, block_id: int, name: BlockName) -> bool:
+        """Whether it still has this very name, which it has had without a break."""
+        return self._names.get(block_id) is name
 
     def idle(self) -> tuple[int, ...]:
         """The least recently used first. O(idle)."""
@@ -96,6 +103,9 @@ class PrefixCache:
         """These blocks of a chain, its first ones, have an owner again, or one more. Mutates."""
         for block_id in block_ids:
             self._idle.pop(block_id, None)
+        if self._unsaved is not None:
+            for block_id in block_ids:
+                self._unsaved.pop(block_id, None)
         self._tell(chain, range(len(block_ids)))
 
     def enter_prompt(self, chain: PromptChain, table: Sequence[int], places: range) -> list[int]:
@@ -157,6 +167,8 @@ class PrefixCache:
             kept.append(block_id)
             before = name.key
         self._idle.update(dict.fromkeys(reversed(kept)))
+        if self._unsaved is not None:
+            self._unsaved.update(dict.fromkeys(reversed(kept)))
         for name in reversed(heads):
             self._refresh_ancestors(name)
         return not_kept
@@ -166,6 +178,8 @@ class PrefixCache:
         while name.place and (block_id := self._block_of.get(name.parent)) in self._idle:
             assert block_id is not None
             self._idle.move_to_end(block_id)
+            if self._unsaved is not None and block_id in self._unsaved:
+                self._unsaved.move_to_end(block_id)
             name = self._names[block_id]
 
     def evict(self, num_blocks: int) -> list[int]:
@@ -178,24 +192,42 @@ class PrefixCache:
         self.num_evicted += len(evicted)
         return evicted
 
+    @property
+    def num_unsaved(self) -> int:
+        """Idle blocks that `next_unsaved` will give."""
+        return 0 if self._unsaved is None else len(self._unsaved)
+
+    def next_unsaved(self) -> tuple[int, BlockName]:
+        """The idle block that goes next, of those that nobody was given yet, to be copied to host memory. There must be
+        one. Mutates."""
+        assert self._unsaved is not None
+        block_id, _ = self._unsaved.popitem(last=False)
+        return block_id, self._names[block_id]
+
     def clear(self) -> list[int]:
         """No block has a name any more; those that were idle, which are free. Mutates."""
         idle = list(self._idle)
         self._idle.clear()
+        if self._unsaved is not None:
+            self._unsaved.clear()
         self._names.clear()
         self._block_of.clear()
         self.generation += 1
         return idle
 
-    def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """These blocks, and all that was computed from what is in them, have no name any more; those of them that were
-        idle, which are free. Mutates. O(blocks)."""
+    def keys_from(self, block_ids: Iterable[int], elsewhere: Iterable[BlockName] = ()) -> set[bytes]:
+        """Keys of these blocks, and of all that was computed from what is in them, here and elsewhere. O(blocks)."""
         keys = {self._names[block_id].key for block_id in block_ids if block_id in self._names}
-        doomed: list[int] = []
-        for block_id, name in sorted(self._names.items(), key=lambda item: item[1].place):
-            if name.key in keys or (name.place and name.parent in keys):
+        for name in sorted([*self._names.values(), *elsewhere], key=lambda name: name.place):
+            if name.place and name.parent in keys:
                 keys.add(name.key)
-                doomed.append(block_id)
+        return keys
+
+    def forget(self, block_ids: Iterable[int], elsewhere: Iterable[BlockName] = ()) -> list[int]:
+        """These blocks, and all that was computed from what is in them, have no name any more; those of them that were
+        idle, which are free. elsewhere: what else builds on what. Mutates. O(blocks)."""
+        keys = self.keys_from(block_ids, elsewhere)
+        doomed = [block_id for block_id, name in self._names.items() if name.key in keys]
         for block_id in doomed:
             self._forget(block_id)
         self.generation += 1
@@ -203,6 +235,8 @@ class PrefixCache:
 
     def _forget(self, block_id: int) -> None:
         del self._block_of[self._names.pop(block_id).key]
+        if self._unsaved is not None:
+            self._unsaved.pop(block_id, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all views agree and no block would go before what builds on it. O(blocks)."""
@@ -210,6 +244,8 @@ class PrefixCache:
             raise AssertionError("blocks by key disagree with their names")
         if not self._idle.keys() <= self._names.keys():
             raise AssertionError("an idle block has no name")
+        if self._unsaved is not None and not self._unsaved.keys() <= self._idle.keys():
+            raise AssertionError("a block that is to be copied has an owner or no name")
         rank = {block_id: number for number, block_id in enumerate(self._idle)}
         for block_id, number in rank.items():
             name = self._names[block_id]

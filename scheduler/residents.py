@@ -104,7 +104,8 @@ class Residents(Holdings):
             return
         request.num_prefilled = request.num_cached
         self._allocate_prompt(request)
-        self.prompts.add(request)
+        if self.host_tier is None or not self.host_tier.take(request):
+            self.prompts.add(request)
 
     def _take_slots(self, request: Request) -> None:
         """The step being planned begins its prompt, so what is noted of its slots is over when the step is. Mutates."""
@@ -161,6 +162,8 @@ class Residents(Holdings):
         self._deadlines.discard(request.request_id)
         self._queue.discard(request.request_id)
         self.prompts.discard(request)
+        if self.host_tier is not None:
+            self.host_tier.discard(request)
         if lane.is_done_with(request):
             self._release(request)
             return
@@ -173,7 +176,9 @@ class Residents(Holdings):
             self.budget.shrink(request.request_id, num_own_blocks(request))
 
     def _lane_of(self, request: Request) -> Lane:
-        """The only one that can have steps in flight which compute on its blocks."""
+        """The only one that can have steps in flight which compute on its blocks, or copy into them."""
+        if self.host_tier is not None and request.request_id in self.host_tier:
+            return self.decode_lane
         return self.prefill_lane if request.state in _STATES_OF_PROMPTS else self.decode_lane
 
     def _step_committed(self, lane: Lane, step_id: int) -> None:
@@ -182,6 +187,8 @@ class Residents(Holdings):
             for request_id, block_ids in self.preemption.step_committed(step_id):
                 self._let_go(self._requests[request_id], block_ids)
                 self.budget.end(request_id)  # nothing of it is left in the pool
+            if self.host_tier is not None:
+                self.host_tier.saved(step_id)
         for request in lane.committed(step_id):
             self._release(request)
 
@@ -203,6 +210,8 @@ class Residents(Holdings):
             lane.builder.abandon()
             lane.chunks.clear()
             self._step_committed(lane, lane.builder.next_step_id - 1)
+        if self.host_tier is not None:
+            self.host_tier.abandoned()
         self._project_from_now()
 
     def distrust(self, block_ids: Iterable[int]) -> None:

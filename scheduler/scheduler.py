@@ -96,9 +96,11 @@ class Scheduler(GivingWay):
         """What the next step does, or None when there is nothing to compute. Mutates. Where there is one lane."""
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
+        num_fetched = self._fetch(rows)
         chunks: list[Slice] = []
         if self.prompts:
             chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
+        self._save(num_fetched, rows, chunks)
         plan = self.builder.build(rows, chunks)
         self._stalled(stalled)
         return plan
@@ -107,6 +109,7 @@ class Scheduler(GivingWay):
         """What the next step of the decode lane does: rows only. As `plan`."""
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
+        self._save(self._fetch(rows), rows, [])
         plan = self.builder.build(rows, [])
         if plan is not None:
             for request in stalled:  # what was noted of their slots is in this step, too
@@ -177,6 +180,8 @@ class Scheduler(GivingWay):
                 events.append(event)
         for accepted in output.accepted:
             self._settle(accepted)
+        if self.host_tier is not None and (lane is None or lane is self.decode_lane):
+            self.host_tier.fetched(output.step_id, output.damaged)
         self._step_committed(lane or self.decode_lane, output.step_id)
         for request in self.batch.beams.select():
             events += hypothesis_tokens(request)
@@ -213,7 +218,11 @@ class Scheduler(GivingWay):
         """
         is_busy = len(self.prompts) or self._handing_over or self._ending
         is_short = self.preemption or self.preemption.is_cooling
-        return 0 if is_busy or is_short or (self.num_queued and self._free_slots) else self._num_available
+        if is_busy or is_short or (self.num_queued and self._free_slots):
+            return 0
+        if self.host_tier is None:
+            return self._num_available
+        return 0 if self.host_tier.is_busy else min(self._num_available, self.host_tier.num_before_saves)
 
     def steps_passed(self, count: int) -> None:
         """As many steps as have been planned have been committed, and the running batch is as they left it. Mutates."""

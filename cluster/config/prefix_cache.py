@@ -10,6 +10,7 @@ from pydantic import Field
 from cluster.config.access import AuthConfig
 from cluster.config.conflicts import Conflict
 from cluster.config.fairness import FairnessConfig
+from cluster.config.pool import PoolsConfig
 from cluster.config.section import Section
 
 CacheIsolation = Literal["none", "client", "key"]
@@ -34,6 +35,14 @@ class PrefixCacheConfig(Section):
         if self.isolation == "auto":
             return "key" if auth.is_on else "none"
         return self.isolation
+
+
+def host_memory_conflicts(prefix_cache: PrefixCacheConfig, pools: PoolsConfig) -> Iterator[Conflict]:
+    """Nobody gives way at prefill: only the cache has a use for its host memory."""
+    key = "pools.prefill.host_memory_bytes"
+    if pools.prefill is not None and pools.prefill.host_memory_bytes and not prefix_cache.enabled:
+        reason = f"{pools.prefill.host_memory_bytes} bytes of no use with prefix_cache.enabled false; remove it, or "
+        yield Conflict(key, reason + "set prefix_cache.enabled: true", (key, "prefix_cache.enabled"))
 
 
 def prefix_cache_conflicts(

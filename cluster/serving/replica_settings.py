@@ -50,7 +50,7 @@ def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> Engine
     if isinstance(pool, DecodePoolConfig):
         decode: dict[str, Any] = {"admission": admission_policy(pool.admission)}
     else:
-        decode = {"admission": AdmissionPolicy(), "host_memory_bytes": None, "lanes": LaneObjectives()}
+        decode = {"admission": AdmissionPolicy(), "lanes": LaneObjectives()}
     return by_names(
         EngineSettings,
         config,

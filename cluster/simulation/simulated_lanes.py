@@ -54,7 +54,7 @@ class DividedDevice(SimulatedDevice):
         """Behind the rows before. Mutates."""
         shape = StepShape.of(plan)
         start_s = max(now_s, self.free_s)
-        alone_s = self._swap_s(plan) + (0.0 if plan.is_empty else self.steps.step_s(*shape))
+        alone_s = self._step_s(plan, shape)
         beside_s = max(0.0, self._prompts_free_s - start_s)
         self.free_s = start_s + slowed_s(alone_s, 1.0 / self._share.decode_rate, beside_s)
         return self._counted(start_s, self.free_s, plan, shape, self._share if beside_s else ALONE)

@@ -24,6 +24,7 @@ from cluster.simulation.simulated_network import SimulatedNetwork
 from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import PoolShape, SystemShape
+from replicas.pool_size import keeps_prefixes_on_host
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
@@ -63,8 +64,9 @@ def shipped_decode(shape: SystemShape, prefixes: PrefixOptions | None) -> Schedu
     return Scheduler(limits, DECODE, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes)
 
 
-def _shipped_prefill(pool: PoolShape, prefixes: PrefixOptions | None) -> Scheduler:
-    return Scheduler(pool.limits, PREFILL, lag=pool.lag, prefixes=prefixes)
+def _shipped_prefill(pool: PoolShape, num_host_blocks: int, prefixes: PrefixOptions | None) -> Scheduler:
+    num_host_blocks = num_host_blocks if prefixes is not None else 0
+    return Scheduler(pool.limits, PREFILL, None, pool.lag, num_host_blocks, prefixes=prefixes)
 
 
 class SimulatedSystem:
@@ -86,7 +88,7 @@ class SimulatedSystem:
         self.pools = {decode.name: decode}
         prefill = None
         if shape.prefill is not None:
-            make_prefill = partial(_shipped_prefill, shape.prefill)
+            make_prefill = partial(_shipped_prefill, shape.prefill, shape.num_prefill_host_blocks)
             prefill = SimulatedPool("prefill", shape.prefill.limits, token_bytes, costs.prefill, make_prefill)
             self.pools[prefill.name] = prefill
         # All that there ever were.
@@ -122,7 +124,9 @@ class SimulatedSystem:
 
     def _make_engine(self, pool: SimulatedPool, name: str, key: int) -> SimulatedEngine:
         log = RecentKeys(name) if self.shape.has_prefix_cache else None
-        scheduler = pool.make_scheduler(None if log is None else PrefixOptions("", on_piece=log.append))
+        uses_host = keeps_prefixes_on_host(pool.name, "split" if self.shape.prefill else "colocated")
+        options = None if log is None else PrefixOptions("", on_piece=log.append, uses_host=uses_host)
+        scheduler = pool.make_scheduler(options)
         engine = self._engine_around(scheduler, pool, name, key)
         engine.recent_keys = log
         return engine

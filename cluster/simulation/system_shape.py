@@ -48,6 +48,7 @@ class SystemShape:
     rules: RoutingRules
     times: RouterTimes
     has_prefix_cache: bool = False
+    num_prefill_host_blocks: int = 0
 
 
 def shape_of(
@@ -75,6 +76,7 @@ def shape_of(
         measured = tuple(LaneShare(share.processors, share.prefill_rate, share.decode_rate) for share in lane_shares)
         shares = (measured or estimated_shares(_MEASURED_PROCESSORS)) if pools.decode.device == "cuda" else ()
         decode = replace(decode, lanes=by_names(LaneObjectives, pools.decode.lanes), shares=shares)
+    kept_bytes = (pools.prefill.host_memory_bytes or 0) if pools.prefill else 0
     return SystemShape(
         num_routers=config.ingress.first_replicas,
         prefill=_pool_shape("prefill", pools.prefill, num_prefill, config, block_bytes, prefill_tokens)
@@ -87,6 +89,7 @@ def shape_of(
         rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
         has_prefix_cache=config.prefix_cache.enabled,
+        num_prefill_host_blocks=kept_bytes // block_bytes,
     )
 
 

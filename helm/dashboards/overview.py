@@ -158,7 +158,16 @@ def _memory() -> list[Panel]:
             "swap: to host memory and back; recompute: replayed.",
             width=4,
         ),
-        lines("Host blocks in use", "short", {"{{pool}}": ALL.sum("host_kv_blocks", "pool")}, width=4),
+        lines(
+            "Host blocks in use",
+            "short",
+            {
+                "{{pool}}": ALL.sum("host_kv_blocks", "pool"),
+                "{{pool}} cached": ALL.sum("host_cached_kv_blocks", "pool"),
+            },
+            "Of requests that gave way, and of the prefix cache, which has what they leave.",
+            width=4,
+        ),
         lines(
             "Prompt tokens found in prefix caches",
             "percentunit",

@@ -63,9 +63,20 @@ class EngineMetrics:
 
     def prefixes_looked_up(self, stats: PrefixStats) -> None:
         """In the prefix cache. On the event loop."""
-        self._pool.prefix_tokens.count_to(stats.num_found_tokens, result="hit")
-        self._pool.prefix_tokens.count_to(stats.num_looked_up_tokens - stats.num_found_tokens, result="miss")
+        num_missed = stats.num_looked_up_tokens - stats.num_found_tokens - stats.num_host_tokens
+        self._pool.prefix_tokens.count_to(stats.num_found_tokens, result="device")
+        self._pool.prefix_tokens.count_to(stats.num_host_tokens, result="host")
+        self._pool.prefix_tokens.count_to(num_missed, result="miss")
         self._pool.prefix_evictions.count_to(stats.num_evicted_blocks)
+
+    def prefixes_on_host(self, num_saved: int, num_cached: int) -> None:
+        """Blocks copied to host memory so far, and those that are there. On the event loop."""
+        self._pool.prefix_saves.count_to(num_saved)
+        self._pool.cached_host_blocks.set(num_cached)
+
+    def host_blocks_damaged(self, num_blocks: int) -> None:
+        """So many came back otherwise."""
+        self._pool.host_damage.add(num_blocks)
 
     def grammars_looked_up(self, num_hits: int, num_misses: int) -> None:
         """Of the cache, so far. On the event loop."""

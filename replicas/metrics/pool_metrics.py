@@ -11,7 +11,7 @@ from replicas.metrics.metric_set import MetricSet
 
 BLOCK_STATES = ("free", "cached", "reserved", "active", "leased")
 PREEMPTIONS = ("swap", "recompute")
-PREFIX_RESULTS = ("hit", "miss")
+PREFIX_RESULTS = ("device", "host", "miss")
 LANES = ("prefill", "decode")
 OPEN_TRANSFERS = ("leased", "expected", "waiting", "reading", "quarantined")
 # As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
@@ -66,12 +66,23 @@ class PoolMetrics(MetricSet):
 
         self.prefix_tokens = self.counter(
             "splitserve_prefix_tokens",
-            "Prompt tokens looked up in the prefix cache; hit: their KV was there",
+            "Prompt tokens looked up in the prefix cache; device: their KV was there, host: it was in host memory",
             {"result": PREFIX_RESULTS},
             fixed=self.of_pool,
         )
         self.prefix_evictions = self.counter(
             "splitserve_prefix_evicted_blocks", "Cached KV blocks given away for other use", fixed=self.of_pool
+        )
+        self.prefix_saves = self.counter(
+            "splitserve_prefix_saved_blocks", "Cached KV blocks copied to host memory", fixed=self.of_pool
+        )
+        self.host_damage = self.counter(
+            "splitserve_host_damaged_blocks",
+            "KV blocks that came back from host memory other than they went; nothing was generated from them",
+            fixed=self.of_pool,
+        )
+        self.cached_host_blocks = self.gauge(
+            "splitserve_host_cached_kv_blocks", "Cached KV blocks in host memory", fixed=self.of_pool
         )
         self.host_blocks = self.gauge(
             "splitserve_host_kv_blocks", "KV blocks of preempted requests in host memory", fixed=self.of_pool

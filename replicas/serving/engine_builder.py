@@ -37,7 +37,7 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
-from replicas.pool_size import num_host_blocks, pool_limits
+from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
@@ -111,7 +111,10 @@ class BuiltEngine:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         if scheduler.prefixes is not None:
-            self.metrics.prefixes_looked_up(scheduler.prefixes.stats())
+            stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
+            self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))
+            if tier is not None:
+                self.metrics.prefixes_on_host(tier.num_saved_blocks, scheduler.host.num_cached)
         if self.grammars is not None:
             looked_up = self.grammars.cache.counts
             self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
@@ -144,7 +147,8 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     prefixes = recent_keys = None
     if settings.has_prefix_cache:
         recent_keys = RecentKeys(base.epoch)
-        prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append)
+        uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
+        prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
@@ -180,7 +184,7 @@ class _Base:
             self.pool = KvPool(self.layout, num_blocks, device)
         self.num_host_blocks = (
             num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
-            if settings.pool == "decode"
+            if settings.pool == "decode" or settings.has_prefix_cache
             else 0
         )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):

@@ -456,6 +456,15 @@ def test_who_shares_a_prefix_cache(changes: dict[str, object], isolation: str, s
     assert line.endswith(summary)
 
 
+def test_host_memory_of_prefill_is_for_the_cache_alone() -> None:
+    memory = {"pools.prefill.host_memory_bytes": 1 << 30}
+    pools = Config.model_validate(changed(memory)).pools
+    assert pools.prefill is not None
+    assert pools.prefill.host_memory_bytes == 1 << 30
+    with pytest.raises(ValidationError, match="of no use with prefix_cache"):
+        Config.model_validate(changed({**memory, "prefix_cache.enabled": False}))
+
+
 # -- the shipped files ---------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class BruteCache:
         fingerprint = "" if scheduler.prefixes is None else scheduler.prefixes._options.fingerprint
         self._starts = {chain_start(fingerprint, salt): salt for salt in SALTS}
         self.num_found = self.num_shared = 0
+        self.damaged: set[int] = set()  # host blocks that may hold anything, until they are written again
         if scheduler.prefixes is not None:
             scheduler.prefixes.cache._names = _Noted(self._note)
 
@@ -81,13 +83,28 @@ class BruteCache:
         prefixes = self._scheduler.prefixes
         if prefixes is None:
             return
-        block_size = self._scheduler.limits.block_size
         for block_id, name in prefixes.cache._names.items():
-            start = name.place * block_size
-            cells = [cell(token_id, position) for position, token_id in enumerate(array("I", name.ids), start=start)]
-            assert self._runner.blocks[block_id] == cells, f"block {block_id} was named before it was written"
+            assert self._runner.blocks[block_id] == self._cells(name), (
+                f"block {block_id} was named before it was written"
+            )
             assert name.key == blake2b(name.parent + name.ids, digest_size=16).digest()
+        for cached in self._scheduler.host._cached.values():
+            if cached.host_id not in self.damaged:
+                assert self._runner.host[cached.host_id] == self._cells(cached.name), "it is not what it says"
         self._check_shared(self._holders())
+
+    def _cells(self, name: BlockName) -> list[int]:
+        """What lies in a block of this name."""
+        start = name.place * self._scheduler.limits.block_size
+        return [cell(token_id, position) for position, token_id in enumerate(array("I", name.ids), start=start)]
+
+    def damage(self, rng: random.Random) -> None:
+        """Something befalls a cached block in host memory, if there is one."""
+        cached = list(self._scheduler.host._cached.values())
+        if cached:
+            host_id = rng.choice(cached).host_id
+            self.damaged.add(host_id)
+            self._runner.host[host_id] = [-7] * self._scheduler.limits.block_size
 
     def _holders(self) -> dict[int, set[str]]:
         """Requests that hold each block."""

@@ -176,6 +176,7 @@ class SimulatedEngine:
         if turn.prompts is not None:
             assert not turn.prompts.rows
             assert not turn.prompts.swap_outs + turn.prompts.swap_ins
+            assert not turn.prompts.fetches + turn.prompts.saves
             self._launch(turn.prompts, now_s, core.prefill_launched)
             self.check()
         assert turn.plan is None or not turn.plan.chunks
@@ -270,7 +271,8 @@ class SimulatedEngine:
             states = [request.state for request in self.scheduler._requests.values() if request.search is not None]
             self.num_beams_swapped += states.count(RequestState.PREEMPTED)
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
-        block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins)
+        block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins + plan.fetches)
+        self.cache.damaged.difference_update(swap.host for swap in plan.swap_outs + plan.saves)
         host_ids = frozenset(swap.host for swap in plan.swap_outs + plan.swap_ins)
         for request_id in works_on(plan):
             request = self.scheduler.get(request_id)
@@ -349,7 +351,11 @@ class SimulatedEngine:
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler = self.scheduler
         num_tokens = sum(part.num_tokens for part in plan.slices)
-        assert not plan.is_empty or plan.swap_outs or plan.swap_ins
+        assert not plan.is_empty or plan.swap_outs or plan.swap_ins or plan.fetches or plan.saves
+        read = {swap.host for swap in plan.fetches + plan.swap_ins}
+        written = {swap.host for swap in plan.saves + plan.swap_outs}
+        assert read.isdisjoint(written), "run again, it would read what it wrote"
+        assert len({swap.device for swap in plan.fetches + plan.swap_ins}) == len(plan.fetches + plan.swap_ins)
         assert num_tokens <= scheduler.limits.max_step_tokens, "over the token budget"
         assert [part.is_prompt for part in plan.slices] == [False] * plan.num_rows + [True] * len(plan.chunks)
         assert len({(row.request_id, row.choice) for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
@@ -452,9 +458,9 @@ class SimulatedEngine:
         preemption = scheduler.preemption
         used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
         used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
-        assert sorted([*used, *preemption._free_host_ids]) == list(range(preemption.num_host_blocks))
+        scheduler.host.check_integrity(used)
         for step in self._in_flight:
-            assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
+            assert step.host_ids <= set(used), "a host block in use is somebody else's"
 
     def _check_promise(self, budget: MemoryBudget, request: Request, own: list[int], is_over: bool) -> None:
         scheduler = self.scheduler
@@ -480,6 +486,8 @@ class SimulatedEngine:
         assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
         if isinstance(self.scheduler.budget, ProjectedBudget):
             assert not self.scheduler.budget.projection._profiles
+        assert self.scheduler.host_tier is None or not self.scheduler.host_tier.is_busy
+        assert not self.scheduler.host_tier or not self.scheduler.host_tier.num_pending_tokens
         assert not self.scheduler._unloaded
         assert not self.scheduler._handing_over
         assert len(self.scheduler._deadlines) == len(self.scheduler.prompts) == 0

@@ -51,6 +51,7 @@ class Workload:
     all_able: bool = False  # both engines can do everything
     known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
     two_lanes: bool = False  # each computes prompts beside its rows
+    damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
 
 
@@ -112,12 +113,13 @@ class SimulatedSystem:
             has_two_lanes=workload.two_lanes,
             prefixes=workload.prefixes,
         )
-        source = Scheduler(prefill, PREFILL, lag=workload.lag, prefixes=workload.prefixes)
+        num_kept = int(prefill_blocks * workload.host_share) if workload.prefixes else 0
+        source = Scheduler(prefill, PREFILL, None, workload.lag, num_kept, prefixes=workload.prefixes)
         if workload.all_able:
             prefill = replace(prefill, max_step_tokens=prefill.max_step_tokens + prefill.max_sequences)
             two_lanes = workload.two_lanes
             source = Scheduler(
-                prefill, ALL_ABLE, workload.admission, workload.lag, has_two_lanes=two_lanes, prefixes=workload.prefixes
+                prefill, ALL_ABLE, workload.admission, workload.lag, num_kept, two_lanes, workload.prefixes
             )
         self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
@@ -136,6 +138,9 @@ class SimulatedSystem:
             for action in actions:
                 if rng.random() < 0.85:
                     action()
+            for engine in (self.decode, self.prefill) if self.workload.damage_rate else ():
+                if rng.random() < self.workload.damage_rate:
+                    engine.cache.damage(rng)
             self.now_s += rng.random()
             assert self.now_s < 10.0 * self.workload.num_requests, "requests hang"
         for _ in range(30 if self.workload.two_lanes else 3):  # steps in flight behind the last stop

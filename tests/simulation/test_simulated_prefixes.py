@@ -110,3 +110,19 @@ def test_several_routers_find_nearly_as_much_as_one() -> None:
         shares.append(found / sum(job.prompt_len for job in jobs))
     assert shares[0] > 0.2
     assert shares[1] > shares[0] - 0.1
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+def test_host_memory_finds_what_has_gone(num_prefill: int) -> None:
+    jobs = sharing_jobs(1, 60, gap_s=50.0)
+    of = shape(num_prefill, 1, 128)
+    of = replace(of, has_prefix_cache=True, rules=replace(of.rules, local_by_cost=False))
+    found = []
+    for num_host_blocks in (0, 1_000):
+        of = replace(of, num_host_blocks=num_host_blocks, num_prefill_host_blocks=num_host_blocks)
+        runs = [SimulatedSystem(of, COSTS, may_skip=may_skip).run(jobs).clients for may_skip in (True, False)]
+        attempts = [[client.attempt for client in clients] for clients in runs]
+        counts = [[(a.prefill_found, a.decode_found) for a in ones if a is not None] for ones in attempts]
+        assert counts[0] == counts[1], "steady steps taken at once change nothing"
+        found.append(sum(one[0 if num_prefill else 1] for one in counts[0]))
+    assert found[1] > 1.2 * found[0] > 0
