@@ -3,7 +3,7 @@
 Three carriers, one codec (`channels.wire`: msgpack, checked against these types and ranges; nothing is unpickled):
 - ZeroMQ calls (router <-> replicas): every `Call` and its reply, fields by name.
 - ZeroMQ frames (decode -> router): `Frame`, an array of its fields, none of them optional.
-- NIXL notifications (prefill <-> decode): `Handoff` and `TransferNote`, likewise.
+- NIXL notifications (prefill <-> decode): `Handoff`, `TransferNote` and `Dispute`, likewise.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
+from replicas.recent_part import KeyPart as KeyPart
+from replicas.recent_part import KeyPosition as KeyPosition
 from scheduler.admission import LATER_STEPS
 from scheduler.beam_search import BeamParams as BeamParams
 from scheduler.generated_token import FinishReason as FinishReason
@@ -26,7 +28,7 @@ from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 4  # of what streams: another version's is malformed
+WIRE_VERSION = 5  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -87,8 +89,8 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     fingerprint: Name
     block_ids: tuple[Count, ...]  # source block ids, in prompt order
     prompt_len: Count
-    # Of those blocks' bytes in that order; None when verification is off.
-    digest: Annotated[bytes, Meta(min_length=1, max_length=64)] | None
+    # Of each of those blocks, in that order (`replicas.kv.block_digests`); None when verification is off.
+    digests: bytes | None
     first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
@@ -111,6 +113,18 @@ class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_u
     reason: Name
 
 
+class Dispute(Struct, tag=f"dispute-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Reader -> source, once, whether its lease is still open or not: these blocks were not as they were offered.
+
+    If they did not change on their way, then in the source's memory, where another prompt may be about to use them.
+    """
+
+    transfer_id: Name
+    source_epoch: Name
+    reader_epoch: Name
+    block_ids: Annotated[tuple[Count, ...], Meta(min_length=1)]  # the source's
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """State of an engine as the router's policies see it."""
@@ -131,16 +145,19 @@ class EngineLoad:
     read_bytes_per_s: Amount = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not."""
+class Pulse(Struct, frozen=True, omit_defaults=True):
+    """Load, not older than a step and 50 ms. stalled_s: since when the engine stands still; 0.0: it does not. keys:
+    what it has cached since; None: it was not asked, or caches nothing."""
 
     load: EngineLoad
     stalled_s: float
+    keys: KeyPart | None = None
 
 
-class PulseCall(Call[Pulse], frozen=True):
-    """How is the replica? Answered while it computes."""
+class PulseCall(Call[Pulse], frozen=True, omit_defaults=True):
+    """How is the replica? Answered while it computes. keys_from: what it has cached from there on is asked for too."""
+
+    keys_from: KeyPosition | None = None
 
 
 class ForgetPeerCall(Call[None], frozen=True):
@@ -175,6 +192,9 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     tokens: tuple[CheckedToken, ...]
     # Of prompts that decode computes itself: in order, the last no later than the first token.
     prompts: tuple[PromptLogprobs, ...]
+    # (request id, tokens of its prompt that decode neither computed nor read), no later than its first token here; none
+    # of those where it found nothing.
+    cached: tuple[tuple[Name, Count], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +250,7 @@ class GenerateReply:
     transfer_s: float
     decode_s: float
     prefill_s: float = 0.0  # of a prompt that decode computed itself
+    num_cached: Count = 0  # prompt tokens that were neither computed nor read here
 
 
 class GenerateCall(Call[GenerateReply], frozen=True):
@@ -256,6 +277,7 @@ class PrefillReply:
     # One TokenLogprobs for each prompt token, None of the first; empty when not asked for. Encoded in parts
     # (`channels.wire.encode_scores`): a router decodes them one at a time.
     prompt_scores: tuple[bytes, ...] = ()
+    num_cached: Count = 0  # prompt tokens that were not computed
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):

@@ -46,8 +46,14 @@ def pool_limits(
     return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens)
 
 
+def keeps_prefixes_on_host(pool: str, layout: str) -> bool:
+    """Whether an engine of this pool uses its host memory for the prefix cache: where prompts are computed. A decode
+    engine behind a prefill pool reads what it lacks from there, as fast."""
+    return pool == "prefill" or layout != "split"
+
+
 def num_host_blocks(memory_bytes: int | None, policy: AdmissionPolicy, block_bytes: int, num_blocks: int) -> int:
-    """Blocks of host memory for preempted requests: as configured, else as many as the pool has if there can be any."""
+    """Blocks of host memory: as configured, else as many as the pool has if there can be preempted requests."""
     if memory_bytes is not None:
         return memory_bytes // block_bytes
     return 0 if policy.quantile is None else num_blocks

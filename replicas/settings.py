@@ -106,10 +106,12 @@ class EngineSettings:
     max_running_sequences: int
     max_batch_tokens: int
     lag: int
+    has_prefix_cache: bool = True
     layout: str = "split"  # "two_lanes": prompts are computed beside the rows, where the device can do that
-    # Decode only: how it admits, and the host memory for requests that give way (None: as the policy needs it).
-    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
+    # Host memory for requests that give way, and for cached blocks (None: as the admission needs it).
     host_memory_bytes: int | None = None
+    # Decode only: how it admits.
+    admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     lanes: LaneObjectives = field(default_factory=LaneObjectives)  # decode only, with two lanes
     lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
     structured_outputs: GrammarSettings = field(default_factory=GrammarSettings)

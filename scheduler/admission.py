@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import Budget, blocks_needed, num_blocks_for
+from scheduler.memory_budget import NOBODY, Budget, blocks_needed, num_blocks_for
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request, RequestState
 
@@ -44,7 +44,7 @@ class ProjectedBudget(Budget):
 
     @property
     def promised(self) -> int:
-        return self.projection.peak(self.step)
+        return self.projection.peak(self.step) + self.num_shared
 
     @property
     def available(self) -> int:
@@ -52,27 +52,42 @@ class ProjectedBudget(Budget):
 
     def free_from(self, num_steps: int) -> int:
         """O(log requests)."""
-        return max(0, self._limit_now - self.projection.peak(self.step + num_steps))
+        return max(0, self._limit_now - self.num_shared - self.projection.peak(self.step + num_steps))
 
     def later_free(self) -> tuple[int, ...]:
         return tuple([self.free_from(num_steps) for num_steps in LATER_STEPS])
 
-    def promise(self, request: Request) -> bool:
+    def promise(self, request: Request, joined: Mapping[str, int] = NOBODY) -> bool:
         assert request.request_id not in self.projection, f"{request.request_id} already has a promise"
         profile = self.newcomer(request)
+        for request_id, num_blocks in joined.items():  # they stay when those end whose they were
+            self._give_to_shared(request_id, num_blocks)
         if not self._fits(profile):
+            for request_id, num_blocks in joined.items():
+                self._give_to_shared(request_id, -num_blocks)
             return False
         self.projection.set(request.request_id, profile)
         return True
 
+    def fits(self, request: Request) -> bool:
+        return self._fits(self.newcomer(request))
+
+    def _give_to_shared(self, request_id: str, num_blocks: int) -> None:
+        profile = self.projection.get(request_id)
+        assert profile is not None, f"{request_id} holds blocks without a promise"
+        self.projection.set(request_id, replace(profile, base=profile.base - num_blocks))
+        self.num_shared += num_blocks
+
     def newcomer(self, request: Request) -> Profile:
-        """What a request would use that is admitted now."""
+        """What a request would use that is admitted now, besides what it shares."""
         if request.hands_over:
-            return constant(num_blocks_for(request.prompt_len, self._block_size))
+            return constant(num_blocks_for(request.prompt_len, self._block_size) - request.num_shared)
         if request.search is not None:
             return self._worst_case(request)
         num_rows = self._rows_left(request, 1)
-        return unstarted(request.prompt_len, len(request.spec.choices), num_rows, self.step, self._block_size)
+        num_choices = len(request.spec.choices)
+        profile = unstarted(request.prompt_len, num_choices, num_rows, self.step, self._block_size)
+        return replace(profile, base=profile.base - request.num_shared) if request.num_shared else profile
 
     def resume(self, request: Request, num_blocks: int) -> bool:
         if not self._fits(self._running_profile(request, num_blocks, self.step)):
@@ -81,7 +96,7 @@ class ProjectedBudget(Budget):
         return True
 
     def running(self, request: Request, first_step: int) -> None:
-        profile = self._running_profile(request, num_distinct_blocks(request), first_step)
+        profile = self._running_profile(request, num_own_blocks(request), first_step)
         self.projection.set(request.request_id, profile)
 
     def shrink(self, request_id: str, num_blocks: int) -> None:
@@ -104,7 +119,7 @@ class ProjectedBudget(Budget):
                 self.shrink(request_id, profile.peak(self._block_size))
 
     def _fits(self, newcomer: Profile) -> bool:
-        return self.projection.fits(newcomer, self.step, self._limit_now)
+        return self.projection.fits(newcomer, self.step, self._limit_now - self.num_shared)
 
     @property
     def _limit_now(self) -> int:
@@ -115,7 +130,7 @@ class ProjectedBudget(Budget):
         """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on
         their tokens.
         """
-        return constant(blocks_needed(request, self._block_size))
+        return constant(blocks_needed(request, self._block_size) - request.num_shared)
 
     def _running_profile(self, request: Request, num_held: int, first_step: int) -> Profile:
         if request.search is not None:
@@ -147,9 +162,9 @@ class ProjectedBudget(Budget):
         return (most if length is None else min(length, most)) - num_planned
 
 
-def num_distinct_blocks(request: Request) -> int:
-    """Blocks that its sequences hold, shared ones once."""
-    return len(distinct_blocks(sequence.block_ids for sequence in request.sequences))
+def num_own_blocks(request: Request) -> int:
+    """Blocks that its sequences hold, each once, but for those that other requests hold too."""
+    return len(distinct_blocks(sequence.block_ids for sequence in request.sequences)) - request.num_shared
 
 
 def distinct_blocks(tables: Iterable[list[int]]) -> list[int]:

@@ -7,7 +7,7 @@ surplus, counted and dropped. One that ends by length leaves none, since that en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
@@ -22,10 +22,18 @@ from scheduler.request import Request, Sequence
 class DecodeBatcher:
     """The running batch of one engine."""
 
-    def __init__(self, allocator: BlockAllocator, builder: PlanBuilder, block_size: int) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        builder: PlanBuilder,
+        block_size: int,
+        filled: Callable[[Request, Sequence], None] | None = None,
+    ) -> None:
+        """filled: is told of a sequence with a chain whose block the committed tokens have filled."""
         self._allocator = allocator
         self._builder = builder
         self._block_size = block_size
+        self._filled = filled
         self.beams = BeamBatcher(allocator, builder)
         self._running: dict[str, Request] = {}
         self._paused: dict[str, Request] = {}  # without rows, but tokens of rows in flight still count
@@ -49,6 +57,13 @@ class DecodeBatcher:
     def resume(self, request: Request) -> None:
         """It is back. Mutates."""
         self._running[request.request_id] = self._paused.pop(request.request_id)
+
+    def running_on(self, block_ids: Collection[int]) -> list[str]:
+        """Requests whose rows are computed from any of these blocks. O(blocks)."""
+        tables = [
+            (request.request_id, sequence.block_ids) for request in self.requests for sequence in request.sequences
+        ]
+        return [request_id for request_id, table in tables if not set(block_ids).isdisjoint(table)]
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -101,6 +116,11 @@ class DecodeBatcher:
             return None
         index = sequence.num_known
         sequence.num_known += 1
+        if (chain := sequence.chain) is not None:
+            chain.ids.append(token.token_id)
+            if len(chain.ids) > self._block_size:  # the last one's KV is not written
+                assert self._filled is not None
+                self._filled(request, sequence)
         sequence.finish_reason = reason = request.finish_reason_of(token.token_id, sequence.num_known)
         return Token(token.request_id, token.choice, index, token.token_id, reason, token.logprobs)
 

@@ -33,6 +33,11 @@ class FreeRuns:
     def num_runs(self) -> int:
         return len(self._length_at)
 
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest run."""
+        return self._by_length[-1][0] if self._by_length else 0
+
     def take(self, count: int, after: int | None = None) -> list[int]:
         """Remove `count` ids and return them, ascending within each run.
 

@@ -8,6 +8,8 @@ from scheduler.beam_search import BeamParams
 from scheduler.grammar import Grammar
 from scheduler.sampling_params import SamplingParams
 
+SALT_BYTES = 16  # of a cache_salt
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
@@ -37,6 +39,8 @@ class GenerationSpec:
     beam: BeamParams | None = None
     num_returned: int = 0  # with beam: 1 .. its width
     grammar: Grammar | None = None  # what each choice's text must follow; not with beam
+    cache_salt: bytes = b""  # whose prefixes it may find, and who may find its own: who has the same; empty: everybody
+    use_cache: bool = True  # whether what others have computed may be used for it
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -45,6 +49,8 @@ class GenerationSpec:
             raise ValueError(f"max_tokens is {self.max_tokens}")
         if not self.choices or len(set(self.choices)) != len(self.choices):
             raise ValueError(f"choices are {self.choices}")
+        if len(self.cache_salt) not in (0, SALT_BYTES):
+            raise ValueError(f"cache_salt has {len(self.cache_salt)} bytes, it must have {SALT_BYTES} or none")
         if self.beam is not None:
             self._check_search(self.beam)
 

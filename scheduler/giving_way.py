@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from scheduler.admission import num_distinct_blocks
+from scheduler.admission import num_own_blocks
+from scheduler.plan import Slice
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
 from scheduler.residents import Residents
 
 
 class GivingWay(Residents):
-    """Within the plan of a step of rows: what is swapped is part of it."""
+    """Within the plan of a step of rows: what is swapped is part of it, and so is what of the cache is copied."""
 
     def take_evicted(self) -> tuple[Request, ...]:
         """Requests that the last plans ended for want of memory: state EVICTED. Mutates: each is named once."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
+
+    def _fetch(self, rows: list[Slice]) -> int:
+        """Behind whoever gives way in this step: what it takes is not fetched. How many blocks are."""
+        if self.host_tier is None:
+            return 0
+        return self.host_tier.fetch(self.builder.next_step_id, has_rows=bool(rows))
+
+    def _save(self, num_fetched: int, rows: list[Slice], chunks: list[Slice]) -> None:
+        if self.host_tier is not None:
+            self.host_tier.save(self.builder.next_step_id, num_fetched, is_large=bool(chunks and not rows))
 
     def _bring_back(self, step_id: int, now_s: float) -> None:
         """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""
@@ -46,7 +57,7 @@ class GivingWay(Residents):
     def _num_coming(self) -> int:
         """Blocks that come free with the commits of steps in flight."""
         over = [*self._ending, *(r for r in self.batch.requests if num_planned(r) >= r.spec.max_tokens)]
-        return self.preemption.num_cooling + sum(num_distinct_blocks(request) for request in over)
+        return self.preemption.num_cooling + sum(num_own_blocks(request) for request in over)
 
     def _victim(self) -> Request | None:
         """The least important that may be preempted. Never the only one: nobody would be helped."""
@@ -56,7 +67,7 @@ class GivingWay(Residents):
         return max(able, key=importance) if able and len(requests) > 1 else None
 
     def _preempt(self, request: Request, step_id: int, now_s: float) -> None:
-        num_blocks = num_distinct_blocks(request)
+        num_blocks = num_own_blocks(request)
         if self.preemption.swap_out(request, step_id):
             request.enter(RequestState.PREEMPTED, now_s)
             self.batch.pause(request)

@@ -10,12 +10,16 @@ from scheduler.block_allocator import BlockAllocator
 from scheduler.capabilities import Capabilities
 from scheduler.deadlines import Deadlines
 from scheduler.decode_batcher import DecodeBatcher
+from scheduler.host_cache import HostCache
+from scheduler.host_tier import HostTier
 from scheduler.lane import Lane
 from scheduler.memory_budget import Budget, MemoryBudget
 from scheduler.outcome import Ledger
 from scheduler.pool_limits import PoolLimits
 from scheduler.preemption import Preemption
 from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.prefix_book import PrefixBook, PrefixOptions
+from scheduler.prefix_cache import PrefixCache
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.waiting_queue import WaitingQueue
 
@@ -37,9 +41,11 @@ class Holdings:
         lag: int = 0,
         num_host_blocks: int = 0,
         has_two_lanes: bool = False,
+        prefixes: PrefixOptions | None = None,
     ) -> None:
         """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
-        way. has_two_lanes: prompts are computed in steps of their own, beside those of rows.
+        way, and for what prefixes keep there. has_two_lanes: prompts are computed in steps of their own, beside those
+        of rows. prefixes: None: what was computed once is not found again.
 
         Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
         when running sequences alone could fill a step, so that prompts would starve.
@@ -56,17 +62,29 @@ class Holdings:
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
             self._max_overtakes = 0
-        self.allocator = BlockAllocator(num_blocks)
+        self.host = HostCache(num_host_blocks)
+        uses_host = prefixes is not None and prefixes.uses_host and num_host_blocks > 0 and capabilities.computes
+        cache = None if prefixes is None else PrefixCache(prefixes.on_piece, has_host=uses_host)
+        self.allocator = BlockAllocator(num_blocks, cache)
+        self._requests: dict[str, Request] = {}  # everything that holds anything
+        self.prefixes: PrefixBook | None = None
+        if prefixes is not None and cache is not None:
+            by_id = self._requests.__getitem__
+            self.prefixes = PrefixBook(prefixes, cache, self.allocator, self.budget, block_size, by_id, self.host)
         self.has_two_lanes = has_two_lanes
         self.decode_lane = Lane()
         self.prefill_lane = Lane() if has_two_lanes else self.decode_lane
         self.builder = self.decode_lane.builder
         self.prompts = PrefillBatcher(_MOST_SHARED_TOKENS if has_two_lanes else None)
-        self.batch = DecodeBatcher(self.allocator, self.builder, block_size)
-        self.preemption = Preemption(self.allocator, self.builder, block_size, num_host_blocks)
+        filled = None if self.prefixes is None else self.prefixes.filled
+        self.batch = DecodeBatcher(self.allocator, self.builder, block_size, filled)
+        self.preemption = Preemption(self.allocator, self.builder, block_size, self.host)
+        self.host_tier: HostTier | None = None
+        if self.prefixes is not None and uses_host:
+            ready = self._prompt_ready
+            self.host_tier = HostTier(self.host, self.prefixes, self.allocator, self.builder, block_size, ready)
         self._num_admitted = 0
         self._queue = WaitingQueue()
-        self._requests: dict[str, Request] = {}  # everything that holds anything
         self._free_slots = list(range(limits.max_sequences))
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
         self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
@@ -76,9 +94,15 @@ class Holdings:
         self._evicted: list[Request] = []  # not named yet
         self._deadlines = Deadlines()
 
+    def _prompt_ready(self, request: Request) -> None:
+        """What host memory had of its prompt is here. Mutates."""
+        if self.has_two_lanes:
+            request.last_step_id = -1  # of the other lane none yet
+        self.prompts.add(request)
+
     @property
     def _num_available(self) -> int:
-        """Free blocks but those that are kept for reads to come."""
+        """Free and cached blocks but those that are kept for reads to come."""
         num_free = self.allocator.num_free
         return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
 
@@ -96,7 +120,8 @@ class Holdings:
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens yet to be computed here, queued ones included."""
-        return self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
+        num_waiting = self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
+        return num_waiting if self.host_tier is None else num_waiting + self.host_tier.num_pending_tokens
 
     @property
     def num_changing_lanes(self) -> int:

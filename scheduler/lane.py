@@ -7,6 +7,7 @@ step that ends its prompt is committed, and from then on in the decode lane, as 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.plan_builder import PlanBuilder
@@ -15,11 +16,13 @@ from scheduler.request import Request
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """Engine thread only. ending: requests that are over, but a step in flight here still computes on their blocks."""
+    """Engine thread only. ending: requests that are over, but a step in flight here still computes on their blocks.
+    chunks: of prompts in steps in flight: step id, whose, and the position behind (`PrefixBook`)."""
 
     builder: PlanBuilder = field(default_factory=PlanBuilder)
     committed_step_id: int = -1
     ending: list[Request] = field(default_factory=list)
+    chunks: deque[tuple[int, Request, int]] = field(default_factory=deque)
 
     def is_done_with(self, request: Request) -> bool:
         """Whether no step in flight computes on its blocks. request: one of this lane."""

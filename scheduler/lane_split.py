@@ -5,7 +5,7 @@ Pure. The decode lane may use the whole card at any time, and is slowed down by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -28,11 +28,11 @@ class LaneShare:
 ALONE = LaneShare(None, 1.0, 1.0)  # the other lane has nothing to do, or takes nothing away
 WHOLE_CARD = LaneShare(None, 1.0, 0.1)  # for prompts with nothing beside; rows that come meanwhile have little
 
-# Parts of the card that the prefill lane leaves alone, and both rates. With 40 of an H200's 132 left alone the engine
-# itself took 82 ms for prompts of 2,048 tokens (47 alone) and 10.9 for steps of some 10 rows (5.2), Llama-3.1-8B. The
-# others are taken from what products alone gave (0.68 and 0.43, 0.48 and 0.69, where those of 40 gave 0.62 and 0.60)
-# and from a run in which three prompts of ten had all but 32. Few, as each takes graphs of its own.
-_ESTIMATES = ((32 / 132, 0.62, 0.38), (40 / 132, 0.58, 0.48), (64 / 132, 0.45, 0.55))
+# Parts of the card that the prefill lane leaves alone, and both rates: an H200's, Llama-3.1-8B, 2,048 tokens of prompts
+# beside 16 rows. Few, as each takes graphs of its own; and turns of these two do more than any share between them does
+# (the sum of both rates is 1.15 to 1.17 here, 1.13 to 1.15 there). With fewer left alone steps of rows take almost
+# three times as long, which no queue is worth.
+_ESTIMATES = ((40 / 132, 0.63, 0.52), (64 / 132, 0.48, 0.69))
 _GROUP = 8  # multiprocessors; every card can be divided by a multiple of so many
 
 
@@ -65,8 +65,8 @@ class LaneRates:
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:
-    """num_prompt_tokens: in no finished step yet, those of the step to come included. oldest_wait_s: of the prompt that
-    waits longest. num_rows: of the decode lane, now or soon.
+    """num_prompt_tokens: in no step yet, and in the one to come. oldest_wait_s: of the prompt that waits longest, those
+    in flight included. num_rows: of the decode lane, now or soon.
     """
 
     num_prompt_tokens: int
@@ -75,11 +75,17 @@ class LaneLoad:
     rates: LaneRates = LaneRates()
 
 
+# As choose_share, for simulations of other rules.
+ShareChooser = Callable[[LaneLoad, LaneObjectives, Sequence[LaneShare]], LaneShare]
+
+
 def choose_share(load: LaneLoad, objectives: LaneObjectives, shares: Sequence[LaneShare]) -> LaneShare:
     """The share for the prompts that come next; the whole card where nothing runs beside them. ALONE: it has no shares.
 
-    Of those that keep both objectives the one with the most gain. If none does, the one that misses its objective the
-    least, as a ratio: a queue of prompts moves multiprocessors to them, many rows move them back.
+    Of those that keep both objectives the one with the most for prompts: what rows do not need is a first token sooner.
+    If none keeps both, the one that misses its objective the least, as a ratio: many rows take multiprocessors, a queue
+    that waits too long takes them back. Which share does the most work in all is not asked: they differ by less than
+    their rates can be measured.
     """
     if not shares:
         return ALONE
@@ -91,6 +97,6 @@ def choose_share(load: LaneLoad, objectives: LaneObjectives, shares: Sequence[La
         wait_s = load.oldest_wait_s
         if load.rates.prefill_tokens_per_s > 0.0:
             wait_s += load.num_prompt_tokens / (load.rates.prefill_tokens_per_s * share.prefill_rate)
-        return max(1.0, itl, wait_s / objectives.ttft_s), -share.gain
+        return max(1.0, itl, wait_s / objectives.ttft_s), -share.prefill_rate
 
     return min(shares, key=misses)

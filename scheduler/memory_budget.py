@@ -6,10 +6,13 @@ A promise is made at admission and ends when the last block of the request is fr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from scheduler.length_estimator import LengthEstimator
 from scheduler.request import Request
+
+NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -47,6 +50,7 @@ class Budget(ABC):
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_shared = 0  # blocks in use that are in nobody's promise, as several hold them (`SharedBlocks`)
 
     @property
     @abstractmethod
@@ -76,8 +80,16 @@ class Budget(ABC):
         return num_blocks <= self.num_blocks
 
     @abstractmethod
-    def promise(self, request: Request) -> bool:
-        """Admit a request that has not started if it fits; mutates only then. One promise per request."""
+    def promise(self, request: Request, joined: Mapping[str, int] = NOBODY) -> bool:
+        """Admit a request that has not started if it fits; mutates only then. One promise per request.
+
+        Its num_shared blocks are there already, and counted. joined: how many of whose own blocks are shared from then
+        on, as it holds them too.
+        """
+
+    @abstractmethod
+    def fits(self, request: Request) -> bool:
+        """Whether `promise` may admit it: it does if nobody's own blocks are shared by that."""
 
     @abstractmethod
     def shrink(self, request_id: str, num_blocks: int) -> None:
@@ -118,14 +130,26 @@ class MemoryBudget(Budget):
 
     @property
     def available(self) -> int:
-        return self.num_blocks - self._total_promised
+        return self.num_blocks - self.promised
 
     @property
     def promised(self) -> int:
-        return self._total_promised
+        return self._total_promised + self.num_shared
 
-    def promise(self, request: Request) -> bool:
-        return self.promise_blocks(request.request_id, blocks_needed(request, self._block_size))
+    def promise(self, request: Request, joined: Mapping[str, int] = NOBODY) -> bool:
+        if not self.promise_blocks(request.request_id, self._needed(request)):
+            return False
+        for request_id, num_blocks in joined.items():
+            self._promised[request_id] -= num_blocks
+        self._total_promised -= sum(joined.values())
+        self.num_shared += sum(joined.values())
+        return True
+
+    def fits(self, request: Request) -> bool:
+        return self._needed(request) <= self.available
+
+    def _needed(self, request: Request) -> int:
+        return blocks_needed(request, self._block_size) - request.num_shared
 
     def promise_blocks(self, request_id: str, num_blocks: int) -> bool:
         """Promise blocks to a request if they are available; mutates only then."""

@@ -57,6 +57,14 @@ class PromptDone:
     candidates: tuple[Candidate, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks for a prompt whose KV is to be read, in prompt order. The first num_kept hold theirs already."""
+
+    block_ids: tuple[int, ...]
+    num_kept: int
+
+
 class StepEvents(NamedTuple):
     """What a committed step brought: tokens of requests that are decoded here, prompts that can be handed over."""
 

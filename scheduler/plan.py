@@ -56,9 +56,8 @@ class BlockCopy:
     destination: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSwap:
-    """One whole KV block between the device's pool and host memory: out, or back in."""
+class BlockSwap(NamedTuple):
+    """One whole KV block between the device's pool and host memory: out, or back in. A tuple: steps have hundreds."""
 
     device: int
     host: int
@@ -131,6 +130,7 @@ class Slice(NamedTuple):
 class StepPlan:
     """One engine step. Applied in this order: slot_inits, table_writes, swap_outs, swap_ins, copies (a block
     may be copied that has just come back), then one forward pass, unless the plan is empty: then it only moves blocks.
+    fetches and saves: any time behind the swaps of the steps before it, in this order.
     """
 
     step_id: int
@@ -140,6 +140,10 @@ class StepPlan:
     slices: tuple[Slice, ...]  # those of running sequences first
     swap_outs: tuple[BlockSwap, ...] = ()
     swap_ins: tuple[BlockSwap, ...] = ()
+    # Cached blocks, beside the pass: those that come back are computed from only when this step is committed, and those
+    # that go out nobody writes into before, or their copies are never used.
+    fetches: tuple[BlockSwap, ...] = ()
+    saves: tuple[BlockSwap, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -195,9 +199,11 @@ class StepOutput:
     order of its positions.
 
     prompts: what it thought of the chunks' tokens, where that was asked for. accepted: of each slice with guesses.
+    damaged: of its swap_ins and fetches those that brought something else than once went out.
     """
 
     step_id: int
     tokens: tuple[SampledToken, ...]
     prompts: tuple[PromptLogprobs, ...] = ()
     accepted: tuple[Accepted, ...] = ()
+    damaged: tuple[BlockSwap, ...] = ()

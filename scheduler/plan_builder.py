@@ -15,6 +15,8 @@ class PlanBuilder:
         self._copies: list[BlockCopy] = []
         self._swap_outs: list[BlockSwap] = []
         self._swap_ins: list[BlockSwap] = []
+        self._fetches: list[BlockSwap] = []
+        self._saves: list[BlockSwap] = []
 
     def init_slot(self, slot_init: SlotInit) -> None:
         self._slot_inits.append(slot_init)
@@ -31,13 +33,19 @@ class PlanBuilder:
     def swap_in(self, swaps: tuple[BlockSwap, ...]) -> None:
         self._swap_ins += swaps
 
+    def fetch(self, swaps: tuple[BlockSwap, ...]) -> None:
+        self._fetches += swaps
+
+    def save(self, swaps: tuple[BlockSwap, ...]) -> None:
+        self._saves += swaps
+
     def abandon(self) -> None:
         """The plan being made is given up, and its number with it. Mutates.
 
         Its block copies and swaps must not run: their destinations may have other owners when the next plan runs. Slot
         inits and table writes may: whoever takes a slot later notes its own behind them.
         """
-        self._copies, self._swap_outs, self._swap_ins = [], [], []
+        self._copies, self._swap_outs, self._swap_ins, self._fetches, self._saves = [], [], [], [], []
         self.next_step_id += 1
 
     def forget(self, slots: frozenset[int]) -> None:
@@ -53,7 +61,7 @@ class PlanBuilder:
 
         rows: of running sequences; chunks: of prompts.
         """
-        if not rows and not chunks and not self._swap_outs and not self._swap_ins:
+        if not (rows or chunks or self._swap_outs or self._swap_ins or self._fetches or self._saves):
             return None
         plan = StepPlan(
             step_id=self.next_step_id,
@@ -63,8 +71,10 @@ class PlanBuilder:
             slices=(*rows, *chunks),
             swap_outs=tuple(self._swap_outs),
             swap_ins=tuple(self._swap_ins),
+            fetches=tuple(self._fetches),
+            saves=tuple(self._saves),
         )
         self.next_step_id += 1
         self._slot_inits, self._table_writes, self._copies = [], [], []
-        self._swap_outs, self._swap_ins = [], []
+        self._swap_outs, self._swap_ins, self._fetches, self._saves = [], [], [], []
         return plan

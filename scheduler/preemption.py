@@ -10,12 +10,12 @@ preempted request keeps its slots, and with them its last tokens, so steps in fl
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler.admission import distinct_blocks
 from scheduler.block_allocator import BlockAllocator
+from scheduler.host_cache import HostCache
 from scheduler.plan import BlockSwap
 from scheduler.plan_builder import PlanBuilder
 from scheduler.request import Request
@@ -37,22 +37,21 @@ class _Cooling:
 
     step_id: int
     request_id: str
-    num_blocks: int  # of the device, each once
+    num_blocks: int  # of the device, each once, that come free
     device_refs: tuple[int, ...]  # once for each sequence that had it
     host_ids: tuple[int, ...]
 
 
 class Preemption:
-    """Host blocks 0 .. num_host_blocks - 1, and who has them. Engine thread only."""
+    """Who is in host memory, and which of its blocks are whose. Engine thread only."""
 
-    def __init__(self, allocator: BlockAllocator, builder: PlanBuilder, block_size: int, num_host_blocks: int) -> None:
-        self.num_host_blocks = num_host_blocks
+    def __init__(self, allocator: BlockAllocator, builder: PlanBuilder, block_size: int, host: HostCache) -> None:
+        self.host = host
         self.num_swapped = 0  # preemptions to host memory, ever
         self.num_evicted = 0  # preemptions for which there was no host memory, ever
         self._allocator = allocator
         self._builder = builder
         self._block_size = block_size
-        self._free_host_ids = list(range(num_host_blocks))
         self._away: dict[str, _Away] = {}
         self._cooling: list[_Cooling] = []
         self._protected: dict[str, Request] = {}  # came back lately; some need no protection any more
@@ -65,8 +64,12 @@ class Preemption:
         return request_id in self._away
 
     @property
+    def num_host_blocks(self) -> int:
+        return self.host.num_blocks
+
+    @property
     def num_host_blocks_used(self) -> int:
-        return self.num_host_blocks - len(self._free_host_ids)
+        return self.host.num_used
 
     @property
     def is_cooling(self) -> bool:
@@ -83,14 +86,14 @@ class Preemption:
     def swap_out(self, request: Request, step_id: int) -> bool:
         """Move a request's blocks to host memory in the step being planned; False when they do not fit. Mutates."""
         blocks = distinct_blocks(sequence.block_ids for sequence in request.sequences)
-        if len(blocks) > len(self._free_host_ids):
+        host_ids = self.host.take(len(blocks))
+        if host_ids is None:
             return False
-        host_ids = tuple(heapq.heappop(self._free_host_ids) for _ in blocks)
         self._builder.swap_out(tuple(BlockSwap(*pair) for pair in zip(blocks, host_ids, strict=True)))
         index_of = {block_id: index for index, block_id in enumerate(blocks)}
         tables = tuple(tuple(index_of[block_id] for block_id in s.block_ids) for s in request.sequences)
         refs = tuple(block_id for sequence in request.sequences for block_id in sequence.block_ids)
-        self._cooling.append(_Cooling(step_id, request.request_id, len(blocks), refs, ()))
+        self._cooling.append(_Cooling(step_id, request.request_id, len(blocks) - request.num_shared, refs, ()))
         self._away[request.request_id] = _Away(request, host_ids, tables)
         for sequence in request.sequences:
             sequence.block_ids = []
@@ -123,29 +126,26 @@ class Preemption:
         request.protected_until = num_planned(request) + self._block_size
         self._protected[request.request_id] = request
 
-    def step_committed(self, step_id: int) -> list[str]:
-        """What the step copied from is free; the requests whose device blocks these were. Mutates."""
+    def step_committed(self, step_id: int) -> list[tuple[str, list[int]]]:
+        """What the step copied from is free; the requests whose device blocks these were, with the blocks. Mutates."""
         due = [cooling for cooling in self._cooling if cooling.step_id <= step_id]
         if not due:
             return []
         self._cooling = [cooling for cooling in self._cooling if cooling.step_id > step_id]
         for cooling in due:
             self._allocator.release(cooling.device_refs)
-            self._give_back(cooling.host_ids)
-            if cooling.num_blocks and cooling.request_id in self._away:
+            self.host.give(cooling.host_ids)
+            if cooling.device_refs and cooling.request_id in self._away:
                 self._away[cooling.request_id].is_out = True
-        return [cooling.request_id for cooling in due if cooling.num_blocks]
+        out = [cooling for cooling in due if cooling.device_refs]
+        return [(cooling.request_id, list(dict.fromkeys(cooling.device_refs))) for cooling in out]
 
     def discard(self, request_id: str) -> None:
         """The request is over, and no step works on it. Mutates."""
         self._protected.pop(request_id, None)
         away = self._away.pop(request_id, None)
         if away is not None:
-            self._give_back(away.host_ids)
-
-    def _give_back(self, host_ids: tuple[int, ...]) -> None:
-        for host_id in host_ids:
-            heapq.heappush(self._free_host_ids, host_id)
+            self.host.give(away.host_ids)
 
     # -- whose turn it is --------------------------------------------------------------------------
 

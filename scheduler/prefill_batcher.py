@@ -38,7 +38,7 @@ class PrefillBatcher:
         return self._num_pending_tokens
 
     def add(self, request: Request) -> None:
-        self._waiting.add(request, request.prompt_len)
+        self._waiting.add(request, request.prompt_len - request.num_prefilled)
         self._num_pending_tokens += request.prompt_len - request.num_prefilled
 
     def discard(self, request: Request) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from scheduler.beam_search import BeamSearch, Candidate
+from scheduler.block_chain import OutputChain, PromptChain
 from scheduler.generated_token import FinishReason
 from scheduler.generation_spec import GenerationSpec
 from scheduler.plan import RuleContext, SlotInit
@@ -80,6 +81,8 @@ class Sequence:
     finish_reason: str | None = None
     # Of a beam search: what may come next, as the last committed step has it.
     candidates: tuple[Candidate, ...] = ()
+    # Where blocks are found by content: the one that its tokens fill.
+    chain: OutputChain | None = None
 
 
 @dataclass(slots=True)
@@ -99,11 +102,17 @@ class Request:
     # When each state was first entered: every latency is a difference of two.
     entered_s: dict[RequestState, float] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
-    num_prefilled: int = 0  # prompt tokens planned
+    num_prefilled: int = 0  # prompt tokens planned, or found
     last_step_id: int = -1  # last step that computes on its blocks
     num_overtaken: int = 0  # requests behind it that were admitted before it
     admission_number: int = -1  # counts admissions
     protected_until: int = 0  # it is not preempted while fewer tokens than this are planned
+    # Where blocks are found by content (`PrefixBook`, which alone changes these, but for num_shared before admission).
+    chain: PromptChain | None = None
+    num_cached: int = 0  # prompt tokens whose KV was found: neither computed nor read
+    num_entered: int = 0  # blocks of its prompt that can be found or could not be entered
+    num_shared: int = 0  # blocks that it holds and that are counted for several requests together
+    generation: int = 0  # of the cache, at its admission
 
     def __post_init__(self) -> None:
         spec = self.spec

@@ -6,8 +6,9 @@ All methods run on the engine thread; none blocks; `now_s` is monotonic.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
-from scheduler.admission import num_distinct_blocks
+from scheduler.admission import distinct_blocks, num_own_blocks
 from scheduler.holdings import Holdings
 from scheduler.lane import Lane
 from scheduler.memory_budget import blocks_needed, num_blocks_for
@@ -42,6 +43,8 @@ class Residents(Holdings):
         num_slots = len(request.slot_choices)
         if num_slots > self.limits.max_sequences:
             raise NeverFits("sequence slots", num_slots, self.limits.max_sequences)
+        if self.prefixes is not None:
+            self.prefixes.submitted(request)
         request.entered_s[RequestState.QUEUED] = now_s
         self._queue.add(request, self._cost(request))
         self._requests[request.request_id] = request
@@ -59,31 +62,50 @@ class Residents(Holdings):
         self._project_from_now()
 
         def lets_in(request: Request) -> bool:
-            if len(request.slot_choices) > len(self._free_slots) or not self._promise(request):
+            if len(request.slot_choices) > len(self._free_slots) or (found := self._promise(request)) is None:
                 return False
-            self._let_in(request, now_s)
+            self._let_in(request, found, now_s)
             return True
 
         return self._queue.admit(lets_in, self._max_overtakes)
 
-    def _promise(self, request: Request) -> bool:
-        """Promise memory if there is any for it; mutates only then."""
+    def _promise(self, request: Request) -> list[int] | None:
+        """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here
+        already and hold the beginning of its prompt."""
         if self.preemption:
-            return False  # who gave way comes back first
+            return None  # who gave way comes back first
         num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
-        is_there = num_prompt_blocks <= self._num_available - self.preemption.num_protected_blocks()
-        return is_there and self.budget.promise(request)
+        room = self._num_available - self.preemption.num_protected_blocks()
+        if self.prefixes is None:
+            return [] if num_prompt_blocks <= room and self.budget.promise(request) else None
+        # Many ask in vain, and again in the next turn: they are answered by what is cheap to know.
+        request.num_shared = self.prefixes.guess(request)
+        if num_prompt_blocks - request.num_shared <= room and self.budget.fits(request):
+            found = self.prefixes.find(request)
+            held = self.prefixes.held(found)
+            request.num_shared = len(held)
+            joined = self.prefixes.shared.would_join(held)
+            if num_prompt_blocks - len(held) <= room and self.budget.promise(request, joined):
+                return found
+        request.num_shared = 0
+        return None
 
-    def _let_in(self, request: Request, now_s: float) -> None:
+    def _let_in(self, request: Request, found: list[int], now_s: float) -> None:
         request.enter(RequestState.ADMITTED, now_s)
         request.admission_number = self._num_admitted
         self._num_admitted += 1
         request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in request.slot_choices]
+        if self.prefixes is not None:
+            self.prefixes.take(request, found)
+            request.sequences[0].block_ids = found
         if not request.local_prefill:
-            self._unloaded[request.request_id] = num_blocks_for(request.prompt_len, self.limits.block_size)
+            num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
+            self._unloaded[request.request_id] = num_prompt_blocks - len(found)
             return
+        request.num_prefilled = request.num_cached
         self._allocate_prompt(request)
-        self.prompts.add(request)
+        if self.host_tier is None or not self.host_tier.take(request):
+            self.prompts.add(request)
 
     def _take_slots(self, request: Request) -> None:
         """The step being planned begins its prompt, so what is noted of its slots is over when the step is. Mutates."""
@@ -94,8 +116,11 @@ class Residents(Holdings):
         builder.write_table(first.slot, 0, tuple(first.block_ids))
 
     def _allocate_prompt(self, request: Request) -> tuple[int, ...]:
-        block_ids = self.allocator.allocate(num_blocks_for(request.prompt_len, self.limits.block_size))
-        request.sequences[0].block_ids = list(block_ids)
+        """Blocks for what was not found of its prompt; these. Mutates."""
+        table = request.sequences[0].block_ids
+        num_missing = num_blocks_for(request.prompt_len, self.limits.block_size) - len(table)
+        block_ids = self.allocator.allocate(num_missing, after=table[-1] if table else None)
+        table += block_ids
         return block_ids
 
     def get(self, request_id: str) -> Request | None:
@@ -137,6 +162,8 @@ class Residents(Holdings):
         self._deadlines.discard(request.request_id)
         self._queue.discard(request.request_id)
         self.prompts.discard(request)
+        if self.host_tier is not None:
+            self.host_tier.discard(request)
         if lane.is_done_with(request):
             self._release(request)
             return
@@ -144,19 +171,24 @@ class Residents(Holdings):
         if request.request_id in self.preemption:
             return
         if lane is self.decode_lane:
-            self.budget.hold(request.request_id, num_distinct_blocks(request), request.last_step_id)
+            self.budget.hold(request.request_id, num_own_blocks(request), request.last_step_id)
         else:  # after which of the rows' steps that will be is not known
-            self.budget.shrink(request.request_id, num_distinct_blocks(request))
+            self.budget.shrink(request.request_id, num_own_blocks(request))
 
     def _lane_of(self, request: Request) -> Lane:
-        """The only one that can have steps in flight which compute on its blocks."""
+        """The only one that can have steps in flight which compute on its blocks, or copy into them."""
+        if self.host_tier is not None and request.request_id in self.host_tier:
+            return self.decode_lane
         return self.prefill_lane if request.state in _STATES_OF_PROMPTS else self.decode_lane
 
     def _step_committed(self, lane: Lane, step_id: int) -> None:
         """Everything up to `step_id` of this lane has run: blocks that waited for it go back."""
         if lane is self.decode_lane:
-            for request_id in self.preemption.step_committed(step_id):
+            for request_id, block_ids in self.preemption.step_committed(step_id):
+                self._let_go(self._requests[request_id], block_ids)
                 self.budget.end(request_id)  # nothing of it is left in the pool
+            if self.host_tier is not None:
+                self.host_tier.saved(step_id)
         for request in lane.committed(step_id):
             self._release(request)
 
@@ -172,10 +204,26 @@ class Residents(Holdings):
 
         Their tokens are lost, so the caller ends every request that is prefilling or running.
         """
+        if self.prefixes is not None:
+            self.prefixes.forget()  # whatever went wrong, no later request is to see it
         for lane in (self.prefill_lane, self.decode_lane) if self.has_two_lanes else (self.decode_lane,):
             lane.builder.abandon()
+            lane.chunks.clear()
             self._step_committed(lane, lane.builder.next_step_id - 1)
+        if self.host_tier is not None:
+            self.host_tier.abandoned()
         self._project_from_now()
+
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """Something is wrong with the KV in these blocks: nobody finds it any more. Mutates."""
+        if self.prefixes is not None:
+            self.prefixes.forget(block_ids)
+
+    def distrust_request(self, request_id: str) -> None:
+        """Likewise, of one whose output shows it. Mutates."""
+        request = self.get(request_id)
+        if request is not None:
+            self.distrust(distinct_blocks(sequence.block_ids for sequence in request.sequences))
 
     def _release(self, request: Request) -> None:
         """The request lets go of its blocks and slots. If over, its promise ends, but for what a transfer holds."""
@@ -183,6 +231,10 @@ class Residents(Holdings):
         self._handing_over.pop(request.request_id, None)
         if self.has_two_lanes:
             self.builder.forget(frozenset([sequence.slot for sequence in request.sequences]))
+        if request.num_shared:
+            in_transfer = set(self._transfers.get(request.request_id, ()))
+            blocks = distinct_blocks(sequence.block_ids for sequence in request.sequences)
+            self._let_go(request, [block_id for block_id in blocks if block_id not in in_transfer])
         for sequence in request.sequences:
             self.allocator.release(sequence.block_ids)
             sequence.block_ids = []
@@ -191,9 +243,15 @@ class Residents(Holdings):
         if not request.is_over:
             return
         if request.request_id in self._transfers:
-            self.budget.shrink(request.request_id, len(self._transfers[request.request_id]))
+            num_held = len(self._transfers[request.request_id]) - request.num_shared
+            self.budget.shrink(request.request_id, num_held)
         else:
             self._forget(request.request_id)
+
+    def _let_go(self, request: Request, block_ids: list[int]) -> None:
+        """It holds these no more, each named once: what it shares of them is for the others. Mutates."""
+        if request.num_shared and self.prefixes is not None:
+            self.prefixes.let_go(request, block_ids)
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id)
@@ -217,5 +275,8 @@ class Residents(Holdings):
             return
         self.allocator.unhold(block_ids)
         request = self._requests[request_id]
+        if request.num_shared:
+            kept = {block_id for sequence in request.sequences for block_id in sequence.block_ids}
+            self._let_go(request, [block_id for block_id in block_ids if block_id not in kept])
         if request.is_over and not request.sequences:
             self._forget(request_id)

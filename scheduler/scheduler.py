@@ -13,7 +13,7 @@ from scheduler.beam_search import Candidate
 from scheduler.generated_token import Token
 from scheduler.giving_way import GivingWay
 from scheduler.lane import Lane
-from scheduler.outcome import PromptDone, StepEvents
+from scheduler.outcome import Load, PromptDone, StepEvents
 from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
@@ -25,14 +25,15 @@ class Scheduler(GivingWay):
 
     # -- the handoff: these tokens, and these blocks ---------------------------------------------------------------
 
-    def begin_load(self, request_id: str, now_s: float) -> tuple[int, ...]:
-        """Allocate the prompt's blocks and hold them for the read; the ids, in prompt order. Mutates."""
+    def begin_load(self, request_id: str, now_s: float) -> Load:
+        """Allocate the prompt's blocks, but for those that were found at its admission, and hold the new ones for the
+        read. Mutates."""
         request = self._requests[request_id]
         request.enter(RequestState.LOADING, now_s)
         del self._unloaded[request_id]
-        block_ids = self._allocate_prompt(request)
-        self._hold(request_id, block_ids)
-        return block_ids
+        num_kept = len(request.sequences[0].block_ids)
+        self._hold(request_id, self._allocate_prompt(request))
+        return Load(tuple(request.sequences[0].block_ids), num_kept)
 
     def kv_ready(self, request_id: str, first_tokens: Iterable[Token], now_s: float) -> None:
         """The KV is here and confirmed: join the running batch. Mutates.
@@ -54,7 +55,11 @@ class Scheduler(GivingWay):
             sequence.num_planned = sequence.num_known = 1
             self.builder.init_slot(request.slot_init(sequence, token.token_id))
         self.builder.write_table(request.sequences[0].slot, 0, tuple(request.sequences[0].block_ids))
+        self._loaded(request)
         self._start(request, self.builder.next_step_id)
+        for sequence in request.sequences:
+            if sequence.chain is not None:
+                sequence.chain.ids.append(first_of[sequence.choice].token_id)
 
     def beams_ready(self, request_id: str, candidates: tuple[Candidate, ...], now_s: float) -> None:
         """As `kv_ready`, for a beam search. Mutates.
@@ -69,9 +74,14 @@ class Scheduler(GivingWay):
         first = request.sequences[0]
         first.num_planned = 1
         self.builder.write_table(first.slot, 0, tuple(first.block_ids))
+        self._loaded(request)
         self._start(request, self.builder.next_step_id)
         self.batch.beams.take(request, first, candidates)
         self.batch.beams.select()
+
+    def _loaded(self, request: Request) -> None:
+        if self.prefixes is not None:
+            self.prefixes.loaded(request)
 
     def lease_ended(self, request_id: str, now_s: float) -> None:
         """The reader confirmed, dropped or died, or the lease expired: the blocks are free. Idempotent."""
@@ -86,9 +96,11 @@ class Scheduler(GivingWay):
         """What the next step does, or None when there is nothing to compute. Mutates. Where there is one lane."""
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
+        num_fetched = self._fetch(rows)
         chunks: list[Slice] = []
         if self.prompts:
             chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
+        self._save(num_fetched, rows, chunks)
         plan = self.builder.build(rows, chunks)
         self._stalled(stalled)
         return plan
@@ -97,6 +109,7 @@ class Scheduler(GivingWay):
         """What the next step of the decode lane does: rows only. As `plan`."""
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
+        self._save(self._fetch(rows), rows, [])
         plan = self.builder.build(rows, [])
         if plan is not None:
             for request in stalled:  # what was noted of their slots is in this step, too
@@ -128,8 +141,11 @@ class Scheduler(GivingWay):
         step_id = self.prefill_lane.builder.next_step_id
         chunks, completed = self.prompts.plan_chunks(token_budget, step_id, now_s)
         for chunk in chunks:
-            if chunk.start == 0:
-                self._take_slots(self._requests[chunk.request_id])
+            request = self._requests[chunk.request_id]
+            if chunk.start == request.num_cached:
+                self._take_slots(request)
+            if self.prefixes is not None:
+                self.prefixes.planned(request, chunk.end, step_id, self.prefill_lane)
         for request in completed:
             if request.hands_over or self.has_two_lanes:
                 self._handing_over[request.request_id] = request
@@ -150,6 +166,8 @@ class Scheduler(GivingWay):
 
         A beam search has no tokens until it is over, and then all of them.
         """
+        if self.prefixes is not None:
+            self.prefixes.committed(lane or self.decode_lane, output.step_id)
         tokens, firsts, theirs = output.tokens, [], self._handing_over
         if theirs:
             self._change_lanes(tokens, now_s)
@@ -162,6 +180,8 @@ class Scheduler(GivingWay):
                 events.append(event)
         for accepted in output.accepted:
             self._settle(accepted)
+        if self.host_tier is not None and (lane is None or lane is self.decode_lane):
+            self.host_tier.fetched(output.step_id, output.damaged)
         self._step_committed(lane or self.decode_lane, output.step_id)
         for request in self.batch.beams.select():
             events += hypothesis_tokens(request)
@@ -198,7 +218,11 @@ class Scheduler(GivingWay):
         """
         is_busy = len(self.prompts) or self._handing_over or self._ending
         is_short = self.preemption or self.preemption.is_cooling
-        return 0 if is_busy or is_short or (self.num_queued and self._free_slots) else self._num_available
+        if is_busy or is_short or (self.num_queued and self._free_slots):
+            return 0
+        if self.host_tier is None:
+            return self._num_available
+        return 0 if self.host_tier.is_busy else min(self._num_available, self.host_tier.num_before_saves)
 
     def steps_passed(self, count: int) -> None:
         """As many steps as have been planned have been committed, and the running batch is as they left it. Mutates."""
@@ -270,5 +294,7 @@ class Scheduler(GivingWay):
             self.allocator.share(first.block_ids)
             sequence.block_ids = list(first.block_ids)
             self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
+        if self.prefixes is not None:
+            self.prefixes.begin_output(request)
         self.batch.add(request)
         self.budget.running(request, first_step)

@@ -47,6 +47,7 @@ def take_steady_steps(scheduler: Scheduler, count: int) -> None:
         sequence = request.sequences[0]
         sequence.num_planned += count
         sequence.num_known += count
+        sequence.chain = None  # its tokens are not known
         request.last_step_id = last_step_id
         blocks = sequence.block_ids
         num_new = (request.prompt_len + sequence.num_planned - 2) // block_size + 1 - len(blocks)

@@ -67,6 +67,25 @@ class EngineStreams:
         """All at once, each to its end; the engine prefills by itself. Blocks. Raises RuntimeError when one fails."""
         return self._runner.run(self._run(prompts, max_tokens, sampling))
 
+    def found(self, specs: Sequence[GenerationSpec]) -> list[int]:
+        """One after another: how many tokens of each prompt were in the engine's prefix cache. Blocks. Raises
+        RuntimeError when one fails."""
+        return self._runner.run(self._found(specs))
+
+    async def _found(self, specs: Sequence[GenerationSpec]) -> list[int]:
+        found = []
+        for spec in specs:
+            name = uuid.uuid4().hex
+            self._streams, self._num_missing, self._complete = {name: Stream()}, spec.max_tokens, asyncio.Event()
+            call = GenerateCall(name, spec, timeout_s=600.0, channel=self._receiver.address, source=None)
+            reply = await asyncio.wrap_future(self._engine.generate(call))
+            if reply.status is not CallStatus.OK:
+                raise RuntimeError(f"{reply.status}: {reply.detail}")
+            async with asyncio.timeout(_TAIL_S):
+                await self._complete.wait()
+            found.append(reply.num_cached)
+        return found
+
     async def _run(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: SamplingParams) -> list[Stream]:
         self._streams = {uuid.uuid4().hex: Stream() for _ in prompts}
         self._num_missing = len(prompts) * max_tokens

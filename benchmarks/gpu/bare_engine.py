@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from replicas.engine.constrained_rows import Grammars
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.token_frames import TokenFrames
@@ -26,9 +27,11 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.serving.device_runner import make_runner
-from replicas.settings import ModelSettings
+from replicas.serving.grammars_opening import GrammarsOpening
+from replicas.settings import GrammarSettings, ModelSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE
+from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
@@ -55,7 +58,13 @@ class RecordingSender:
     def open(self, channel: Any) -> None: ...
 
     def send(
-        self, router_id: str, load: Any, admitted: Sequence[str], tokens: Sequence[Token], prompts: Any = ()
+        self,
+        router_id: str,
+        load: Any,
+        admitted: Sequence[str],
+        tokens: Sequence[Token],
+        prompts: Any = (),
+        cached: Any = (),
     ) -> None:
         now_s = time.perf_counter()
         for item in tokens:
@@ -97,8 +106,10 @@ class BareEngine:
         lag: int = 1,
         sender: RecordingSender | None = None,
         lanes: LaneObjectives | None = None,
+        grammars: GrammarSettings | None = None,
     ) -> None:
-        """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two."""
+        """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
+        grammars: it can hold texts against some; the folder has a tokenizer."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
         model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
@@ -120,6 +131,10 @@ class BareEngine:
             self_check(self.runner.beside(share), loaded)
         _wait_for(device)
         self.start_s = time.perf_counter() - started_s
+        self.grammars: Grammars | None = None
+        if grammars is not None:
+            opening = GrammarsOpening(model, grammars, size.device, loaded.vocab_size)
+            self.grammars = opening.result(lambda duration_s: None)
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         policy = AdmissionPolicy(quantile=size.quantile)
         self.scheduler = Scheduler(limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None)
@@ -130,6 +145,7 @@ class BareEngine:
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
             4,
             objectives=lanes or LaneObjectives(),
+            grammars=self.grammars,
         )
         self.sender = sender or RecordingSender()
         frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
@@ -147,11 +163,15 @@ class BareEngine:
         gc.unfreeze()
 
     def run(
-        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: SamplingParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        sampling: SamplingParams,
+        grammar: Grammar | None = None,
     ) -> list[TimedTokens]:
-        """All at once, each to its end. Blocks. Raises RuntimeError when one fails."""
+        """All at once, each to its end. Blocks. Raises RuntimeError when one fails. grammar: held by all."""
         specs = {
-            uuid.uuid4().hex: GenerationSpec(tuple(prompt), (0,), limit, frozenset(), sampling)
+            uuid.uuid4().hex: GenerationSpec(tuple(prompt), (0,), limit, frozenset(), sampling, grammar=grammar)
             for prompt, limit in zip(prompts, max_tokens, strict=True)
         }
         for request_id in specs:

@@ -18,6 +18,7 @@ import yaml
 
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
+from benchmarks.gpu.mask_load import Burst, measure_over_http, missing
 from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
 from benchmarks.real_server import real_server
@@ -50,7 +51,8 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
-    it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told."""
+    it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told.
+    masks_as: the piece under which it is noted what masks cost; None: that is not measured."""
 
     name: str
     config: str | None  # None: vLLM
@@ -60,6 +62,7 @@ class ServedPiece:
     changes: dict[str, Any] = field(default_factory=dict)
     reads_bytes_per_s: float | None = None
     has_records: bool = False
+    masks_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +79,25 @@ class Place:
     known_runs: tuple[Line, ...]  # vLLM's, of earlier machines
     overrides: dict[str, Any]  # of every config of ours
     is_time_for: Callable[[float], bool]
+    burst: Burst = field(default_factory=Burst)
 
 
 def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> bool:
     """Whether all of it is done now. Raises what the server's start raises."""
-    if not (todo := list(todo_of(piece, place, record))):
+    todo = list(todo_of(piece, place, record))
+    has_masks_todo = piece.masks_as is not None and bool(missing(piece.masks_as, place.burst, record))
+    if not todo and not has_masks_todo:
         return True
-    if not place.is_time_for(piece.start_s + _run_s(place, todo[0])):
+    if not place.is_time_for(piece.start_s + (_run_s(place, todo[0]) if todo else _TAIL_S)):
         return False
     started_s = time.monotonic()
     with _server(piece, place) as url:
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
+        if piece.masks_as is not None and has_masks_todo:
+            is_done = measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
+            if not is_done:
+                return False
         while todo := list(todo_of(piece, place, record)):
             workload, rate = todo[0]
             if not place.is_time_for(_run_s(place, todo[0])):

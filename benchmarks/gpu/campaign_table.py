@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
+from benchmarks.gpu.mask_load import cost_rows
 from cluster.load.tables import table
 
 _ANCHOR = ("vllm", "2048/128", 8.0)
@@ -42,6 +43,8 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
     """kept: vLLM's figures of earlier machines, with the script."""
     rows = [[piece, *map(str, cells)] for piece, *cells in _judged(record)]
     parts = [table(["", "figure", "measured", "to reach", ""], rows)] if rows else []
+    if costs := cost_rows(record, _verdict):
+        parts.append(table(["what masks cost", "plain, ms", "held, ms", "+ %", "to reach", ""], costs))
     with_kept = CampaignRecord((), ())
     with_kept.lines = [*({**line, "piece": "vllm"} for line in kept["runs"]), *record.lines]
     goodputs = [row for name, load in workloads.items() if (row := _goodput(with_kept, name, load)) is not None]

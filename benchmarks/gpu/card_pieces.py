@@ -21,13 +21,15 @@ import torch
 
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
+from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, device_ms
+from replicas.settings import GrammarSettings
 from scheduler.lane_split import LaneObjectives
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 
-_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
+_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.011)
 
 
 def handoff(options: argparse.Namespace) -> dict[str, Any]:
@@ -203,6 +205,29 @@ def prompts_beside_rows(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def masks(options: argparse.Namespace) -> dict[str, Any]:
+    """Mean ms of decode steps of rows that a JSON schema holds, and of rows that nothing does; lag 1; masks alone."""
+    from benchmarks.gpu.mask_steps import MaskSteps
+
+    batches, num_in, num_out = ((4, 1), 20, 24) if options.small else ((64, 1, 256), 256, 192)
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_shape_folder(options.shape, Path(name), options.tokenizer)
+        size = EngineSize(max(batches), 1024, 2304, _capacity(options), device=options.device)
+        engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, grammars=GrammarSettings())
+    found: dict[str, Any] = {"start_s": round(engine.start_s, 1)}
+    with engine:
+        steps = MaskSteps(engine, num_in, 400 if options.small else 30_000)
+        steps.step_ms(1, num_out, "greedy", 1)
+        for batch in batches:
+            is_main = batch == batches[0]
+            for way in ("greedy", "sampled") if is_main else ("greedy",):
+                for kind, step_ms in steps.step_ms(batch, num_out, way, 2 if is_main else 1).items():
+                    found[f"{batch}_{way}_{kind}_ms"] = step_ms
+        for num_threads in (1, 2, 4, 8):
+            found[f"masks_{batches[0]}_threads_{num_threads}_ms"] = steps.mask_ms(batches[0], 96, num_threads)
+    return found
+
+
 def _capacity(options: argparse.Namespace) -> int:
     return 8192 if options.small else 400_000
 
@@ -212,11 +237,14 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "steps-one": lambda options: steps(options, 1),
     "steps-two": lambda options: steps(options, 2),
     "shares": shares,
+    "share-table": share_table,
+    "evict-first": evict_first,
     "logits": logits,
     "chunks": chunks_of_long_prompts,
     "attention-rows": decode_attention,
     "attention-long": long_prompts,
     "prompt-beside-rows": prompts_beside_rows,
+    "masks": masks,
 }
 
 
@@ -224,6 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("piece", choices=PIECES)
     parser.add_argument("--shape", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, help="where a piece needs one")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true")

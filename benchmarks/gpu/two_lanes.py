@@ -31,7 +31,7 @@ from scheduler.lane_split import LaneObjectives
 from scheduler.sampling_params import SamplingParams
 
 _GREEDY = SamplingParams(temperature=0.0)
-_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.012)
+_OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.011)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.scheduler.prefix_costs import measure_cached_steps, measure_prompts
 from benchmarks.scheduler.step_costs import NUM_ROWS, measure_steps
 from cluster.load.tables import table
 from scheduler.capabilities import DECODE
@@ -45,6 +46,8 @@ def run_scheduler_benchmark(short: bool) -> dict[str, Any]:
         "num_clients": _NUM_CLIENTS,
         "decisions": [asdict(cost) for cost in costs],
         "steps": [asdict(cost) for cost in steps],
+        "cached_steps": [asdict(cost) for cost in measure_cached_steps(num_steps=100, rounds=rounds)],
+        "prompts": [asdict(cost) for cost in measure_prompts(repeats)],
     }
 
 
@@ -52,13 +55,21 @@ def scheduler_tables(result: dict[str, Any]) -> str:
     """For people."""
     names = ["submit", "admit_none", "admit_one", "cancel"]
     rows = [[f"{row['num_queued']:,}", *(f"{row[f'{name}_us']:.1f}" for name in names)] for row in result["decisions"]]
-    steps = [[str(row["num_rows"]), f"{row['plan_us']:.1f}", f"{row['commit_us']:.1f}"] for row in result["steps"]]
+    both = zip(result["steps"], result["cached_steps"], strict=True)
+    steps = [
+        [str(row["num_rows"]), *(f"{one[f'{name}_us']:.1f}" for name in ("plan", "commit") for one in (row, cached))]
+        for row, cached in both
+    ]
+    parts = ["submit", "admit", "plan", "commit", "release"]
+    prompts = [[row["what"], *(f"{row[f'{name}_us']:.0f}" for name in parts)] for row in result["prompts"]]
     return "\n\n".join(
         [
             f"CPU time of a decision, us; {result['num_running']} requests run, {result['num_clients']} clients wait",
             table(["queued", "submit", "admit, none fits", "admit, one fits", "cancel"], rows),
             "CPU time of a step of so many rows, us",
-            table(["rows", "plan", "commit"], steps),
+            table(["rows", "plan", "with a prefix cache", "commit", "with a prefix cache"], steps),
+            "CPU time of a prompt of 512 blocks, us",
+            table(["prefix cache", *parts], prompts),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.simulation admission | scale | autoscaling`: tables from the simulator. No engine runs."""
+"""`python -m benchmarks.simulation WHAT`: tables from the simulator. No engine runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from benchmarks.simulation.autoscaling import (
     compare_autoscaling,
     plot_autoscaling,
 )
-from benchmarks.simulation.h100_system import AZURE_CONVERSATION
+from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
+from benchmarks.simulation.lanes import LOADS, RULES, SimulatedCard, print_measured, print_rule, with_noise
+from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
+from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
 
 
 def main() -> int:
@@ -42,15 +45,37 @@ def main() -> int:
     every = range(len(SCENARIOS))
     autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
     autoscaling.add_argument("--plot", type=Path, help="image file")
+    prefixes = what.add_parser("prefixes", help="routing by what prefix caches hold, on Mooncake's conversations")
+    prefixes.add_argument("--only", type=int, nargs="+", default=range(len(SETUPS)), help="of the setups, from 0")
+    lanes = what.add_parser("lanes", help="two lanes on one H200: a table of shares, and a rule that chooses")
+    lanes.add_argument("--measured", action="store_true", help="the runs on a card that it has to give back")
+    lanes.add_argument("--shares", type=_share, nargs="+", default=estimated_shares(132), metavar="PROCESSORS:P:D")
+    lanes.add_argument("--rule", choices=RULES, default="shipped")
+    lanes.add_argument("--ttft-s", type=float, default=0.4)
+    lanes.add_argument("--token-gap-s", type=float, default=0.011)
+    lanes.add_argument("--noise", type=float, default=0.0, help="of both rates, as a part; by the first seed")
+    lanes.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    lanes.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     options = parser.parse_args()
-    traces = [options.trace]
+    traces = [options.trace] if options.what != "lanes" else []
+    if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
+        traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
         traces = [options.traces / SCENARIOS[index].trace for index in options.only]
     if missing := [str(trace) for trace in traces if not trace.is_file()]:
         parser.error(f"no such trace: {', '.join(missing)}; docs/simulator.md says where the public ones are")
     machine = describe_machine()
     print(machine_line(machine), flush=True)
-    run = {"admission": _admission, "scale": _scale, "autoscaling": _autoscaling}[options.what]
+    runs = {
+        "admission": _admission,
+        "scale": _scale,
+        "autoscaling": _autoscaling,
+        "prefixes": _prefixes,
+        "lanes": _lanes,
+    }
+    run = runs[options.what]
+    if traces:
+        options.trace = traces[0]
     result = run(options)
     if options.output:
         options.output.write_text(json.dumps({"machine": machine, options.what: result}, indent=1) + "\n")
@@ -88,6 +113,34 @@ def _autoscaling(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         plot_autoscaling(results, options.plot)
     return {"runs": results}
+
+
+def _prefixes(options: argparse.Namespace) -> dict[str, Any]:
+    result = compare_prefix_routing(options.trace, options.only, _say)
+    print(prefix_routing_table(result))
+    return result
+
+
+def _lanes(options: argparse.Namespace) -> dict[str, Any]:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        _say(line)
+
+    say("TTFT p50 / p90 | TPOT p90 | ITL p99, ms")
+    if options.measured:
+        print_measured(say)
+        return {"lines": said}
+    shares = with_noise(options.shares, options.noise, options.seeds[0]) if options.noise else options.shares
+    objectives = LaneObjectives(options.ttft_s, options.token_gap_s)
+    print_rule(SimulatedCard(shares, objectives, RULES[options.rule]), options.seeds, options.loads, say)
+    return {"lines": said}
+
+
+def _share(text: str) -> LaneShare:
+    processors, prefill_rate, decode_rate = text.split(":")
+    return LaneShare(int(processors), float(prefill_rate), float(decode_rate))
 
 
 def _say(line: str) -> None:

@@ -6,6 +6,7 @@ from cluster.simulation.system_shape import SystemShape
 from scheduler.admission import ProjectedBudget
 from scheduler.capabilities import DECODE
 from scheduler.memory_projection import Profile
+from scheduler.prefix_book import PrefixOptions
 from scheduler.scheduler import Scheduler
 
 
@@ -21,8 +22,8 @@ class FreeBlocksBudget(ProjectedBudget):
         return max(0, self._limit_now - self.projection.use_at(self.step))
 
 
-def free_blocks_decode(shape: SystemShape) -> Scheduler:
-    """A decode scheduler with this budget in the place of its own."""
+def free_blocks_decode(shape: SystemShape, prefixes: PrefixOptions | None) -> Scheduler:
+    """A decode scheduler with this budget in the place of its own. It looks for no prefixes: they go by the budget."""
     scheduler = Scheduler(shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks)
     limits = shape.decode.limits
     scheduler.budget = FreeBlocksBudget(limits.num_blocks, limits.block_size, shape.admission, shape.decode.lag)

@@ -9,6 +9,7 @@ from cluster.simulation.cost_model import CostModel, load_costs
 
 STEP_TIMES = Path(__file__).parents[1] / "step_times" / "llama-3.1-8b-h100.json"
 AZURE_CONVERSATION = Path(__file__).parents[3] / "shared" / "traces" / "AzureLLMInferenceTrace_conv.csv"
+MOONCAKE_CONVERSATION = AZURE_CONVERSATION.with_name("mooncake_conversation_trace.jsonl")
 MAX_MODEL_LEN = 8192
 
 

@@ -53,6 +53,12 @@ class PoolConfig(Section):
         description="Most tokens one engine step computes: prompt tokens plus one for each running sequence. Larger: "
         "faster prompts, but each step takes longer",
     )
+    host_memory_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="Host memory of each replica for the prefix cache: what goes from its KV cache stays there a "
+        "while. null: none",
+    )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each replica; limits nothing")
     num_gpus: Gpus = Field(
         default=0.0,
@@ -132,8 +138,9 @@ class DecodePoolConfig(PoolConfig):
     host_memory_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="Host memory of each replica for requests that are preempted; without, they are computed again. "
-        "null: as much as its KV cache with output_length quantile, else none",
+        description="Host memory of each replica for requests that are preempted (without, they are computed again), "
+        "and what they leave of it for the prefix cache. null: as much as its KV cache with output_length quantile, "
+        "else none",
     )
     lanes: LanesConfig = Field(
         default=LanesConfig(),

@@ -27,6 +27,7 @@ from cluster.config.conflicts import (
 )
 from cluster.config.lifecycle import lifecycle_conflicts
 from cluster.config.pool import PoolsConfig
+from cluster.config.prefix_cache import host_memory_conflicts, prefix_cache_conflicts
 from cluster.config.service import RayConfig
 from cluster.config.serving import ServingConfig
 
@@ -56,6 +57,8 @@ class Config(ServingConfig):
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
             lifecycle_conflicts(self.lifecycle),
+            prefix_cache_conflicts(self.prefix_cache, self.auth, self.fairness),
+            host_memory_conflicts(self.prefix_cache, self.pools),
             resource_conflicts(self.ray, self.reserved_cpus),
             autoscaling_conflicts(self.ingress, self.pools),
             pair_conflicts(self.model, self.transfer, self.pools),

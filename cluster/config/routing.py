@@ -16,12 +16,13 @@ class RoutingConfig(Section):
     policy: Annotated[str, OneOf(POLICIES)] = Field(
         default="memory_then_queue",
         description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
-        "that is free there, prefill by the wait for the prompt's end",
+        "that is free there, prefill by the wait for the prompt's end; both by what their prefix caches have of it",
     )
     local_prefill_max_tokens: int = Field(
         default=0,
         ge=0,
-        description="Prompts of up to this many tokens are computed by the decode replica itself; 0: none",
+        description="Prompts of up to this many tokens, without what is in its prefix cache, are computed by the "
+        "decode replica itself; 0: none",
     )
     fallback_to_decode: bool = Field(
         default=False,

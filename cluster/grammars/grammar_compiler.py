@@ -38,6 +38,10 @@ class CompilerUnavailable(Exception):
     """The process can't be started, or does not answer. Another try may succeed."""
 
 
+class CompilerBusy(CompilerUnavailable):
+    """The turn did not come in time."""
+
+
 class TooMuchWork(SourceRefused):
     """It took more time, memory or stack than one may take."""
 
@@ -55,8 +59,8 @@ class _Running:
 
 
 class GrammarCompiler:
-    """One per ingress replica: one process, one grammar at a time, short ones first. It starts with the first, or by
-    `start`, and again where it has died. The process ends with this one.
+    """One per ingress replica: one process, one grammar at a time, short ones first, clients in turns. It starts with
+    the first, or by `start`, and again where it has died. The process ends with this one.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -71,14 +75,15 @@ class GrammarCompiler:
         """Loads the tokenizer, which takes about a second. Raises CompilerUnavailable."""
         await self._in_line(self._started)
 
-    async def compile(self, source: GrammarSource) -> str:
-        """The text of its Grammar. Raises SourceRefused, and CompilerUnavailable."""
+    async def compile(self, source: GrammarSource, client: str = "") -> str:
+        """The text of its Grammar. client: a label; clients are served in turns. Raises SourceRefused, and
+        CompilerUnavailable."""
         seconds = self._settings.bounds.max_grammar_seconds
         first_s = min(_FIRST_TRY_S, seconds)
-        async with self._turns.turn(is_long=False):
+        async with self._turns.turn(False, client):
             answer = await self._in_line(self._ask, source, first_s)
         if answer.get("died") == -signal.SIGPROF and first_s < seconds:
-            async with self._turns.turn(is_long=True):
+            async with self._turns.turn(True, client):
                 answer = await self._in_line(self._ask, source, seconds)
         if "text" in answer:
             return str(answer["text"])

@@ -17,11 +17,18 @@ _WORDS = (
     (r"NoExtension\w*", "allows no text at all that could come to its end"),
     (r".*(?:\bfuel\b|too big|too large|too complex|Unable to determine|\blimits?\b|row has).*", TOO_MUCH_WORK),
 )  # fmt: skip
+# Numbered lines of a grammar, in which a client would see what was put there for it.
+_EXCERPT = re.compile(r"(\n +\d+ \|.*)+(\n +\^)?")
+
+# Where in a grammar a schema is that can't be followed.
+_IN_LARK = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
 def in_our_words(reason: str) -> str:
     """Goes on after a field's name."""
+    reason = _EXCERPT.sub("", reason)
+    said_of_schema = _IN_LARK.sub("", reason)
     for pattern, words in _WORDS:
-        if found := re.match(pattern, reason, re.DOTALL):
+        if found := re.match(pattern, said_of_schema, re.DOTALL):
             return found.expand(words)
     return f"can't be followed: {reason}"

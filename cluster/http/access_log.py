@@ -54,6 +54,8 @@ def _tell(scope: Scope, status: int, duration_s: float) -> None:
         account = timer.account
         if account.num_prompt_tokens:
             extra["tokens_in"], extra["tokens_out"] = account.num_prompt_tokens, account.num_tokens
+        if account.num_cached_tokens:
+            extra["tokens_cached"] = account.num_cached_tokens
         if account.ttft_s is not None:
             extra["ttft_s"] = round(account.ttft_s, 3)
         if account.outcome != "ok":

@@ -26,7 +26,7 @@ class ErrorEnvelope(_Answer):
 
 
 class PromptTokensDetails(_Answer):
-    cached_tokens: int = Field(ge=0, description="Prompt tokens that were not computed again.")
+    cached_tokens: int = Field(ge=0, description="Prompt tokens that were found in a prefix cache.")
 
 
 class CompletionTokensDetails(_Answer):

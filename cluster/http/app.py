@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from cluster.api_error import ApiError
 from cluster.http.answers import error_response, json_response
 from cluster.http.body import receive_body
+from cluster.http.cache_tenant import cache_tenant
 from cluster.http.client_gone import ClientGone
 from cluster.http.client_label import client_label
 from cluster.http.event_stream import EventStream
@@ -24,6 +25,7 @@ from cluster.http.openapi_document import openapi_document
 from cluster.http.request_id import request_id_of
 from cluster.monitoring.metrics_merge import CONTENT_TYPE
 from cluster.monitoring.request_timer import RequestTimer, outcome_of
+from cluster.openai.caller import Caller
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.request import ChatCompletionBody, CompletionBody
 from cluster.openai.responses.request import ResponsesBody
@@ -173,8 +175,9 @@ async def _serve_generation(
     try:
         backend.drain.check_accepting()
         body = await receive_body(request, body_class, backend.config.limits, backend.threads)
-        client = client_label(request.headers, backend.config.fairness)
-        running = await _start(backend, body, timer, client)
+        config, headers = backend.config, request.headers
+        caller = Caller(client_label(headers, config.fairness), cache_tenant(headers, config))
+        running = await _start(backend, body, timer, caller)
         _log(request, running.generation)
         if body.stream:
             return await _stream(running, timer)
@@ -194,15 +197,15 @@ async def _serve_generation(
 
 
 async def _start(
-    backend: HttpBackend, body: GenerationBody | ResponsesBody, timer: RequestTimer, client: str
+    backend: HttpBackend, body: GenerationBody | ResponsesBody, timer: RequestTimer, caller: Caller
 ) -> RunningAnswer:
     if isinstance(body, ResponsesBody):
-        return await backend.responses_service.start(body, timer, client)
+        return await backend.responses_service.start(body, timer, caller)
     if isinstance(body, ChatCompletionBody):
-        generation, answer = await backend.service.chat(body, timer, client)
+        generation, answer = await backend.service.chat(body, timer, caller)
     else:
         assert isinstance(body, CompletionBody)
-        generation, answer = await backend.service.completion(body, timer, client)
+        generation, answer = await backend.service.completion(body, timer, caller)
     return RunningCompletion(generation, answer, body.n)
 
 

@@ -78,10 +78,16 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(values) != 1 or not values[0].startswith(b"Bearer "):
-            return False
-        return self._keys.accept(values[0].removeprefix(b"Bearer ").strip())
+        key = bearer_key(scope["headers"])
+        return key is not None and self._keys.accept(key)
+
+
+def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a request was sent with; None of one without, or with several. headers: as ASGI has them."""
+    values = [value for name, value in headers if name == b"authorization"]
+    if len(values) != 1 or not values[0].startswith(b"Bearer "):
+        return None
+    return values[0].removeprefix(b"Bearer ").strip()
 
 
 def _refusal() -> ApiError:

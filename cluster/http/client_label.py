@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+
     from cluster.config.fairness import FairnessConfig
 
 
-def client_label(headers: Mapping[str, str], fairness: FairnessConfig) -> str:
-    """The same for the same client in every ingress; "" for all that name none. headers: by case-insensitive name.
+def client_label(headers: Headers, fairness: FairnessConfig) -> str:
+    """The same for the same client in every ingress; "" for all that name none.
 
-    A hash, so that neither a key nor what a header says gets into other processes, their metrics or logs.
+    Of a header that came several times all count: where a gateway adds its own behind the client's, the client can't
+    take another's name. A hash, so that neither a key nor what a header says gets into other processes, their metrics
+    or logs.
     """
     if fairness.by == "none":
         return ""
-    name = _bearer(headers.get("authorization", "")) if fairness.by == "api_key" else headers.get(fairness.header, "")
+    is_by_key = fairness.by == "api_key"
+    values = ", ".join(headers.getlist("authorization" if is_by_key else fairness.header))
+    name = _bearer(values) if is_by_key else values
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest() if name else ""
 
 

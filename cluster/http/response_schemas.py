@@ -58,7 +58,7 @@ OutputItem = OutputMessageItem | OutputReasoningItem | OutputCallItem
 
 
 class InputTokensDetails(_Answer):
-    cached_tokens: int = Field(ge=0, description="Prompt tokens that were not computed again.")
+    cached_tokens: int = Field(ge=0, description="Prompt tokens that were found in a prefix cache.")
     cache_write_tokens: int = Field(ge=0)
 
 

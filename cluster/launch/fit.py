@@ -41,6 +41,7 @@ def model_findings(config: Config, machine: Machine, model: ModelFacts) -> Itera
         if pool.device == "cuda" and machine.gpus and all(gpu.memory_bytes for gpu in machine.gpus):
             yield from _card_memory(f"pools.{name}", pool, config, machine.gpus, model)
     yield from _host_memory(config, machine, model)
+    yield from _swapped_blocks(config, machine)
 
 
 def _gpu_count(config: Config, machine: Machine) -> Iterator[Finding]:
@@ -123,6 +124,20 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterato
     has = f"has {show_bytes(room)} of memory{limit}" if is_error else f"has {show_bytes(room)} of memory free now"
     also = "" if is_error else f", beside some {show_bytes(beside)} of everything else"
     yield Finding(f"{key}: {sums} = {show_bytes(needed)}{also}, but this machine {has}; {fix}", is_error)
+
+
+def _swapped_blocks(config: Config, machine: Machine) -> Iterator[Finding]:
+    """What the keys ask for, of blocks that leave the KV cache: it is all taken at the start."""
+    sizes = {
+        name: pool.first_replicas * (pool.host_memory_bytes or 0) for name, pool in config.pools.deployed().items()
+    }
+    if (needed := sum(sizes.values())) > machine.available_bytes:
+        largest = max(sizes, key=lambda name: sizes[name])
+        is_error = needed > machine.memory_bytes
+        room = machine.memory_bytes if is_error else machine.available_bytes
+        free = "" if is_error else " free now"
+        text = f"pools.{largest}.host_memory_bytes: {show_bytes(needed)} for all replicas, but this machine has "
+        yield Finding(f"{text}{show_bytes(room)} of memory{free}; give less", is_error)
 
 
 def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:

@@ -31,19 +31,22 @@ DECISIONS = (
     "local",
     "remote",
     "fallback_aggregated",
+    "local_cached",
     "local_busy_prefill",
     "local_slow_pair",
     "local_failed_pair",
 )
+PROMPT_ROUTES = ("local", "remote")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
 POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
+PREFIX_TOKENS = ("predicted", "found")
 OBJECTIVES = ("ttft", "tpot", "e2e", "any")
 SPAN_ENDS = ("ended", "exported", "failed")
 GRAMMAR_CHECKS = ("known", "new")
-GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable")
+GRAMMAR_REFUSALS = ("refused", "too_much_work", "unavailable", "waited_too_long")
 
 
 class IngressMetrics(MetricSet):
@@ -77,9 +80,21 @@ class IngressMetrics(MetricSet):
         """So many replicas of a pool are unlike this ingress or the other pool now; reason: one of UNLIKENESS."""
         self.unlike_replicas.set(number, of_pool=of_pool, reason=reason)
 
+    def prefix_found(self, of_pool: str, num_expected: int, num_found: int) -> None:
+        """A replica had so many tokens of a prompt in its prefix cache, and so many had been expected; of_pool: one of
+        ENGINE_POOLS."""
+        self.prefix_tokens.add(num_expected, of_pool=of_pool, what="predicted")
+        self.prefix_tokens.add(num_found, of_pool=of_pool, what="found")
+
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
+
+    def prompt_found(self, route: str, num_tokens: int, num_cached: int) -> None:
+        """A prompt of a finished request, of which so many tokens were in a prefix cache; route: one of
+        PROMPT_ROUTES."""
+        self.routed_prompt_tokens.add(num_tokens, route=route)
+        self.cached_prompt_tokens.add(num_cached, route=route)
 
     def judged(self, met: Mapping[str, bool]) -> None:
         """A request has ended; met: by objective, what cluster.monitoring.slo_verdict says of it."""
@@ -131,6 +146,12 @@ class IngressMetrics(MetricSet):
         self.slow_transfers = self.gauge(
             "splitserve_slow_transfers",
             "Decode replicas that read the KV of some prefill replica slower than prompts are computed",
+        )
+        self.prefix_tokens = self.counter(
+            "splitserve_router_prefix_tokens",
+            "Prompt tokens in the prefix caches of the replicas to which prompts were sent: as was predicted, and as "
+            "their answers say",
+            {"of_pool": ENGINE_POOLS, "what": PREFIX_TOKENS},
         )
         self.scrape_failures = self.counter(
             "splitserve_metrics_scrape_failures", "Replicas that did not answer a scrape in time", {"of_pool": POOLS}
@@ -188,6 +209,16 @@ class IngressMetrics(MetricSet):
 
     def _add_tokens(self) -> None:
         self.prompt_tokens = self.counter("splitserve_prompt_tokens", "Prompt tokens of finished requests")
+        self.routed_prompt_tokens = self.counter(
+            "splitserve_routed_prompt_tokens",
+            "Those of finished requests by who computes prompts: local, decode; remote, prefill",
+            {"route": PROMPT_ROUTES},
+        )
+        self.cached_prompt_tokens = self.counter(
+            "splitserve_cached_prompt_tokens",
+            "Of splitserve_routed_prompt_tokens, those that were found in a prefix cache",
+            {"route": PROMPT_ROUTES},
+        )
         self.generation_tokens = self.counter("splitserve_generation_tokens", "Tokens generated and billed")
         self.request_prompt_tokens = self.histogram(
             "splitserve_request_prompt_tokens", "Prompt length of a request", metric_buckets.TOKENS

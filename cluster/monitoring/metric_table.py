@@ -23,6 +23,8 @@ from cluster.monitoring.ingress_metrics import (
     OBJECTIVES,
     OUTCOMES,
     POOLS,
+    PREFIX_TOKENS,
+    PROMPT_ROUTES,
     REJECTIONS,
     RETRY_STAGES,
     SPAN_ENDS,
@@ -37,6 +39,7 @@ from replicas.metrics.pool_metrics import (
     OPEN_TRANSFERS,
     PACES,
     PREEMPTIONS,
+    PREFIX_RESULTS,
     TRANSFER_ERRORS,
     TRANSFER_RESULTS,
 )
@@ -98,6 +101,8 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
+    prefix_labels: Labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
+    yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
 
@@ -114,6 +119,8 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "router_decisions": {"policy": None, "result": DECISIONS},
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
+    "routed_prompt_tokens": {"route": PROMPT_ROUTES},
+    "cached_prompt_tokens": {"route": PROMPT_ROUTES},
     "generation_tokens": {},
     "grammar_checks": {"result": GRAMMAR_CHECKS},
     "grammar_refusals": {"reason": GRAMMAR_REFUSALS},
@@ -133,6 +140,10 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "forwarded_tokens": {"pool": None},
     "surplus_tokens": {"pool": None},
     "preemptions": {"pool": None, "kind": PREEMPTIONS},
+    "prefix_tokens": {"pool": None, "result": PREFIX_RESULTS},
+    "prefix_evicted_blocks": {"pool": None},
+    "prefix_saved_blocks": {"pool": None},
+    "host_damaged_blocks": {"pool": None},
     "kv_transfers": {"backend": None, "result": TRANSFER_RESULTS},
     "kv_transfer_errors": {"backend": None, "kind": TRANSFER_ERRORS},
     "kv_transfer_bytes": {"backend": None},
@@ -147,6 +158,7 @@ _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_blocks": {"pool": None, "state": BLOCK_STATES},
     "kv_cache_usage_ratio": {"pool": None},
     "host_kv_blocks": {"pool": None},
+    "host_cached_kv_blocks": {"pool": None},
     "lanes": {"pool": None},
     "lane_processors": {"pool": None},
     "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},

@@ -84,8 +84,9 @@ class OtelRequestTrace(RequestTrace):
         with self._maker:
             self._span.add_event("first token", timestamp=self._maker.wall_ns(time.monotonic()))
 
-    def over(self, outcome: str, finish_reasons: list[str], num_tokens: int) -> None:
+    def over(self, outcome: str, finish_reasons: list[str], num_tokens: int, num_cached: int = 0) -> None:
         with self._maker:
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
             self._span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
             self._span.set_attribute("gen_ai.response.finish_reasons", finish_reasons)
             self._span.set_attribute("splitserve.outcome", outcome)

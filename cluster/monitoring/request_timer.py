@@ -8,6 +8,7 @@ arrived --- first token --- token --- token --- ... --- over
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from cluster.monitoring.slo_verdict import RequestTimes, judge
 if TYPE_CHECKING:
     from cluster.api_error import ApiError
     from cluster.config.slo import SloConfig
+    from cluster.monitoring.cache_finding import CacheFinding
     from cluster.monitoring.ingress_metrics import IngressMetrics
 
 
@@ -26,6 +28,7 @@ class RequestAccount:
     token has come, or all come at the end."""
 
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_tokens: int
     ttft_s: float | None
     outcome: str
@@ -60,16 +63,19 @@ class RequestTimer:
         self._slo = slo
         self._arrived_s = time.monotonic()
         self._choices: dict[int, _TokenTimes] = {}
+        self._findings: Sequence[tuple[int, CacheFinding]] = ()
         self._num_prompt_tokens = 0
         self._comes_whole = False
         self._outcome = ""
         metrics.requests_in_flight.add(1)
         metrics.work.num_open += 1
 
-    def prompt(self, num_tokens: int, comes_whole: bool = False) -> None:
-        """The prompts are tokenised and accepted. comes_whole: all tokens will come at the end, or none will (a beam
-        search, an echo): then times between them mean nothing, and only the whole request is timed."""
-        self._num_prompt_tokens = num_tokens
+    def prompts(self, findings: Sequence[tuple[int, CacheFinding]], comes_whole: bool = False) -> None:
+        """The prompts are tokenised and accepted. findings: of each its length, and what will be found of it in prefix
+        caches. comes_whole: all tokens will come at the end, or none will (a beam search, an echo): then times between
+        them mean nothing, and only the whole request is timed."""
+        num_tokens = sum(length for length, _ in findings)
+        self._findings, self._num_prompt_tokens = findings, num_tokens
         self._comes_whole = comes_whole
         self._metrics.request_prompt_tokens.observe(num_tokens)
         self.trace.prompt(num_tokens)
@@ -114,7 +120,7 @@ class RequestTimer:
             metrics.request_latency.observe(times.e2e_s)
         if outcome == "ok" or num_tokens:
             self._count_tokens(num_tokens)
-        self.trace.over(outcome, finish_reasons, num_tokens)
+        self.trace.over(outcome, finish_reasons, num_tokens, self._num_cached_tokens)
 
     @property
     def account(self) -> RequestAccount:
@@ -122,11 +128,18 @@ class RequestTimer:
         num_tokens = sum(choice.num_tokens for choice in self._choices.values())
         first_s = min((times.first_s for times in self._choices.values()), default=None)
         ttft_s = None if first_s is None or self._comes_whole else first_s - self._arrived_s
-        return RequestAccount(self._num_prompt_tokens, num_tokens, ttft_s, self._outcome)
+        return RequestAccount(self._num_prompt_tokens, self._num_cached_tokens, num_tokens, ttft_s, self._outcome)
+
+    @property
+    def _num_cached_tokens(self) -> int:
+        return sum(finding.num_tokens for _, finding in self._findings)
 
     def _count_tokens(self, num_tokens: int) -> None:
         metrics = self._metrics
         metrics.prompt_tokens.add(self._num_prompt_tokens)
+        for length, finding in self._findings:
+            if finding.is_local is not None:
+                metrics.prompt_found("local" if finding.is_local else "remote", length, finding.num_tokens)
         metrics.generation_tokens.add(num_tokens)
         metrics.request_generation_tokens.observe(num_tokens)
         if self._comes_whole:

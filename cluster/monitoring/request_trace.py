@@ -36,8 +36,9 @@ class RequestTrace:
     def first_token(self) -> None:
         """The first token is on its way to the client."""
 
-    def over(self, outcome: str, finish_reasons: list[str], num_tokens: int) -> None:
-        """The request has ended, outcome as in splitserve_requests_total. Once."""
+    def over(self, outcome: str, finish_reasons: list[str], num_tokens: int, num_cached: int = 0) -> None:
+        """The request has ended, outcome as in splitserve_requests_total. num_cached: prompt tokens that were found in
+        prefix caches. Once."""
 
     def attempt(self, route: Route) -> AttemptTrace:
         """An attempt at one of its prompts begins, on this route."""

@@ -39,7 +39,7 @@ _ANY_OBJECT = GrammarSource("json_object", "")
 
 
 class ChatGrammars:
-    """One per ingress replica.
+    """One for each request; makes nothing that costs.
 
     | tools | format | an answer is |
     |---|---|---|

@@ -27,6 +27,7 @@ _TOLERATED = frozenset(
         "user",
     }
 )
+_MOST_SALT_CHARS = 512
 _MAX_UNKNOWN_NAMES = 10
 INT64_MAX = 2**63 - 1
 _Tokens = Annotated[Integer, Field(ge=1, le=INT64_MAX)]
@@ -40,6 +41,21 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
 )
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
+
+
+def _check_salt(value: str) -> str:
+    if not value:
+        raise invalid("must not be empty: leave it out where nobody is to be set apart")
+    if len(value) > _MOST_SALT_CHARS:
+        raise invalid(f"has {len(value)} characters; at most {_MOST_SALT_CHARS} are allowed")
+    return value
+
+
+_CacheSalt = Annotated[
+    str,
+    AfterValidator(_check_salt),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": _MOST_SALT_CHARS}),
+]
 
 
 def _check_priority(value: int, info: ValidationInfo) -> int:
@@ -88,6 +104,12 @@ class GenerationBody(SamplingFields, OutputFields, FormatFields, ABC):
         default=0,
         description="Whose turn it is while requests wait: the smaller goes first, as in vLLM. Not in OpenAI's API.",
         examples=[0],
+    )
+    cache_salt: _CacheSalt | None = Field(
+        default=None,
+        description="What the server keeps of this prompt, only requests with the same salt find; among those of one "
+        "API key or client, where the server tells them apart. Not in OpenAI's API.",
+        examples=["team-7"],
     )
 
     @property

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.config.serving import ServingConfig
     from cluster.monitoring.ingress_metrics import IngressMetrics
     from cluster.openai.answer_grammar import AnswerGrammars
+    from cluster.openai.caller import Caller
     from cluster.openai.sampling_defaults import SamplingDefaults
     from cluster.text.answer_parser import AnswerParser, AnswerReading
     from cluster.text.tokenizer import Tokenizer
@@ -68,12 +69,11 @@ class GenerationService:
         self._metrics = metrics
         self._grammars = grammars
         self._parser = parser
-        self._chat_grammars = ChatGrammars(grammars, parser, config.limits, metrics)
 
     async def chat(
-        self, body: ChatCompletionBody, timer: RequestTimer, client: str = ""
+        self, body: ChatCompletionBody, timer: RequestTimer, caller: Caller
     ) -> tuple[TextGeneration, Answer]:
-        """client: an opaque label, by which clients share fairly. Raises ApiError 4xx."""
+        """Raises ApiError 4xx."""
         self._check_model(body)
         tools = [tool.for_template() for tool in body.tools_shown]
         if tools and not self._tokenizer.shows_tools:
@@ -100,13 +100,14 @@ class GenerationService:
         in_play = [tool.for_template() for tool in body.tools_in_play]
         reading = self._parser.reading(ids, in_play, is_forced, body.continued_text)
         thinking = self._thinking(body, reading)
-        grammar = await self._chat_grammars.of(body, reading)
-        generation = await self._generation(body, [ids], [None], default, timer, client, grammar, reading, thinking)
+        known = self._grammars.for_client(caller.label)
+        grammar = await ChatGrammars(known, self._parser, self._config.limits, self._metrics).of(body, reading)
+        generation = await self._generation(body, [ids], [None], default, timer, caller, grammar, reading, thinking)
         answer = self._answer(ChatAnswer, new_chat_id(), body)
         return generation, replace(answer, has_short_ids=self._parser.calls.has_short_ids)
 
     async def completion(
-        self, body: CompletionBody, timer: RequestTimer, client: str = ""
+        self, body: CompletionBody, timer: RequestTimer, caller: Caller
     ) -> tuple[TextGeneration, Answer]:
         """As `chat`."""
         self._check_model(body)
@@ -121,8 +122,8 @@ class GenerationService:
             given = zip(body.prompt, prompts, strict=True)
             echoes = [await asyncio.to_thread(PromptEcho, self._tokenizer, prompt, ids, keep) for prompt, ids in given]
         default = self._config.limits.max_tokens_default_completions
-        grammar = await self._grammars.of(body)
-        generation = await self._generation(body, prompts, echoes, default, timer, client, grammar)
+        grammar = await self._grammars.for_client(caller.label).of(body)
+        generation = await self._generation(body, prompts, echoes, default, timer, caller, grammar)
         return generation, self._answer(CompletionAnswer, new_completion_id(), body)
 
     def _thinking(self, body: ChatCompletionBody, reading: AnswerReading | None) -> ThinkingBudget | None:
@@ -174,7 +175,7 @@ class GenerationService:
         echoes: Sequence[PromptEcho | None],
         default_max_tokens: int | None,
         timer: RequestTimer,
-        client: str,
+        caller: Caller,
         grammar: Grammar | None,
         reading: AnswerReading | None = None,
         thinking: ThinkingBudget | None = None,
@@ -184,18 +185,19 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, bad_words, default_max_tokens, client, grammar) for ids in prompts]
+        specs = [self._spec(body, ids, bad_words, default_max_tokens, caller, grammar) for ids in prompts]
         if thinking is not None:
             specs = [replace(spec, sampling=replace(spec.sampling, thinking=thinking)) for spec in specs]
         self._check_product(body, specs)
         self._check_report(body, specs)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
         choices = [self._choice(index, body, echo, reading) for index, echo in enumerate(echo_of_choice)]
-        timer.prompt(sum(map(len, prompts)), comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         timeout_s, binding = self._config.ingress.request_timeout_s, ModelBinding()
         generations = [Generation(uuid.uuid4().hex, spec, timeout_s, timer.trace, binding) for spec in specs]
+        findings = [(generation.spec.prompt_len, generation.finding) for generation in generations]
+        timer.prompts(findings, comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         thinks = reading is not None and self._parser.reasoning is not None
-        return TextGeneration(self._source, generations, choices, timer, thinks)
+        return TextGeneration(self._source, generations, choices, timer, thinks, self._config.prefix_cache.enabled)
 
     def _choice(
         self, index: int, body: GenerationBody, echo: PromptEcho | None, reading: AnswerReading | None
@@ -218,7 +220,7 @@ class GenerationService:
         ids: list[int],
         bad_words: tuple[tuple[int, ...], ...],
         default_max_tokens: int | None,
-        client: str,
+        caller: Caller,
         grammar: Grammar | None,
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
@@ -233,10 +235,11 @@ class GenerationService:
             stop_token_ids=stop_ids,
             sampling=self._sampling(body, stop_ids, bad_words, max_tokens),
             priority=-body.priority,  # a client's smaller number goes first, as in vLLM
-            client=client,
+            client=caller.label,
             beam=beam,
             num_returned=0 if beam is None else body.n,
             grammar=grammar,
+            cache_salt=caller.cache_salt(body.cache_salt) if self._config.prefix_cache.enabled else b"",
         )
 
     def _sampling(

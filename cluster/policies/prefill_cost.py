@@ -3,11 +3,15 @@
 Counted are the seconds that requests lose, all together: those until the prompt's KV is where its tokens are generated,
 and those that other streams wait meanwhile. So one second of ten streams is as dear as ten of one request.
 
-What is not known yet counts nothing, so that it is tried and becomes known. A later term (a cache, another role of a
-replica) is added here.
+What a replica has of the prompt in its prefix cache it need not compute, nor read: the rest counts (`Need.cached`).
+
+What is not known yet counts nothing, so that it is tried and becomes known. A later term (another role of a replica) is
+added here.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from cluster.policies.routing_policy import DecodeCandidate, Need, Pair, PrefillCandidate, RouteKind, RoutingRules
 
@@ -33,14 +37,14 @@ def remote_s(
     A read waits for its prompt, and for those whose KV goes the same way before it: whatever takes longer. Of a pair
     that has not been measured other_node_penalty stands for the longer way of its KV.
     """
-    num_tokens = need.prompt_tokens
+    computed_tokens = prefill.queued_tokens + need.uncached_at(prefill.replica_id)
+    read_tokens = need.uncached_at(decode.replica_id)
     if pair.bytes_per_s:
         token_s = decode.block_bytes / (need.block_size * pair.bytes_per_s)
-        ready_s = max((prefill.queued_tokens + num_tokens) / tokens_per_s, pair.coming_tokens * token_s)
-        cost_s = ready_s + num_tokens * token_s
+        cost_s = max(computed_tokens / tokens_per_s, pair.coming_tokens * token_s) + read_tokens * token_s
     else:
-        far = rules.other_node_penalty * num_tokens if prefill.node_id != decode.node_id else 0.0
-        cost_s = (prefill.queued_tokens + num_tokens + far) / tokens_per_s
+        far = rules.other_node_penalty * read_tokens if prefill.node_id != decode.node_id else 0.0
+        cost_s = (computed_tokens + far) / tokens_per_s
     return cost_s + MESSAGES_S + pair.penalty_s + need.num_lost * LOST_S
 
 
@@ -51,11 +55,12 @@ def local_s(need: Need, decode: DecodeCandidate, rules: RoutingRules, tokens_per
     such a step takes; what goes beyond itl_budget_s counts as a second of the prompt's does, for each stream and step,
     and for one stream more: the next one to come stands behind the prompt too, so that an idle replica costs something.
     """
-    prompt_s = need.prompt_tokens / tokens_per_s
+    num_tokens = need.uncached_at(decode.replica_id)
+    prompt_s = num_tokens / tokens_per_s
     stalled_s = prompt_s
     if rules.itl_budget_s:
-        chunk = max(1, decode.step_tokens - decode.num_rows) if decode.step_tokens else need.prompt_tokens
-        num_steps, rest = divmod(need.prompt_tokens, chunk)
+        chunk = max(1, decode.step_tokens - decode.num_rows) if decode.step_tokens else num_tokens
+        num_steps, rest = divmod(num_tokens, chunk)
         stalled_s = num_steps * max(0.0, chunk / tokens_per_s - rules.itl_budget_s)
         stalled_s += max(0.0, rest / tokens_per_s - rules.itl_budget_s)
     return decode.queued_tokens / tokens_per_s + prompt_s + (decode.num_rows + 1) * stalled_s
@@ -65,8 +70,8 @@ def why_local(
     need: Need, prefill: PrefillCandidate, decode: DecodeCandidate, rules: RoutingRules, pair: Pair
 ) -> RouteKind | None:
     """None where the way over the prefill replica costs no more, and, as long as neither of the two has computed a
-    prompt, unless it has failed. Else why it is dearer: it has failed; or the larger part of its cost is the KV's way,
-    or the prefill replica's work.
+    prompt, unless it has failed. Else why it is dearer: it has failed; or only for what decode has in its cache; or the
+    larger part of its cost is the KV's way, or the prefill replica's work.
 
     Of two rates of which one is unknown the other stands for both: they have the same model.
     """
@@ -80,5 +85,10 @@ def why_local(
         return None
     if has_failed:
         return RouteKind.FAILED_PAIR
-    computed_s = (prefill.queued_tokens + need.prompt_tokens) / tokens_per_s
+    if need.cached_at(decode.replica_id):
+        without = replace(need, cached={**need.cached, decode.replica_id: 0})
+        here_s = local_s(without, decode, rules, decode.tokens_per_s or prefill.tokens_per_s)
+        if remote_s(without, prefill, decode, rules, pair, tokens_per_s) <= here_s:
+            return RouteKind.CACHED
+    computed_s = (prefill.queued_tokens + need.uncached_at(prefill.replica_id)) / tokens_per_s
     return RouteKind.SLOW_PAIR if there_s - computed_s > computed_s else RouteKind.BUSY_PREFILL

@@ -6,8 +6,8 @@ decided. A new one is a new file in `cluster/policies` and a line in `policy_tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
@@ -21,7 +21,8 @@ from scheduler.memory_budget import blocks_for_generation, num_blocks_for
 class Need:
     """What a request asks of the pools. model: the only one (`model_of`) that may answer it; empty: any.
 
-    num_lost: how often it has failed on its way over a prefill replica.
+    num_lost: how often it has failed on its way over a prefill replica. cached: how many tokens of its prompt each
+    replica is expected to have, by replica id; of those that have any.
     """
 
     prompt_tokens: int
@@ -31,6 +32,20 @@ class Need:
     is_search: bool = False  # a beam search
     model: str = ""
     num_lost: int = 0
+    cached: Mapping[str, int] = field(default_factory=dict)
+
+    def cached_at(self, replica_id: str) -> int:
+        """Tokens of its prompt that this replica is expected to have: never all of them."""
+        return self.cached.get(replica_id, 0)
+
+    def uncached_at(self, replica_id: str) -> int:
+        """The others: what it would compute, or what would be read to there."""
+        return self.prompt_tokens - self.cached.get(replica_id, 0)
+
+    @property
+    def fewest_uncached(self) -> int:
+        """What is left to compute where most of it is."""
+        return self.prompt_tokens - max(self.cached.values(), default=0)
 
     @property
     def prefill_blocks(self) -> int:
@@ -89,6 +104,10 @@ class DecodeCandidate(NamedTuple):
         """The most that it will use there if it is as long as is expected."""
         return need.blocks_after(self._num_rows(need))
 
+    def expected_rows(self, need: Need) -> int:
+        """Steps that it takes there if it is as long as is expected: one token less than that, or one."""
+        return max(1, self._num_rows(need))
+
     def _has_room(self, need: Need) -> bool:
         """By the projection: what it uses at the end of each stretch of steps is free from its beginning on."""
         num_rows = self._num_rows(need)
@@ -144,8 +163,9 @@ class RouteKind(StrEnum):
     """Who computes the prompt, and why: the values of the label `result` of splitserve_router_decisions_total."""
 
     REMOTE = "remote"  # prefill pool, then handoff
-    LOCAL = "local"  # the decode replica: colocated, or a short prompt
+    LOCAL = "local"  # the decode replica: colocated, or a short prompt, or what it does not have of it is short
     FALLBACK = "fallback_aggregated"  # the decode replica, because no prefill replica that is like it lives
+    CACHED = "local_cached"  # the decode replica, because it has so much of it that the rest costs less time there
     # The decode replica, because that costs less time:
     BUSY_PREFILL = "local_busy_prefill"  # than what waits at the prefill pool
     SLOW_PAIR = "local_slow_pair"  # than the KV's way from the prefill replica
@@ -157,7 +177,8 @@ class Route:
     """A decision. must_wait: no decode replica has room now, so the request will queue there.
 
     decode_blocks: the most that it will use there by projection. model: who answers. avoided_id: the prefill replica
-    that would have been the cheapest, where it was dearer than decode itself.
+    that would have been the cheapest, where it was dearer than decode itself. cached_tokens: of the prompt, that who
+    computes it is expected to have. kept_tokens: likewise, the decode replica.
     """
 
     kind: RouteKind
@@ -167,6 +188,8 @@ class Route:
     decode_blocks: int
     model: str = ""
     avoided_id: str | None = None
+    cached_tokens: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +246,8 @@ class RoutingPolicy:
     request, on the router's event loop.
     """
 
-    decode_costs: Callable[[Need, Sequence[DecodeCandidate], RoutingRules], Costs]
+    # With the prefill replicas that it may be paired with: none where decode computes the prompt itself.
+    decode_costs: Callable[[Need, Sequence[DecodeCandidate], RoutingRules, Sequence[PrefillCandidate], Pairs], Costs]
     # The decode replica has been chosen: it reads what this one has computed.
     prefill_costs: Callable[[Need, Sequence[PrefillCandidate], DecodeCandidate, RoutingRules, Pairs], Costs]
     # Both have been chosen: why decode computes the prompt nevertheless, or None. Asked with local_by_cost only.

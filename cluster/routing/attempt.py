@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
-from cluster.routing.mailboxes import Admitted, ChannelLost, Mail, Mailboxes
+from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
+from cluster.routing.prompt_forecast import SentPrompt
 from cluster.routing.router_limits import AttemptLimits
-from replicas.channels.wire import MalformedMessage, NotSendable, decode_scores
+from replicas.channels.wire import MalformedMessage, NotSendable
 from replicas.messages import (
     CallStatus,
     ChannelAddress,
@@ -49,6 +49,7 @@ class Attempt:
         self,
         leg: Leg,
         route: Route,
+        prompt: SentPrompt,
         *,
         request_id: str,
         timeout_s: float,
@@ -59,7 +60,7 @@ class Attempt:
         channel: ChannelAddress,
         limits: AttemptLimits,
     ) -> None:
-        self.route = route
+        self.route, self._prompt = route, prompt
         self.stage = Stage.QUEUE  # where it is now
         self._leg, self._spec = leg, leg.attempt_spec()
         self._request_id, self._timeout_s = request_id, timeout_s
@@ -83,13 +84,15 @@ class Attempt:
             self._source = self._view.prefill_peer(self.route.prefill_id)
             self._reader = self._view.decode_peer(self.route.decode_id)
         self._box = self._mailboxes.open(self._request_id, self.route.decode_id)
-        num_tokens = self._spec.prompt_len
-        self._local_tokens = num_tokens if self.route.prefill_id is None else 0
+        # What is expected to be in their caches is neither computed nor read.
+        self._computed_tokens = self._spec.prompt_len - self.route.cached_tokens
+        self._read_tokens = self._spec.prompt_len - self.route.kept_tokens
+        self._local_tokens = self._computed_tokens if self.route.prefill_id is None else 0
         self._view.sent(self.route.decode_id, self.route.decode_blocks, self.route.must_wait, self._local_tokens)
-        self._view.pairs.sent(self.route, num_tokens)
+        self._view.pairs.sent(self.route, self._read_tokens)
         self._is_coming = True
         if self.route.prefill_id is not None:
-            self._view.prompt_coming(self.route.prefill_id, num_tokens)
+            self._view.prompt_coming(self.route.prefill_id, self._computed_tokens)
         self._trace = self._leg.generation.trace.attempt(self.route)
 
     async def run(self) -> None:
@@ -97,7 +100,9 @@ class Attempt:
         call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
         self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
+        self._generate.add_done_callback(self._prompt.ended)
         try:
+            await self._prompt.went_out()
             await self._wait_admitted()
             handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
             if self.route.prefill_id is not None:
@@ -117,6 +122,7 @@ class Attempt:
         self._mailboxes.close(self._request_id)
         self._heard()
         self._arrived()
+        self._prompt.close()
         self._view.ended(self.route.decode_id)
 
     # -- the phases --------------------------------------------------------------------------------
@@ -126,14 +132,15 @@ class Attempt:
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
+        if self.route.prefill_id is None:
+            self._found(0)
         self._trace.admitted()
         self.stage = Stage.PREFILL
 
     async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
         assert self._prefill is not None
         assert self._reader is not None
-        num_tokens = self._spec.prompt_len
-        self._view.prompt_sent(prefill_id, num_tokens)
+        self._view.prompt_sent(prefill_id, self._computed_tokens)
         prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
         call = start_detached(self._prefill.submit(prefill_id, prefill))
         try:
@@ -147,28 +154,21 @@ class Attempt:
             reply: PrefillReply = self._result(call, Stage.PREFILL)
         finally:
             call.cancel()
-            self._view.prompt_answered(prefill_id, num_tokens)
+            self._view.prompt_answered(prefill_id, self._computed_tokens)
         self._view.heard_load(prefill_id, reply.load)
+        self._prompt.prefilled(reply)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
+        self._found(reply.num_cached)
         self._num_from_prefill = 1 if reply.first_tokens else 0
-        await self._take_scores(reply.prompt_scores)
+        try:
+            await self._leg.take_scores(reply.prompt_scores)
+        except MalformedMessage as error:
+            raise self._failed(CallStatus.ERROR, str(error)) from error
         for token in reply.first_tokens:
             self._leg.take(token)
         self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
-
-    async def _take_scores(self, parts: Sequence[bytes]) -> None:
-        """What prefill thought of the prompt. Each part takes its time, and other requests theirs in between."""
-        start = 0
-        for part in parts:
-            try:
-                positions = decode_scores(part)
-            except MalformedMessage as error:
-                raise self._failed(CallStatus.ERROR, str(error)) from error
-            self._leg.take_prompt(PromptLogprobs(self._request_id, start, positions))
-            start += len(positions)
-            await asyncio.sleep(0)
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
         is_over = self._leg.is_done
@@ -195,9 +195,16 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
+        if isinstance(mail, Cached) and self.route.prefill_id is None:  # else prefill says what nobody had to compute
+            self._found(mail.num_tokens)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
+
+    def _found(self, num_tokens: int) -> None:
+        """So much of it was in the prefix cache of the engine that computes its prompt."""
+        generation, is_local = self._leg.generation, self.route.prefill_id is None
+        generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     # -- mail --------------------------------------------------------------------------------------
 
@@ -259,13 +266,13 @@ class Attempt:
             route = self.route
             self._view.admitted(route.decode_id, route.decode_blocks, route.must_wait, self._local_tokens)
             if route.prefill_id is not None:
-                self._view.prompt_came(route.prefill_id, self._spec.prompt_len)
+                self._view.prompt_came(route.prefill_id, self._computed_tokens)
 
     def _arrived(self) -> None:
         """Its KV is no longer on its way."""
         if self._is_coming:
             self._is_coming = False
-            self._view.pairs.arrived(self.route, self._spec.prompt_len)
+            self._view.pairs.arrived(self.route, self._read_tokens)
 
     # -- failures ----------------------------------------------------------------------------------
 

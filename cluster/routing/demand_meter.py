@@ -25,7 +25,8 @@ class Held(Protocol):
 class DemandMeter:
     """num_open: generations begun and not over. coming_prompt_tokens: of those that have no token yet.
 
-    arrived_prompt_tokens: of all since the start, for the pool that computes prompts.
+    arrived_prompt_tokens: of all since the start, for the pool that computes prompts; both without what was expected to
+    be in a cache when they came.
     """
 
     def __init__(self, view: PoolView, held: Held, has_prefill_pool: bool) -> None:
@@ -36,8 +37,9 @@ class DemandMeter:
 
     def opened(self, need: Need, rules: RoutingRules) -> OpenDemand:
         """A generation begins. Mutates."""
-        is_short = self._has_prefill_pool and need.prompt_tokens <= rules.local_prefill_max_tokens
-        num_tokens = 0 if is_short else need.prompt_tokens
+        num_tokens = need.fewest_uncached
+        if self._has_prefill_pool and num_tokens <= rules.local_prefill_max_tokens:
+            num_tokens = 0
         self.num_open += 1
         self.arrived_prompt_tokens += num_tokens
         # A search says nothing before its end: what it waits for then is not its prompt.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cluster.monitoring.cache_finding import CacheFinding
 from cluster.monitoring.request_trace import RequestTrace
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.model_binding import ModelBinding
+from cluster.routing.prompt_forecast import PromptForecast
+from replicas.channels.wire import decode_scores
 from replicas.messages import FinishReason, GenerationSpec, PromptLogprobs, Token, TokenLogprobs
 
 
@@ -22,6 +27,7 @@ class Generation:
     timeout_s: float
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False, repr=False)
     binding: ModelBinding = field(default_factory=ModelBinding, compare=False, repr=False)
+    finding: CacheFinding = field(default_factory=CacheFinding, compare=False, repr=False)
 
 
 # For the client, in order within each choice; what the model thought of the prompt, all of it, before any token.
@@ -51,6 +57,7 @@ class Leg:
         self.generation = generation
         self.is_search = generation.spec.beam is not None
         self.model = ""  # who is asked in this attempt
+        self.forecast: PromptForecast | None = None  # of its prompt, once somebody has asked
         self._choices = choices
         self._output = output
         self._base = len(next(iter(choices.values())).token_ids)  # tokens emitted before this attempt
@@ -98,6 +105,16 @@ class Leg:
         if not self._owes_prompt or part.start != len(self._scores):
             raise ProtocolError(f"prompt: logprobs of token {part.start} after {len(self._scores)}")
         self._scores += part.positions
+
+    async def take_scores(self, parts: Sequence[bytes]) -> None:
+        """What prefill thought of the prompt, as `take_prompt`. Each part takes its time, and other requests theirs in
+        between. Raises MalformedMessage too."""
+        start = 0
+        for part in parts:
+            positions = decode_scores(part)
+            self.take_prompt(PromptLogprobs(self.generation.generation_id, start, positions))
+            start += len(positions)
+            await asyncio.sleep(0)
 
     def take(self, token: Token) -> None:
         """The next token of a choice, by prefill's answer or by a frame. Mutates; emits.

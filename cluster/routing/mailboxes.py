@@ -16,13 +16,20 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """So many tokens of the prompt were found at decode. Comes before the first token from there."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelLost:
     """Frames of this replica are gone for good: what it sent can't be trusted to be complete."""
 
     detail: str
 
 
-Mail = Admitted | PromptLogprobs | Token | ChannelLost
+Mail = Admitted | Cached | PromptLogprobs | Token | ChannelLost
 
 
 class Mailbox:
@@ -102,6 +109,10 @@ class Mailboxes:
             box = boxes.get(request_id)
             if box is not None and box.replica_id == replica_id:
                 box.put(Admitted())
+        for request_id, num_tokens in frame.cached:
+            box = boxes.get(request_id)
+            if box is not None and box.replica_id == replica_id:
+                box.put(Cached(num_tokens))
         for items in (frame.prompts, frame.tokens):
             for item in items:
                 box = boxes.get(item.request_id)

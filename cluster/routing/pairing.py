@@ -39,23 +39,25 @@ def choose_route(
 
     Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
     none: then decode computes the prompt itself, whatever the rules say of a pool without replicas. It does so too
-    where the policy finds that cheaper than the pair.
+    where the policy finds that cheaper than the pair, and where hardly any of the prompt is to be computed.
     """
     able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
     is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
-    choose = choose_decode if is_local else partial(_choose_paired, prefills=prefills)
+    if not rules.local_by_cost:
+        pairs = unknown_pairs
+    choose = choose_decode if is_local else partial(_choose_paired, prefills=prefills, pairs=pairs)
     decode = choose(need, able, rules=rules, excluded=excluded)
     if not isinstance(decode, DecodeCandidate):
         return decode
+    kept = need.cached_at(decode.replica_id)
 
     def route(kind: RouteKind, prefill_id: str | None = None, avoided_id: str | None = None) -> Route:
         blocks = decode.projected_blocks(need)
-        return Route(kind, decode.replica_id, prefill_id, decode.must_wait(need), blocks, decode.model, avoided_id)
+        must_wait, cached = decode.must_wait(need), kept if prefill_id is None else need.cached_at(prefill_id)
+        return Route(kind, decode.replica_id, prefill_id, must_wait, blocks, decode.model, avoided_id, cached, kept)
 
-    if is_local:
+    if is_local or need.prompt_tokens - kept <= rules.local_prefill_max_tokens:
         return route(RouteKind.LOCAL)
-    if not rules.local_by_cost:
-        pairs = unknown_pairs
     prefill = choose_prefill(need, prefills, decode, rules, excluded, pairs)
     if isinstance(prefill, PrefillCandidate):
         if rules.local_by_cost:
@@ -75,6 +77,7 @@ def _choose_paired(
     prefills: Sequence[PrefillCandidate],
     rules: RoutingRules,
     excluded: Collection[str],
+    pairs: Pairs,
 ) -> DecodeCandidate | NeverFits | Unavailable:
     """One that some prefill replica can hand its KV to, if it fits there. Of a pair that has failed in a part, rather
     one that has no partner, and has not failed.
@@ -90,20 +93,29 @@ def _choose_paired(
         return 2 if decode.fingerprint in known else 1
 
     for worst in (0, 1, 2):
-        decided = choose_decode(need, [decode for decode in decodes if rank(decode) <= worst], rules, excluded)
+        those = [decode for decode in decodes if rank(decode) <= worst]
+        decided = choose_decode(need, those, rules, excluded, prefills, pairs)
         if isinstance(decided, DecodeCandidate):
             return decided
     return decided
 
 
 def choose_decode(
-    need: Need, candidates: Sequence[DecodeCandidate], rules: RoutingRules, excluded: Collection[str] = ()
+    need: Need,
+    candidates: Sequence[DecodeCandidate],
+    rules: RoutingRules,
+    excluded: Collection[str] = (),
+    prefills: Sequence[PrefillCandidate] = (),
+    pairs: Pairs = unknown_pairs,
 ) -> DecodeCandidate | NeverFits | Unavailable:
-    """Who generates."""
+    """Who generates. prefills: who may compute the prompt; none: it does so itself."""
     policy = POLICIES[rules.policy]
-    return _choose(
-        "decode", need.decode_blocks, candidates, excluded, lambda those: policy.decode_costs(need, those, rules)
-    )
+
+    def costs(those: Sequence[DecodeCandidate]) -> Costs:
+        able = [prefill for prefill in prefills if prefill.replica_id not in excluded] if excluded else prefills
+        return policy.decode_costs(need, those, rules, able, pairs)
+
+    return _choose("decode", need.decode_blocks, candidates, excluded, costs)
 
 
 def choose_prefill(

@@ -27,6 +27,8 @@ class PoolView:
     work. Prefill tells its load with each reply and when it is asked; in between it works off what waits there.
 
     clock: monotonic seconds. pairs: what is known of a decode and a prefill replica together.
+
+    Prompt tokens are always those that are to be computed: without what is expected to be in a replica's cache.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PoolView:
         self._unheard_tokens: Counter[str] = Counter()  # likewise, of prompts that it computes itself
         self._in_flight: Counter[str] = Counter()
         self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
+        self._newer_tokens: Counter[str] = Counter()  # of these, sent since it last told its load
         self._coming_tokens: Counter[str] = Counter()  # to be sent there as soon as decode has admitted them
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
@@ -76,6 +79,13 @@ class PoolView:
         """What the decode replicas that there are said last; of those that have said something."""
         return [self._heard[name].load for name in self._decodes() if name in self._heard]
 
+    @property
+    def promised(self) -> float | None:
+        """Of decode's memory the part that is promised, as its replicas said last; None: none has said anything."""
+        loads = self.decode_loads()
+        total = sum(load.total_blocks for load in loads)
+        return (total - sum(load.free_blocks for load in loads)) / total if total else None
+
     def prefill_loads(self) -> list[EngineLoad]:
         """As decode_loads, of prefill."""
         return [self._heard[name].load for name in self._prefills() if name in self._heard]
@@ -99,6 +109,7 @@ class PoolView:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
         self._candidates.pop(replica_id, None)
+        self._newer_tokens.pop(replica_id, None)
         if load.read_source:
             self.pairs.measured(replica_id, [(load.read_source, load.read_bytes_per_s)])
 
@@ -142,12 +153,14 @@ class PoolView:
 
     def prompt_sent(self, replica_id: str, num_tokens: int) -> None:
         self._prompt_tokens[replica_id] += num_tokens
+        self._newer_tokens[replica_id] += num_tokens
 
     def prompt_answered(self, replica_id: str, num_tokens: int) -> None:
         self._prompt_tokens[replica_id] -= num_tokens
         assert self._prompt_tokens[replica_id] >= 0, "answered twice"
         if not self._prompt_tokens[replica_id]:
             del self._prompt_tokens[replica_id]
+            self._newer_tokens.pop(replica_id, None)
 
     def forget(self, replica_id: str) -> str | None:
         """The replica has died. Returns the name of its transfer agent, if it was ever used. Mutates."""
@@ -222,7 +235,8 @@ class PoolView:
             )
         rate = heard.load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
-        queued = max(heard.load.queued_prompt_tokens - done, ours) + coming
+        # Others send there too. What it said covers ours but for those that have gone out since.
+        queued = max(heard.load.queued_prompt_tokens + self._newer_tokens[replica_id] - done, ours) + coming
         return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id, _fingerprint(metadata))
 
 

@@ -16,18 +16,36 @@ from cluster.routing.attempt_failed import AttemptHistory
 from cluster.routing.generation import Leg
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
+from cluster.routing.prompt_forecast import PrefixForecasts, PromptForecast
 
 
 class RouteFinder:
     """One per router, on its event loop. Nothing here waits, so that what is decided is of one moment."""
 
-    def __init__(self, view: PoolView, rules: RoutingRules, block_size: int, metrics: IngressMetrics) -> None:
-        self._view, self._rules, self._block_size, self._metrics = view, rules, block_size, metrics
+    def __init__(
+        self, view: PoolView, rules: RoutingRules, forecasts: PrefixForecasts, metrics: IngressMetrics
+    ) -> None:
+        self._view, self._rules, self._forecasts, self._metrics = view, rules, forecasts, metrics
+
+    def forecast(self, leg: Leg) -> PromptForecast:
+        """Of the prompt of the leg's attempt."""
+        if leg.forecast is None:
+            leg.forecast = self._forecasts.of(leg.attempt_spec())
+        return leg.forecast
 
     def need(self, leg: Leg) -> Need:
+        """As of now."""
         spec, binding = leg.attempt_spec(), leg.generation.binding
         model = binding.model if binding.is_final else ""
-        return Need(spec.prompt_len, spec.max_tokens, len(spec.choices), self._block_size, leg.is_search, model)
+        return Need(
+            prompt_tokens=spec.prompt_len,
+            max_tokens=spec.max_tokens,
+            num_choices=len(spec.choices),
+            block_size=self._forecasts.block_size,
+            is_search=leg.is_search,
+            model=model,
+            cached=self.forecast(leg).cached(),
+        )
 
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
         """Raises ApiError, and counts it, where there is none."""
@@ -70,4 +88,14 @@ def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetric
         f"no {decided.pool} replica is available now{which}; try again later",
         code="unavailable",
         retry_after_s=1.0,
+    )
+
+
+def queue_full(num_waiting: int, num_replicas: int) -> ApiError:
+    """What a client is told when too many wait. When to try again is a guess: as if each replica ended one a second."""
+    return ApiError(
+        429,
+        f"{num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
+        code="queue_full",
+        retry_after_s=float(max(1, num_waiting // max(1, num_replicas))),
     )

@@ -28,9 +28,10 @@ from cluster.routing.generation import ChoiceState, Generation, GenerationItem, 
 from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
+from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.route_finder import RouteFinder
+from cluster.routing.route_finder import RouteFinder, queue_full
 from cluster.routing.router_limits import RouterLimits
 from cluster.routing.slow_transfers import SlowTransferWatch, slowest_reads
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
@@ -55,9 +56,12 @@ class Router:
         metrics: IngressMetrics,
         channel_host: str,
         tokenizer: str = "",
+        has_prefix_cache: bool = False,
     ) -> None:
-        """tokenizer: digest of the ingress's own; replicas with another are not used. Empty: any is right."""
+        """tokenizer: digest of the ingress's own; replicas with another are not used. Empty: any is right.
+        has_prefix_cache: whether replicas have one; else nothing is hashed, kept or asked for."""
         self._rules, self._limits, self._metrics = rules, limits, metrics
+        self._forecasts = PrefixForecasts(has_prefix_cache, limits.block_size, metrics.prefix_found)
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
@@ -66,7 +70,7 @@ class Router:
         self._slow = SlowTransferWatch(metrics.slow_transfers.set)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._avoided = AvoidedPairs()
-        self._routes = RouteFinder(self._view, rules, limits.block_size, metrics)
+        self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
@@ -107,6 +111,7 @@ class Router:
         self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
         self._view.left({name for pool in self.pools for name in pool.replicas()})
+        self._forecasts.present(pool.replicas() for pool in self.pools)
         self._cold_start.wake()
 
     def usable(self, pool_name: str) -> ReplicaTable:
@@ -135,10 +140,7 @@ class Router:
     @property
     def work_state(self) -> WorkState:
         """What waits here, and how full decode is."""
-        loads = self._view.decode_loads()
-        total = sum(load.total_blocks for load in loads)
-        promised = (total - sum(load.free_blocks for load in loads)) / total if total else None
-        return WorkState(self.num_waiting + self._cold_start.num_held, promised)
+        return WorkState(self.num_waiting + self._cold_start.num_held, self._view.promised)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[list[GenerationItem], None]:
         """Tokens of all choices as they come, all that are there at a time, in order within each choice; before them,
@@ -221,6 +223,7 @@ class Router:
         attempt = Attempt(
             leg,
             route,
+            self._routes.forecast(leg).sent(route),
             request_id=uuid.uuid4().hex,
             timeout_s=max(0.0, deadline_s - time.monotonic()),
             decode=self._decode,
@@ -264,12 +267,7 @@ class Router:
                 "the queue is full: a request was turned away",
                 extra={"event": "queue_full", "num_waiting": self.num_waiting},
             )
-            raise ApiError(
-                429,
-                f"{self.num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
-                code="queue_full",
-                retry_after_s=self._retry_after_s(),
-            )
+            raise queue_full(self.num_waiting, len(self._decode.replicas()))
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
@@ -280,13 +278,11 @@ class Router:
             await asyncio.sleep(_RECOVERY_POLL_S)
         return self._routes.route(leg, past)
 
-    def _retry_after_s(self) -> float:
-        """Whole seconds, a guess: what is waiting at one request a second and replica, at least one."""
-        return float(max(1, self.num_waiting // max(1, len(self._decode.replicas()))))
-
     def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
-        rules = PulseRules.of(self._limits.frozen_after_s)
-        return WatchedPool(name, pool, rules, self._metrics.replica_lost, lambda *load: self._view.heard_load(*load))
+        rules, lost = PulseRules.of(self._limits.frozen_after_s), self._metrics.replica_lost
+        return WatchedPool(
+            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name)
+        )
 
     # -- what the replicas say ---------------------------------------------------------------------
 

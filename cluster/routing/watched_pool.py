@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from cluster.routing.key_feed import MAX_PARTS, KeyFeed
 from cluster.routing.pool_client import Loss, PoolClient, ReplicaLost
 from cluster.routing.pulse_table import PulseRules, PulseTable
 from cluster.routing.replica_registry import ReplicaTable
@@ -23,7 +24,8 @@ class WatchedPool(PoolClient):
     """One pool as this router sees it. On the router's event loop.
 
     A replica that has said nothing for a while (no frame, no reply) is asked how it is: a call a second and silent
-    replica. Frozen ones are asked on, and come back when they answer; what waited for them has failed by then.
+    replica. Frozen ones are asked on, and come back when they answer; what waited for them has failed by then. What
+    replicas have cached all are asked for, silent or not.
     """
 
     def __init__(
@@ -33,9 +35,11 @@ class WatchedPool(PoolClient):
         rules: PulseRules,
         on_lost: Callable[[str, Loss], None],
         on_load: Callable[[str, EngineLoad], None],
+        keys: KeyFeed | None = None,
     ) -> None:
-        """on_lost: told of each loss, by pool and kind. on_load: what a replica said of its load when it was asked."""
-        self.name = name
+        """on_lost: told of each loss, by pool and kind. on_load: what a replica said of its load when it was asked.
+        keys: takes what replicas have cached; None: nobody wants to know."""
+        self.name, self._keys = name, keys
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
@@ -123,8 +127,9 @@ class WatchedPool(PoolClient):
 
     async def _run(self) -> None:
         is_failing = False
+        interval_s = self._rules.interval_s if self._keys is None else min(self._rules.interval_s, self._keys.every_s)
         while True:
-            await asyncio.sleep(self._rules.interval_s)
+            await asyncio.sleep(interval_s)
             try:
                 self._tick(time.monotonic())
                 is_failing = False
@@ -144,7 +149,7 @@ class WatchedPool(PoolClient):
                 self._lose(name, Loss.FROZEN)
         for name in changes.recovered:
             self._recover(name)
-        for name in changes.ask:
+        for name in changes.ask if self._keys is None else {*changes.ask, *self._keys.due(now_s, table)}:
             if name not in self._asking:
                 self._asking[name] = asyncio.create_task(self._ask(name), context=contextvars.Context())
 
@@ -167,12 +172,20 @@ class WatchedPool(PoolClient):
     async def _ask(self, replica_id: str) -> None:
         try:
             async with asyncio.timeout(self._rules.frozen_after_s):
-                pulse = await self._pool.submit(replica_id, PulseCall())
+                await self._ask_all(replica_id)
         except Exception as error:  # its silence goes on, and tells
             extra = {"event": "pulse_failed", "replica": replica_id, "reason": repr(error)}
             logger.info("no pulse", extra=extra)
             return
         finally:
             del self._asking[replica_id]
-        self._pulses.heard(replica_id, pulse.stalled_s)
-        self._on_load(replica_id, pulse.load)
+
+    async def _ask_all(self, replica_id: str) -> None:
+        """How it is, and all that it has cached since, part by part."""
+        for _ in range(1 if self._keys is None else MAX_PARTS):
+            after = None if self._keys is None else self._keys.position(replica_id)
+            pulse = await self._pool.submit(replica_id, PulseCall(after))
+            self._pulses.heard(replica_id, pulse.stalled_s)
+            self._on_load(replica_id, pulse.load)
+            if self._keys is None or not self._keys.heard(replica_id, pulse.keys):
+                return

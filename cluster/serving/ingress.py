@@ -111,6 +111,7 @@ class Ingress:
             metrics=self.metrics,
             channel_host=channel_host(config),
             tokenizer=digest,
+            has_prefix_cache=config.prefix_cache.enabled,
         )
         # Until it is told of the pools.
         self._may_be_empty: list[str] = []

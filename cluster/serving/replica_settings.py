@@ -50,7 +50,7 @@ def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> Engine
     if isinstance(pool, DecodePoolConfig):
         decode: dict[str, Any] = {"admission": admission_policy(pool.admission)}
     else:
-        decode = {"admission": AdmissionPolicy(), "host_memory_bytes": None, "lanes": LaneObjectives()}
+        decode = {"admission": AdmissionPolicy(), "lanes": LaneObjectives()}
     return by_names(
         EngineSettings,
         config,
@@ -58,6 +58,7 @@ def engine_settings(name: str, pool: PoolConfig, config: SharedConfig) -> Engine
         pool=name,
         served_model_name=config.model.name,
         model=by_names(ModelSettings, config.model, source=model_source(config)),
+        has_prefix_cache=config.prefix_cache.enabled,
         version=VERSION,
         ray_version=ray.__version__,
         **decode,

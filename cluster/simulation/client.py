@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from cluster.policies.routing_policy import Route, RouteKind
+from cluster.routing.prompt_forecast import SentPrompt
 from scheduler.generation_spec import GenerationSpec
 from scheduler.request import Request
 from scheduler.sampling_params import SamplingParams
@@ -25,15 +27,41 @@ class ClientStatus(StrEnum):
     NEVER_FITS = "never_fits"  # 400
 
 
+# Below are the tokens of outputs; above, those of prompts that share nothing with any other.
+_FIRST_HASHED, _FIRST_OWN = 2, 1 << 31
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that."""
+    """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that.
+
+    hash_ids: of its prompt's blocks of block_tokens: two prompts begin alike as far as theirs agree. Without any it is
+    like no other.
+    """
 
     index: int
     arrival_s: float
     prompt_len: int
     output_len: int
     max_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: int = 1
+
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Made anew each time: what a trace has in all does not fit into memory."""
+        if not self.hash_ids:
+            return (_FIRST_OWN + self.index,) * self.prompt_len
+        return prompt_ids_of(self.hash_ids, self.block_tokens, self.prompt_len)
+
+
+def prompt_ids_of(hash_ids: Sequence[int], block_tokens: int, prompt_len: int) -> tuple[int, ...]:
+    """Token ids that agree where hash_ids do: each block is one token, over and over."""
+    ids: list[int] = []
+    for hash_id in hash_ids:
+        ids += (_FIRST_HASHED + hash_id,) * block_tokens
+    # A last block that is longer than the others, by rounding.
+    ids += ids[-1:] * (prompt_len - len(ids))
+    return tuple(ids[:prompt_len])
 
 
 @dataclass(slots=True)
@@ -83,6 +111,20 @@ class Attempt:
     is_closed: bool = False
     num_tokens: int = 0  # that have left engines
     last_token_s: float = 0.0
+    prompt: SentPrompt = field(default_factory=SentPrompt, repr=False)  # until it is answered
+    # Tokens of its prompt that were in the caches of its engines.
+    prefill_found: int = 0
+    decode_found: int = 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of its prompt, as its router expects."""
+        return self.prompt_len - self.route.cached_tokens
+
+    @property
+    def read_tokens(self) -> int:
+        """Likewise, of its prompt's KV."""
+        return self.prompt_len - self.route.kept_tokens
 
     @property
     def is_local(self) -> bool:
@@ -90,14 +132,21 @@ class Attempt:
 
     @property
     def local_tokens(self) -> int:
-        """Of its prompt, that decode computes itself."""
-        return self.prompt_len if self.is_local else 0
+        """Of its prompt, that decode computes itself, as its router expects."""
+        return self.computed_tokens if self.is_local else 0
 
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
-        spec = GenerationSpec((OTHER_TOKEN,) * self.prompt_len, (0,), self.max_tokens, _STOPS, _GREEDY)
+        spec = spec_of(self.client.job, self.prompt_len, self.max_tokens)
         return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
 
     def token(self, num_known: int) -> int:
         """What is sampled when so many are known."""
         return STOP_TOKEN if num_known + 1 >= self.output_len else OTHER_TOKEN
+
+
+def spec_of(job: Job, prompt_len: int, max_tokens: int) -> GenerationSpec:
+    """What an attempt asks engines for: the job's prompt, and behind it what has been generated before."""
+    ids = job.prompt_ids()
+    ids += (OTHER_TOKEN,) * (prompt_len - len(ids))
+    return GenerationSpec(ids, (0,), max_tokens, _STOPS, _GREEDY)

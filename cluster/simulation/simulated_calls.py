@@ -47,8 +47,18 @@ class SimulatedCalls:
 
     def turned(self, turn: Turn) -> None:
         """What a turn decided is told to those concerned. That a request's time is up, its router knows by itself."""
+        for request in turn.admitted:
+            self._note_found(request)
         self._frame.admitted += [self.by_id[request.request_id] for request in turn.admitted if not request.hands_over]
         self._frame.evicted += [self.by_id[request.request_id] for request in turn.evicted]
+
+    def _note_found(self, request: Request) -> None:
+        """Once more when its prompt is computed: what host memory had of it came behind its admission."""
+        attempt = self.by_id[request.request_id]
+        if request.hands_over:
+            attempt.prefill_found = request.num_cached
+        else:
+            attempt.decode_found = request.num_cached
 
     def output_of(self, step: StepInFlight) -> StepOutput:
         """The tokens that it samples."""
@@ -56,6 +66,8 @@ class SimulatedCalls:
         for request_id in step.request_ids:
             request = self._scheduler.get(request_id)
             num_known = request.sequences[0].num_known if request is not None else 0
+            if request is not None and not num_known:
+                self._note_found(request)
             tokens.append(SampledToken(request_id, 0, self.by_id[request_id].token(num_known)))
         return StepOutput(step.step_id, tuple(tokens))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.simulation.cost_model import CostModel
@@ -9,7 +10,7 @@ from cluster.simulation.engine_counts import EngineCounts
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
 from replicas.metrics.engine_status import StepClock
-from scheduler.plan import StepPlan
+from scheduler.plan import BlockSwap, StepPlan
 from scheduler.step_shape import StepShape
 
 
@@ -45,7 +46,7 @@ class SimulatedDevice:
     def launch(self, plan: StepPlan, now_s: float, goes_on: bool) -> StepInFlight:
         """Behind the steps before it. Mutates. goes_on: another step follows, as far as can be told now."""
         shape = StepShape.of(plan)
-        step_s = self._swap_s(plan) if plan.is_empty else self.steps.step_s(*shape) + self._swap_s(plan)
+        step_s = self._step_s(plan, shape)
         start_s = max(now_s, self.free_s)
         end_s = start_s + step_s
         if self.is_shared:
@@ -69,6 +70,11 @@ class SimulatedDevice:
         self.counts.num_steps += count
         self.counts.num_rows += count * num_rows
 
-    def _swap_s(self, plan: StepPlan) -> float:
-        num_swaps = len(plan.swap_outs) + len(plan.swap_ins)
+    def _step_s(self, plan: StepPlan, shape: StepShape) -> float:
+        """Of the step with nothing else on the device: swaps come before its pass, cached blocks move beside it."""
+        pass_s = 0.0 if plan.is_empty else self.steps.step_s(*shape)
+        return max(pass_s + self._copy_s(plan.swap_outs, plan.swap_ins), self._copy_s(plan.fetches, plan.saves))
+
+    def _copy_s(self, out: Sequence[BlockSwap], back: Sequence[BlockSwap]) -> float:
+        num_swaps = len(out) + len(back)
         return self._costs.swap_s(num_swaps * self._block_size) if num_swaps else 0.0

@@ -22,6 +22,7 @@ from cluster.simulation.steady_stretch import SteadyStretches
 from replicas.messages import EngineLoad
 from replicas.metrics.engine_status import load_of
 from scheduler.engine_core import EngineCore
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
 
@@ -42,6 +43,7 @@ class SimulatedEngine:
         core: EngineCore[StepInFlight] | None = None,
     ) -> None:
         """may_skip: take steady steps many at once; the results are the same, only sooner. core: None: one lane."""
+        self.recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
         self.replica_id, self.key, self.scheduler = replica_id, key, scheduler
         self.core: EngineCore[StepInFlight] = core or EngineCore(scheduler)
         self.counts = device.counts
@@ -150,8 +152,9 @@ class SimulatedEngine:
     # -- what others see of it ---------------------------------------------------------------------
 
     def load(self) -> EngineLoad:
-        """As an engine reports it, but for the step time: to the policies it only settles ties."""
-        return load_of(self.scheduler, 0.0, self._device.prefill_tokens_per_s)
+        """As an engine reports it, but for the step time, which is that of one sequence: to the policies it settles
+        ties, and says how long a request stays."""
+        return load_of(self.scheduler, self._device.steps.step_s(1, 0), self._device.prefill_tokens_per_s)
 
     @property
     def num_used_blocks(self) -> int:

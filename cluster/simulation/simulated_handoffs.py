@@ -33,10 +33,11 @@ class SimulatedHandoffs:
         if self._scheduler.get(attempt.request_id) is None:
             self._outlet.release(attempt, now_s)
             return
-        self._scheduler.begin_load(attempt.request_id, now_s)
+        load = self._scheduler.begin_load(attempt.request_id, now_s)
+        num_tokens = max(0, attempt.prompt_len - load.num_kept * self._scheduler.limits.block_size)
         source = attempt.route.prefill_id
         assert source is not None
-        end_s = max(now_s, self._reads_end_s.get(source, 0.0)) + self._costs.read_s(attempt.prompt_len)
+        end_s = max(now_s, self._reads_end_s.get(source, 0.0)) + self._costs.read_s(num_tokens)
         self._reads_end_s[source] = end_s
         self._queue.at(end_s, Order.MESSAGE, self._key, lambda at_s: self._read_ended(attempt, at_s))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.engine_outlet import EngineOutlet
@@ -12,7 +13,7 @@ from cluster.simulation.simulated_device import SimulatedDevice, StepInFlight
 from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.step_model import StepModel
 from replicas.metrics.lane_clock import LaneClock
-from scheduler.lane_split import ALONE, LaneObjectives, LaneShare, choose_share
+from scheduler.lane_split import ALONE, LaneObjectives, LaneShare, ShareChooser
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 from scheduler.step_shape import StepShape
@@ -53,7 +54,7 @@ class DividedDevice(SimulatedDevice):
         """Behind the rows before. Mutates."""
         shape = StepShape.of(plan)
         start_s = max(now_s, self.free_s)
-        alone_s = self._swap_s(plan) + (0.0 if plan.is_empty else self.steps.step_s(*shape))
+        alone_s = self._step_s(plan, shape)
         beside_s = max(0.0, self._prompts_free_s - start_s)
         self.free_s = start_s + slowed_s(alone_s, 1.0 / self._share.decode_rate, beside_s)
         return self._counted(start_s, self.free_s, plan, shape, self._share if beside_s else ALONE)
@@ -65,6 +66,15 @@ class DividedDevice(SimulatedDevice):
         self.counts.busy_s += max(0.0, end_s - max(start_s, self._busy_until_s))
         self._busy_until_s = max(self._busy_until_s, end_s)
         return self._until(end_s, plan, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneDivision:
+    """How a card is divided. shares: of it; none: both lanes have all of it."""
+
+    objectives: LaneObjectives
+    shares: Sequence[LaneShare]
+    chooser: ShareChooser
 
 
 class SimulatedTwoLanes(SimulatedEngine):
@@ -81,13 +91,11 @@ class SimulatedTwoLanes(SimulatedEngine):
         costs: CostModel,
         queue: EventQueue,
         outlet: EngineOutlet,
-        objectives: LaneObjectives,
-        shares: Sequence[LaneShare],
+        division: LaneDivision,
     ) -> None:
-        """shares: of the card; none: both lanes have all of it."""
         core: TwoLaneCore[StepInFlight] = TwoLaneCore(scheduler)
         super().__init__(replica_id, key, scheduler, device, costs, queue, outlet, may_skip=False, core=core)
-        self._divided, self._objectives, self._shares = device, objectives, shares
+        self._divided, self._division = device, division
 
     def _iterate(self, begin_s: float) -> None:
         now_s, device, core = begin_s, self._divided, self.core
@@ -104,7 +112,7 @@ class SimulatedTwoLanes(SimulatedEngine):
         self.calls.turned(turn)
         if turn.prompts is not None:
             load = core.prompt_load(turn.prompts, now_s, device.clock.rates)
-            share = choose_share(load, self._objectives, self._shares)
+            share = self._division.chooser(load, self._division.objectives, self._division.shares)
             core.prefill_launched(device.launch_prompts(turn.prompts, share, now_s))
         if turn.plan is not None:
             core.launched(device.launch_rows(turn.plan, now_s))

@@ -9,6 +9,7 @@ from typing import Any
 from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.step_model import StepModel
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
 from scheduler.scheduler import Scheduler
 
 
@@ -20,7 +21,7 @@ class SimulatedPool:
     limits: PoolLimits
     kv_bytes_per_token: int
     steps: StepModel
-    make_scheduler: Callable[[], Scheduler]
+    make_scheduler: Callable[[PrefixOptions | None], Scheduler]
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)
     table: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from cluster.policies.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.demand_meter import DemandMeter, OpenDemand
 from cluster.routing.pairing import choose_route
 from cluster.routing.pool_view import PoolView
-from cluster.simulation.client import Attempt, Client, ClientStatus
+from cluster.routing.prompt_forecast import PrefixForecasts, PromptForecast, SentPrompt
+from cluster.simulation.client import Attempt, Client, ClientStatus, spec_of
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
+from cluster.simulation.router_counts import RouterCounts
+from cluster.simulation.router_times import RouterTimes
+from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.simulated_frame import SimulatedFrame
 from cluster.simulation.simulated_pool import SimulatedPool
-from replicas.messages import EngineLoad, Frame
+from replicas.messages import CallStatus, EngineLoad, Frame, PrefillReply
+from replicas.recent_part import recent_part
 
 # As cluster.routing.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTimes:
-    """Patience: keys of the config under their names there."""
-
-    queue_timeout_s: float
-    handoff_timeout_s: float
-    request_timeout_s: float
-    max_queued_requests: int
-
-
-@dataclass(slots=True)
-class RouterCounts:
-    """decision_s: CPU time that decisions took."""
-
-    num_decisions: int = 0
-    decision_s: float = 0.0
-    num_waited: int = 0  # routes on which the request had to wait for memory or a slot
-    num_replays: int = 0  # after an eviction
 
 
 class SimulatedRouter:
@@ -53,6 +37,7 @@ class SimulatedRouter:
         queue: EventQueue,
         decode: SimulatedPool,
         prefill: SimulatedPool | None,
+        has_prefix_cache: bool,
     ) -> None:
         """prefill None: colocated."""
         self.counts = RouterCounts()
@@ -61,6 +46,9 @@ class SimulatedRouter:
         self._decodes, self._prefills = decode.engines, prefill.engines if prefill else {}
         decode_table, prefill_table = decode.table, prefill.table if prefill else {}
         self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
+        self.forecasts = PrefixForecasts(has_prefix_cache, block_size, self.counts.found, lambda: queue.now_s)
+        self.feeds = {pool.name: self.forecasts.feed(pool.name) for pool in (decode, prefill) if pool is not None}
+        self._tables = {"decode": decode_table, "prefill": prefill_table}
         self.demand = DemandMeter(self.view, self, rules.has_prefill_pool)
         self._open: dict[int, OpenDemand] = {}  # by job
         self._held: list[tuple[Client, Need]] = []
@@ -70,7 +58,7 @@ class SimulatedRouter:
     def arrive(self, client: Client, now_s: float) -> None:
         """A request has been read; the decision is taken now."""
         job = client.job
-        need = Need(job.prompt_len, job.max_tokens, 1, self._block_size)
+        need, _ = self._need(client)
         self._open[job.index] = self.demand.opened(need, self._rules)
         self._try(client, now_s)
         if not client.is_over:
@@ -81,7 +69,7 @@ class SimulatedRouter:
         job = client.job
         prompt_len, output_len = job.prompt_len + client.num_tokens, job.output_len - client.num_tokens
         max_tokens = job.max_tokens - client.num_tokens
-        need = Need(prompt_len, max_tokens, 1, self._block_size)
+        need, forecast = self._need(client)
         route = self._decide(need)
         if isinstance(route, Unavailable):
             self._held.append((client, need))
@@ -95,19 +83,33 @@ class SimulatedRouter:
         request_id = f"{job.index}.{client.num_attempts}"
         attempt = Attempt(client, route, request_id, prompt_len, output_len, max_tokens)
         attempt.last_token_s = client.last_s
+        attempt.prompt = forecast.sent(route)
         client.attempt = attempt
         client.num_attempts += 1
         self.counts.num_waited += route.must_wait
         self.view.sent(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
-        self.view.pairs.sent(route, prompt_len)
+        self.view.pairs.sent(route, attempt.read_tokens)
         if route.prefill_id is not None:
-            self.view.prompt_coming(route.prefill_id, prompt_len)
+            self.view.prompt_coming(route.prefill_id, attempt.computed_tokens)
             # A pair is measured as soon as it meets.
             self.view.pairs.measured(route.decode_id, [(route.prefill_id, self._costs.transfer.bytes_per_s)])
         deadline_s = job.arrival_s + self._times.request_timeout_s
         decode = self._decodes[route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
+        attempt.prompt.tell()
         self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
+
+    def _need(self, client: Client) -> tuple[Need, PromptForecast]:
+        """What is left of it, as of now."""
+        job, forecast = client.job, PromptForecast()
+        prompt_len, max_tokens = job.prompt_len + client.num_tokens, job.max_tokens - client.num_tokens
+        if self.forecasts.index is not None:
+            forecast = self.forecasts.of(spec_of(job, prompt_len, max_tokens))
+        return Need(prompt_len, max_tokens, 1, self._block_size, cached=forecast.cached()), forecast
+
+    def pools_changed(self) -> None:
+        """A replica has come, or one takes no more work."""
+        self.forecasts.present(self._tables.values())
 
     def wake(self, now_s: float) -> None:
         """A replica has come: whom a pool without any kept waiting is routed."""
@@ -145,7 +147,21 @@ class SimulatedRouter:
 
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A decode replica's load."""
-        self.view.heard(Frame(replica_id, "", 0, load, (), (), ()))
+        self.view.heard(Frame(replica_id, "", 0, load, (), (), (), ()))
+
+    def due(self, pool: str, now_s: float) -> list[str]:
+        """Replicas that it asks now. Mutates: it has asked them."""
+        feed = self.feeds[pool]
+        return [] if feed is None else feed.due(now_s, self._tables[pool])
+
+    def pulse(self, pool: str, engine: SimulatedEngine) -> None:
+        """It was asked how it is, and what it has cached since."""
+        self.view.heard_load(engine.replica_id, engine.load())
+        feed = self.feeds[pool]
+        while feed is not None and feed.heard(
+            engine.replica_id, recent_part(engine.recent_keys, feed.position(engine.replica_id))
+        ):
+            pass
 
     def on_frame(self, frame: SimulatedFrame, now_s: float) -> None:
         """What one decode iteration said of this router's requests. Its load has been heard."""
@@ -162,8 +178,10 @@ class SimulatedRouter:
         if attempt.is_prefilling:
             attempt.is_prefilling = False
             self._open[attempt.client.job.index].prompt_done()
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
+            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
             self.view.heard_load(attempt.route.prefill_id, load)
+            reply = PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, load, num_cached=attempt.prefill_found)
+            attempt.prompt.prefilled(reply)
         if is_over and not attempt.is_closed:
             decode = self._decodes[attempt.route.decode_id]
             self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
@@ -173,7 +191,7 @@ class SimulatedRouter:
         """Decode has read its KV, or does not want it."""
         if attempt.is_coming:
             attempt.is_coming = False
-            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
+            self.view.pairs.arrived(attempt.route, attempt.read_tokens)
             self.view.pairs.worked(attempt.route)
 
     def _admitted(self, attempt: Attempt, now_s: float) -> None:
@@ -183,7 +201,7 @@ class SimulatedRouter:
         if attempt.route.kind is RouteKind.REMOTE:
             prefill_id = attempt.route.prefill_id
             assert prefill_id is not None
-            self.view.prompt_sent(prefill_id, attempt.prompt_len)
+            self.view.prompt_sent(prefill_id, attempt.computed_tokens)
             attempt.is_prefilling = True
             prefill = self._prefills[prefill_id]
             deadline_s = attempt.client.job.arrival_s + self._times.request_timeout_s
@@ -253,11 +271,15 @@ class SimulatedRouter:
         if attempt.is_prefilling:
             attempt.is_prefilling = False
             assert attempt.route.prefill_id is not None
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.prompt_len)
+            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
         self._hear_admission(attempt)
         if attempt.is_coming:
             attempt.is_coming = False
-            self.view.pairs.arrived(attempt.route, attempt.prompt_len)
+            self.view.pairs.arrived(attempt.route, attempt.read_tokens)
+        is_whole = attempt.client.status is ClientStatus.FINISHED
+        attempt.prompt.generated(attempt.decode_found if is_whole else None)
+        attempt.prompt.close()
+        attempt.prompt = SentPrompt()
         self.view.ended(attempt.route.decode_id)
 
     def _hear_admission(self, attempt: Attempt) -> None:
@@ -266,7 +288,7 @@ class SimulatedRouter:
             route = attempt.route
             self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
             if route.prefill_id is not None:
-                self.view.prompt_came(route.prefill_id, attempt.prompt_len)
+                self.view.prompt_came(route.prefill_id, attempt.computed_tokens)
 
     # -- sending -----------------------------------------------------------------------------------
 

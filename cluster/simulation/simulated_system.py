@@ -1,8 +1,8 @@
 """Routers and replicas of one simulated system, its clients, and what is looked at while it runs.
 
-What it leaves out: failures, retries of anything but evictions, the load on the control path itself, prefix caching,
-requests of several choices. All routers hear every frame's load; real ones that have nothing in a frame hear it
-up to half a second later.
+What it leaves out: failures, retries of anything but evictions, the load on the control path itself, requests of
+several choices, what answers leave in prefix caches (no recorded prompt holds an answer's tokens). All routers hear
+every frame's load; real ones that have nothing in a frame hear it up to half a second later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from cluster.simulation.gap_histogram import GapHistogram
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.simulated_device import SimulatedDevice
 from cluster.simulation.simulated_engine import SimulatedEngine
-from cluster.simulation.simulated_lanes import DividedDevice, SimulatedTwoLanes
+from cluster.simulation.simulated_lanes import DividedDevice, LaneDivision, SimulatedTwoLanes
 from cluster.simulation.simulated_network import SimulatedNetwork
 from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import PoolShape, SystemShape
+from replicas.pool_size import keeps_prefixes_on_host
 from scheduler.capabilities import DECODE, PREFILL
+from scheduler.prefix_book import PrefixOptions
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
-DecodeMaker = Callable[[SystemShape], Scheduler]
+DecodeMaker = Callable[[SystemShape, PrefixOptions | None], Scheduler]
+
+# How often each router looks whom it is to ask what is cached there.
+_PULSE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +57,16 @@ class SystemRun:
     samples: list[KvSample] = field(default_factory=list)
 
 
-def shipped_decode(shape: SystemShape) -> Scheduler:
+def shipped_decode(shape: SystemShape, prefixes: PrefixOptions | None) -> Scheduler:
     """The decode scheduler as replicas.serving.engine_builder makes it."""
-    has_two_lanes = shape.decode.lanes is not None
-    return Scheduler(
-        shape.decode.limits, DECODE, shape.admission, shape.decode.lag, shape.num_host_blocks, has_two_lanes
-    )
+    has_two_lanes, num_host_blocks = shape.decode.lanes is not None, shape.num_host_blocks
+    limits, lag = shape.decode.limits, shape.decode.lag
+    return Scheduler(limits, DECODE, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes)
 
 
-def _shipped_prefill(pool: PoolShape) -> Scheduler:
-    return Scheduler(pool.limits, PREFILL, lag=pool.lag)
+def _shipped_prefill(pool: PoolShape, num_host_blocks: int, prefixes: PrefixOptions | None) -> Scheduler:
+    num_host_blocks = num_host_blocks if prefixes is not None else 0
+    return Scheduler(pool.limits, PREFILL, None, pool.lag, num_host_blocks, prefixes=prefixes)
 
 
 class SimulatedSystem:
@@ -82,7 +88,7 @@ class SimulatedSystem:
         self.pools = {decode.name: decode}
         prefill = None
         if shape.prefill is not None:
-            make_prefill = partial(_shipped_prefill, shape.prefill)
+            make_prefill = partial(_shipped_prefill, shape.prefill, shape.num_prefill_host_blocks)
             prefill = SimulatedPool("prefill", shape.prefill.limits, token_bytes, costs.prefill, make_prefill)
             self.pools[prefill.name] = prefill
         # All that there ever were.
@@ -95,9 +101,11 @@ class SimulatedSystem:
             self.add("prefill")
         block_size, rules, times = shape.decode.limits.block_size, shape.rules, shape.times
         self.network.routers += [
-            SimulatedRouter(index, block_size, rules, times, costs, self.queue, decode, prefill)
+            SimulatedRouter(index, block_size, rules, times, costs, self.queue, decode, prefill, shape.has_prefix_cache)
             for index in range(shape.num_routers)
         ]
+        for router in self.routers:
+            router.pools_changed()
         self._run = SystemRun()
         self._num_over = 0
         self._on_sample: Callable[[int], None] | None = None
@@ -110,16 +118,27 @@ class SimulatedSystem:
         name, key = theirs.next_name, sum(len(other.engines) for other in self.pools.values())
         theirs.add(self._make_engine(theirs, name, key))
         for router in self.routers:
+            router.pools_changed()
             router.wake(self.queue.now_s)
         return name
 
     def _make_engine(self, pool: SimulatedPool, name: str, key: int) -> SimulatedEngine:
-        scheduler, shape = pool.make_scheduler(), self.shape.decode
+        log = RecentKeys(name) if self.shape.has_prefix_cache else None
+        uses_host = keeps_prefixes_on_host(pool.name, "split" if self.shape.prefill else "colocated")
+        options = None if log is None else PrefixOptions("", on_piece=log.append, uses_host=uses_host)
+        scheduler = pool.make_scheduler(options)
+        engine = self._engine_around(scheduler, pool, name, key)
+        engine.recent_keys = log
+        return engine
+
+    def _engine_around(self, scheduler: Scheduler, pool: SimulatedPool, name: str, key: int) -> SimulatedEngine:
+        shape = self.shape.decode
         of_device = pool.name, key, pool.steps, self.costs, self._machine, pool.limits.block_size
         of_engine = self.costs, self.queue, self.network
         if scheduler.has_two_lanes and shape.lanes is not None:
             divided = DividedDevice(*of_device)
-            return SimulatedTwoLanes(name, key, scheduler, divided, *of_engine, shape.lanes, shape.shares)
+            division = LaneDivision(shape.lanes, shape.shares, shape.chooser)
+            return SimulatedTwoLanes(name, key, scheduler, divided, *of_engine, division)
         return SimulatedEngine(name, key, scheduler, SimulatedDevice(*of_device), *of_engine, may_skip=self._may_skip)
 
     @property
@@ -147,6 +166,8 @@ class SimulatedSystem:
         self._num_over = 0
         if run.clients:
             self._arrive_at(0)
+            for index, router in enumerate(self.routers if self.shape.has_prefix_cache else ()):
+                self._pulse_at(run.clients[0].job.arrival_s + _PULSE_S * index / len(self.routers), router)
             if sample_interval_s is not None:
                 self._sample_at(run.clients[0].job.arrival_s, sample_interval_s)
         was_collecting = gc.isenabled()
@@ -175,6 +196,17 @@ class SimulatedSystem:
                 self._arrive_at(index + 1)
 
         return arrive
+
+    def _pulse_at(self, time_s: float, router: SimulatedRouter) -> None:
+        def pulse(now_s: float) -> None:
+            for pool in self.pools.values():
+                for name in router.due(pool.name, now_s):
+                    pool.engines[name].settle(now_s)
+                    router.pulse(pool.name, pool.engines[name])
+            if not self.is_over:
+                self._pulse_at(now_s + _PULSE_S, router)
+
+        self.queue.at(time_s, Order.SAMPLE, 0, pulse)
 
     def _sample_at(self, time_s: float, interval_s: float) -> None:
         def sample(now_s: float) -> None:

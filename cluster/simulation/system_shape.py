@@ -11,11 +11,11 @@ from cluster.config.root import Config
 from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.cost_model import LaneShareCosts
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
 from scheduler.admission import AdmissionPolicy
-from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
+from scheduler.lane_split import LaneObjectives, LaneShare, ShareChooser, choose_share, estimated_shares
 from scheduler.pool_limits import PoolLimits
 
 # Of the card whose rates are known: a simulation knows none of its own.
@@ -25,13 +25,14 @@ _MEASURED_PROCESSORS = 132
 @dataclass(frozen=True, slots=True)
 class PoolShape:
     """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
-    ways to divide a replica's card."""
+    ways to divide a replica's card. chooser: of one of them."""
 
     num_replicas: int
     limits: PoolLimits
     lag: int
     lanes: LaneObjectives | None = None
     shares: tuple[LaneShare, ...] = ()
+    chooser: ShareChooser = choose_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class SystemShape:
     max_model_len: int
     rules: RoutingRules
     times: RouterTimes
+    has_prefix_cache: bool = False
+    num_prefill_host_blocks: int = 0
 
 
 def shape_of(
@@ -73,6 +76,7 @@ def shape_of(
         measured = tuple(LaneShare(share.processors, share.prefill_rate, share.decode_rate) for share in lane_shares)
         shares = (measured or estimated_shares(_MEASURED_PROCESSORS)) if pools.decode.device == "cuda" else ()
         decode = replace(decode, lanes=by_names(LaneObjectives, pools.decode.lanes), shares=shares)
+    kept_bytes = (pools.prefill.host_memory_bytes or 0) if pools.prefill else 0
     return SystemShape(
         num_routers=config.ingress.first_replicas,
         prefill=_pool_shape("prefill", pools.prefill, num_prefill, config, block_bytes, prefill_tokens)
@@ -84,6 +88,8 @@ def shape_of(
         max_model_len=config.model.max_model_len,
         rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
+        has_prefix_cache=config.prefix_cache.enabled,
+        num_prefill_host_blocks=kept_bytes // block_bytes,
     )
 
 

@@ -34,13 +34,15 @@ class TextGeneration:
         choices: Sequence[TextChoice],
         timer: RequestTimer,
         thinks: bool = False,
+        has_cache: bool = False,
     ) -> None:
-        """thinks: whether usage has tokens that were spent on thinking."""
+        """thinks: whether usage has tokens that were spent on thinking. has_cache: whether it has those that were found
+        in a prefix cache."""
         self._source = source
         self._generations = generations
         self._choices = choices
         self._timer = timer
-        self._thinks = thinks
+        self._thinks, self._has_cache = thinks, has_cache
 
     @property
     def _specs(self) -> list[GenerationSpec]:
@@ -80,6 +82,7 @@ class TextGeneration:
         return Usage(
             prompt_tokens=sum(len(spec.prompt_ids) for spec in self._specs),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(one.finding.num_tokens for one in self._generations) if self._has_cache else None,
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices) if self._thinks else None,
         )
 

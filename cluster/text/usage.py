@@ -10,7 +10,7 @@ from typing import Any
 class Usage:
     """Tokens of one request; completion_tokens of all its choices together.
 
-    cached_tokens: how many of the prompt's tokens were not computed again; None while there is no prefix cache.
+    cached_tokens: how many of the prompts' tokens were found in a prefix cache; None where there is no prefix cache.
     reasoning_tokens: how many of the completion's the model spent on thinking; None for a model that does not.
     """
 

@@ -143,6 +143,11 @@ def _breakdown() -> list[Panel]:
 
 
 def _memory() -> list[Panel]:
+    cached, routed = "cached_prompt_tokens_total", "routed_prompt_tokens_total"
+    found = {
+        "all": f"{ALL.rate(cached)} / ({ALL.rate(routed)} > 0)",
+        "{{route}}": f"{ALL.rate(cached, 'route')} / ({ALL.rate(routed, 'route')} > 0)",
+    }
     return [
         lines("Blocks of prefill", "short", {"{{state}}": ALL.sum("kv_blocks", "state", PREFILL)}, stacked=True),
         lines("Blocks of decode", "short", {"{{state}}": ALL.sum("kv_blocks", "state", DECODE)}, stacked=True),
@@ -153,7 +158,22 @@ def _memory() -> list[Panel]:
             "swap: to host memory and back; recompute: replayed.",
             width=4,
         ),
-        lines("Host blocks in use", "short", {"{{pool}}": ALL.sum("host_kv_blocks", "pool")}, width=4),
+        lines(
+            "Host blocks in use",
+            "short",
+            {
+                "{{pool}}": ALL.sum("host_kv_blocks", "pool"),
+                "{{pool}} cached": ALL.sum("host_cached_kv_blocks", "pool"),
+            },
+            "Of requests that gave way, and of the prefix cache, which has what they leave.",
+            width=4,
+        ),
+        lines(
+            "Prompt tokens found in prefix caches",
+            "percentunit",
+            found,
+            "Share of prompt tokens. remote: prefill computes the rest; local: decode does.",
+        ),
     ]
 
 

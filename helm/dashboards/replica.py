@@ -50,6 +50,12 @@ def _memory() -> list[Panel]:
     return [
         lines("KV cache in use", "percentunit", {_NAME: ONE.sum("kv_cache_usage_ratio", _BY)}),
         lines("Blocks by state", "short", {"{{state}}": ONE.sum("kv_blocks", "state")}, stacked=True),
+        lines(
+            "Prompt tokens looked up in the prefix cache",
+            "ops",
+            {"{{result}}": ONE.rate("prefix_tokens_total", "result")},
+            stacked=True,
+        ),
         lines("Preemptions", "ops", {"{{replica}}: {{kind}}": ONE.rate("preemptions_total", "replica, kind")}),
     ]
 

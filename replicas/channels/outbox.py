@@ -16,29 +16,33 @@ from replicas.messages import PromptLogprobs, Token, TokenLogprobs
 # An entry is a token, a position of a prompt, or a candidate beside one of them.
 NUM_ENTRIES = 4096
 
-Parts = tuple[tuple[str, ...], tuple[Token, ...], tuple[PromptLogprobs, ...]]
+Cached = tuple[tuple[str, int], ...]
+Parts = tuple[tuple[str, ...], tuple[Token, ...], tuple[PromptLogprobs, ...], Cached]
 
 
 @dataclass(slots=True)
 class Outbox:
-    """admitted: request ids. In the order of these fields they are to leave: no token before its prompt's scores."""
+    """admitted: request ids. In the order of these fields they are to leave: no token before its prompt's scores.
+    cached: of prompts whose first tokens are among these, how many were found; they leave before all tokens.
+    """
 
     admitted: list[str] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
+    cached: list[tuple[str, int]] = field(default_factory=list)
 
     def parts(self) -> Iterator[Parts]:
-        """(admitted, tokens, prompts) of each frame. Very many tokens come from a beam search."""
-        admitted = tuple(self.admitted)
+        """(admitted, tokens, prompts, cached) of each frame. Very many tokens come from a beam search."""
+        admitted, cached = tuple(self.admitted), tuple(self.cached)
         for prompt in self.prompts:
             for part in prompt_parts(prompt):
-                yield admitted, (), (part,)
-                admitted = ()
+                yield admitted, (), (part,), cached
+                admitted, cached = (), ()
         for start, end in _cuts([item.logprobs for item in self.tokens]):
-            yield admitted, tuple(self.tokens[start:end]), ()
-            admitted = ()
+            yield admitted, tuple(self.tokens[start:end]), (), cached
+            admitted, cached = (), ()
         if admitted:
-            yield admitted, (), ()
+            yield admitted, (), (), cached
 
 
 def prompt_parts(prompt: PromptLogprobs) -> Iterator[PromptLogprobs]:

@@ -140,12 +140,13 @@ class TokenSender:
         admitted: Sequence[str] = (),
         tokens: Sequence[Token] = (),
         prompts: Sequence[PromptLogprobs] = (),
+        cached: Sequence[tuple[str, int]] = (),
     ) -> int:
         """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""
         channel = self._channels[router_id]
         seq = channel.ring.next_seq
-        frame = Frame(self._replica_id, self._epoch, seq, load, tuple(admitted), tuple(tokens), tuple(prompts))
-        payload = encode(frame)
+        items = (tuple(admitted), tuple(tokens), tuple(prompts), tuple(cached))
+        payload = encode(Frame(self._replica_id, self._epoch, seq, load, *items))
         with self._lock:
             channel.ring.keep(payload, is_owed=bool(admitted or tokens or prompts))
         self._flush(channel)

@@ -27,6 +27,7 @@ from replicas.kernels.dependent_launch import launches_early
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
+from replicas.kv.host_pool import MovedBlocks
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.replaced_layers import replace_layers, with_card_kernels
 from replicas.model.model_loader import LoadedModel
@@ -75,11 +76,14 @@ class CudaRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> StepHandle:
         """As the base's. Where graphs do the step and nothing has to come in between, both phases are one: tokens are
         drawn behind each pass."""
-        self._prepare(plan)
+        moved = self._prepare(plan)
         passes = self._passes(plan)
         if passes and (kinds := self._slots.kinds(plan)).is_plain:
-            return self._keeping_fed(plan, lambda: StepHandle(plan, *self._on_the_way(self._draw(passes, kinds), ())))
-        return self.choose(self._run_passes(passes, plan))
+            return self._keeping_fed(
+                plan, lambda: StepHandle(plan, *self._on_the_way(self._draw(passes, kinds), ()), moved)
+            )
+        forwarded = self._run_passes(passes, plan)
+        return self.choose(forwarded if moved is None else replace(forwarded, moved=moved))
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
@@ -117,7 +121,7 @@ class CudaRunner(ModelRunner):
             self._slots.last_token.index_copy_(0, own, fed[own])
             raise
 
-    def _prepare(self, plan: StepPlan) -> None:
+    def _prepare(self, plan: StepPlan) -> MovedBlocks | None:
         """Raises ValueError for what no kernel here computes."""
         wide = [row for row in plan.rows if row.num_tokens > 1] or [c for c in plan.chunks if c.num_sampled > 1]
         if wide:
@@ -125,7 +129,7 @@ class CudaRunner(ModelRunner):
                 f"{wide[0].request_id}: {wide[0].num_tokens} tokens, {wide[0].num_sampled} of them sampled behind: on "
                 "CUDA a running sequence is planned a token at a time, and sampled behind its last token only"
             )
-        super()._prepare(plan)
+        return super()._prepare(plan)
 
     def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> SampledTokens:
         """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
@@ -155,7 +159,8 @@ class CudaRunner(ModelRunner):
             logits, self._slots.state, slots, positions, choices,
             has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, masked=masked,
         )  # fmt: skip
-        return StepHandle(forwarded.plan, *self._on_the_way(SampledTokens(tokens), forwarded.prompts))
+        on_the_way = self._on_the_way(SampledTokens(tokens), forwarded.prompts)
+        return StepHandle(forwarded.plan, *on_the_way, forwarded.moved)
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]

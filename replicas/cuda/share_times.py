@@ -34,13 +34,21 @@ class PromptLane(Protocol):
 class MeasuredPlans:
     """A prompt, and a step of rows, in slots and blocks of their own. Both may be repeated."""
 
-    def __init__(self, num_slots: int, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        """Raises AbsurdTimes if there is too little memory for both."""
+    def __init__(
+        self,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        num_rows: int = _NUM_ROWS,
+        context: int = _CONTEXT,
+    ) -> None:
+        """num_rows, context: of the step of rows, at most. Raises AbsurdTimes if there is too little memory."""
         prompt_len = min(_PROMPT_LEN, max_model_len - 1)
-        self.num_rows = min(_NUM_ROWS, num_slots - 1)
+        self.num_rows = min(num_rows, num_slots - 1)
         of_prompt = num_blocks_for(prompt_len + 1, block_size)
         of_row = (num_blocks - of_prompt) // max(1, self.num_rows)
-        of_row = min(of_row, num_blocks_for(min(_CONTEXT, max_model_len - 1), block_size))
+        of_row = min(of_row, num_blocks_for(min(context, max_model_len - 1), block_size))
         if self.num_rows < 1 or of_row < 1:
             raise AbsurdTimes(f"{num_blocks} blocks and {num_slots} slots are too few to measure in")
         rows = tuple(Slice(f"row-{slot}", 0, slot, of_row * block_size - 1) for slot in range(self.num_rows))

@@ -2,7 +2,7 @@
 
 Up to 64 rows the kernels here beat a library's at every layer of Llama-3.1-8B and Qwen3-0.6B, or come level (on an
 H200, behind a norm as in a step): they fetch their first weights while the kernel in front is at work. Beyond,
-arithmetic counts, at which the library is better.
+arithmetic counts, at which the library is better (on a part of a card by ways chosen for it: `part_products`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.operators import operator
+from replicas.cuda.part_products import part_here
 from replicas.kernels.gemv import gemv
 from replicas.kernels.skinny_product import ProductTile, skinny_product
 from replicas.layers.linear import PlainLinear, plain_linear
@@ -54,7 +55,9 @@ def product_of_rows(
     """
     rows = x.reshape(-1, weight.shape[1])
     if not 0 < len(rows) <= _SOME:
-        return F.linear(x, weight, bias)
+        part = part_here() if bias is None else None
+        many = part.product(rows, weight) if part is not None else None
+        return F.linear(x, weight, bias) if many is None else many.view(*x.shape[:-1], -1)
     out = skinny_product(rows.contiguous(), weight, bias, _tile_of(len(rows), *weight.shape), arrived)
     return out.view(*x.shape[:-1], -1)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replicas.engine.broken_output import broken_requests, without
+from replicas.engine.broken_output import broken_requests, tell_damage, without
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.inbox import Inbox
@@ -36,14 +36,7 @@ from replicas.engine.step_launch import StepLaunch
 from replicas.engine.step_timer import StepTimer
 from replicas.engine.token_frames import TokenFrames
 from replicas.kv.handoff_actions import Event
-from replicas.messages import (
-    CallStatus,
-    EngineLoad,
-    GenerateCall,
-    GenerateReply,
-    PrefillCall,
-    PrefillReply,
-)
+from replicas.messages import CallStatus, EngineLoad, GenerateCall, GenerateReply, PrefillCall, PrefillReply
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
@@ -248,9 +241,11 @@ class Engine:
 
     def _take_output(self, output: StepOutput, lane: Lane | None = None) -> None:
         """What a step gave is passed on. lane: whose step it was; None: there is one."""
-        broken = broken_requests(output, self.scheduler.counts)
+        broken = broken_requests(output, self.scheduler.counts, self.scheduler.batch.running_on)
+        if output.damaged:
+            tell_damage(self.name, len(output.damaged), self.metrics)
         for request_id, (status, detail) in broken.items():
-            self.calls.end(request_id, RequestState.FAILED, status, detail)
+            self.calls.end_broken(request_id, status, detail)
         self.calls.stepped(without(output, broken) if broken else output, time.monotonic(), lane)
         self._num_loop_failures = 0
 

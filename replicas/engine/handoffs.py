@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from replicas.engine.open_call import OpenCall
 from replicas.kv.handoff_actions import (
+    BlocksDisputed,
     CommandRefused,
     Event,
     HandoffArrived,
@@ -121,6 +122,8 @@ class Handoffs:
                 self._on_reader_checked(transfer_id, problem)
             case SourceReleased(transfer_id):
                 self._scheduler.lease_ended(transfer_id, time.monotonic())
+            case BlocksDisputed(_, block_ids):
+                self._scheduler.distrust(block_ids)
             case CommandRefused(transfer_id, command, detail):
                 self._on_refused(transfer_id, f"{command}: {detail}")
 
@@ -130,8 +133,8 @@ class Handoffs:
         if self._scheduler.get(transfer_id) is None:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
         self._calls.by_id[transfer_id].handoff = handoff
-        block_ids = self._scheduler.begin_load(transfer_id, time.monotonic())
-        self.transfers.read_into(transfer_id, block_ids)
+        load = self._scheduler.begin_load(transfer_id, time.monotonic())
+        self.transfers.read_into(transfer_id, load.block_ids, load.num_kept)
 
     def _on_kv_ready(self, transfer_id: str) -> None:
         if self._scheduler.get(transfer_id) is None:

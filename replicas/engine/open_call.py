@@ -70,6 +70,7 @@ class OpenCall:
             transfer_s=self.time_between(RequestState.LOADING, RequestState.RUNNING),
             decode_s=self.decode_s(),
             prefill_s=self.prefill_s(),
+            num_cached=self.request.num_cached,
         )
 
     def prefill_reply(self, status: CallStatus, detail: str, load: EngineLoad) -> PrefillReply:
@@ -78,7 +79,9 @@ class OpenCall:
         prefill_s = self.time_between(RequestState.ADMITTED, done_state)
         is_ok = status is CallStatus.OK
         first_tokens = self.first_tokens or () if is_ok else ()
-        return PrefillReply(status, detail, first_tokens, queue_s, prefill_s, load, tuple(self.scores) if is_ok else ())
+        scores = tuple(self.scores) if is_ok else ()
+        found = self.request.num_cached
+        return PrefillReply(status, detail, first_tokens, queue_s, prefill_s, load, scores, found)
 
     def time_between(self, start: RequestState, end: RequestState) -> float:
         """Seconds from entering one state to entering another; 0.0 when either was never entered."""

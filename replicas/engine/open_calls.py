@@ -244,6 +244,12 @@ class OpenCalls:
             if opened is not None:
                 self.reply(opened, status, detail)
 
+    def end_broken(self, request_id: str, status: CallStatus, detail: str) -> None:
+        """As `end`, of one that got what is no token."""
+        if status is CallStatus.ERROR:  # what it was computed from may be why
+            self._scheduler.distrust_request(request_id)
+        self.end(request_id, RequestState.FAILED, status, detail)
+
     def reply(self, opened: OpenCall, status: CallStatus, detail: str) -> None:
         """Answer its call."""
         if isinstance(opened.call, GenerateCall):

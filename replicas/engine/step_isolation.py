@@ -28,7 +28,7 @@ def run_isolated(runner: ModelRunner, plan: StepPlan, masks: TokenMasks | None =
 
     Raises when what goes before the pass fails: that is nobody's own, and blocks may have got lost.
     """
-    runner.launch(replace(plan, slices=()))
+    prepared = runner.launch(replace(plan, slices=())).result()
     outputs: list[StepOutput] = []
     errors: dict[str, Exception] = {}
     for request_id, piece, first_row in _pieces(plan):
@@ -43,13 +43,13 @@ def run_isolated(runner: ModelRunner, plan: StepPlan, masks: TokenMasks | None =
     tokens = tuple(token for output in outputs for token in output.tokens)
     prompts = tuple(prompt for output in outputs for prompt in output.prompts)
     accepted = tuple(one for output in outputs for one in output.accepted)
-    return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts, accepted), errors)
+    return IsolatedOutput(StepOutput(plan.step_id, tokens, prompts, accepted, prepared.damaged), errors)
 
 
 def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan, int]]:
     """One request's part each, and its first row of logits in the whole step's. Without what goes before the pass:
     repeated, a slot init would undo a token just sampled, and a copy or a swap what an earlier piece wrote into it."""
-    plan = replace(plan, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
+    plan = replace(plan, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=(), fetches=(), saves=())
     first_row = 0
     for part in plan.slices:
         piece = replace(plan, slices=(part,))

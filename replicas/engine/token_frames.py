@@ -39,6 +39,8 @@ class TokenFrames:
         self._outbox[opened.router_id].prompts.append(prompt)
 
     def add_token(self, opened: OpenCall, token: Token) -> None:
+        if not opened.num_sent and opened.request.num_cached:
+            self._outbox[opened.router_id].cached.append((opened.request.request_id, opened.request.num_cached))
         opened.num_sent[token.choice] += 1
         if not token.index and opened.first_token_s is None and opened.request.search is None:
             opened.first_token_s = time.monotonic()
@@ -50,7 +52,7 @@ class TokenFrames:
         """
         for router_id, sent_s in list(self._last_sent_s.items()):
             if router_id not in self._outbox and now_s - sent_s >= self._idle_frame_s:
-                self._send(router_id, load, (((), (), ()),), now_s, give_up)
+                self._send(router_id, load, (((), (), (), ()),), now_s, give_up)
         for router_id, outbox in self._outbox.items():
             self._send(router_id, load, outbox.parts(), now_s, give_up)
         self._outbox.clear()

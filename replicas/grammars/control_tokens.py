@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from replicas.grammars.lark_pieces import LARK_PIECES
+
 # A character that no text has, around the token's id.
 _NO_CHARACTER = "\U0010ffff"
-# Strings, regular expressions and comments of Lark, and the name of a token outside of them.
-_LARK = re.compile(r'("(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*)|(<[^\s<>\[\]]+>)')
 
 
 def control_ids(tokenizer_json: str) -> dict[str, int]:
@@ -44,10 +44,10 @@ def with_ids_of_controls(lark: str, ids: Mapping[str, int]) -> str:
     """A grammar in Lark whose control tokens are named by id, as they have no other name. Unknown ones stay."""
 
     def by_id(found: re.Match[str]) -> str:
-        token_id = ids.get(found[2]) if found[2] else None
+        token_id = ids.get(found["token"]) if found["token"] else None
         return found[0] if token_id is None else f"<[{token_id}]>"
 
-    return _LARK.sub(by_id, lark)
+    return LARK_PIECES.sub(by_id, lark)
 
 
 def _added(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:

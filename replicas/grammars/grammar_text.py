@@ -8,6 +8,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+# The keyword by which llguidance takes options from a schema.
+OPTIONS = "x-guidance"
 # Between the parts of a JSON text: nothing, a blank, or a new line with its indentation. A small model that may write
 # as many blanks as it likes often writes nothing else.
 _WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"
@@ -20,7 +22,13 @@ def json_schema(schema: Mapping[str, Any] | bool, strict: bool = True) -> str:
     oneOf is taken where its alternatives are known to exclude each other; else it is refused, or, if not strict, taken
     for anyOf.
     """
-    options = {
+    return json.dumps({"grammars": [{"json_schema": schema_with_options(schema, strict)}]})
+
+
+def schema_with_options(schema: Mapping[str, Any] | bool, strict: bool = True) -> dict[str, Any]:
+    """As `json_schema` has it, to stand behind `%json` in Lark. A client's own options are left out."""
+    described = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
+    described[OPTIONS] = {
         "item_separator": ",",
         "key_separator": ":",
         "whitespace_flexible": True,
@@ -30,10 +38,7 @@ def json_schema(schema: Mapping[str, Any] | bool, strict: bool = True) -> str:
         "json_allowed_escapes": None,
         "json_allow_general_unicode_escapes": False,
     }
-    described = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
-    # A client's own options would stand beside ours.
-    described.pop("x-guidance", None)
-    return LLMatcher.grammar_from_json_schema(described, overrides=options)  # type: ignore[arg-type]
+    return described
 
 
 def any_json_object() -> str:

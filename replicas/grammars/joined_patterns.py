@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from replicas.grammars.lark_pieces import LARK_PIECES
+
 _DECODER = json.JSONDecoder()
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
-# Strings, regular expressions and comments of Lark: what is in them joins nothing.
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*')
 # What of a schema is counted in another way, or describes no text by itself.
 _APART = ("allOf", "$ref", "$defs", "definitions", "enum", "const")
 # What of a schema becomes a regular expression for its own string.
@@ -35,9 +35,10 @@ def _of_grammar(grammar: Mapping[str, Any]) -> int:
 
 
 def _of_lark(text: str) -> int:
-    """Terminals are named: any of them may stand in any other, so all that are joined anywhere count together."""
+    """Terminals are named: any of them may stand in any other, so all that are joined anywhere count together. What is
+    in strings, regular expressions and comments joins nothing."""
     schemas = list(_embedded_schemas(text))
-    return max([_LITERALS.sub("", text).count("&") + 1, *(_OfSchema(schema).most for schema in schemas)])
+    return max([LARK_PIECES.sub("", text).count("&") + 1, *(_OfSchema(schema).most for schema in schemas)])
 
 
 def _embedded_schemas(text: str) -> Iterator[Any]:

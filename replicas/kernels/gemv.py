@@ -15,21 +15,23 @@ from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 @triton.jit
 def _gemv(
     x, weight, bias, out, num_out, weight_stride, NUM_IN: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, IS_EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < num_out
     start = weight + rows.to(tl.int64)[:, None] * weight_stride
     columns = tl.arange(0, BLOCK_K)
     is_column = columns < NUM_IN
-    w = tl.load(start + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+    is_weight = is_row[:, None] & is_column[None, :]
+    w = tl.load(start + columns[None, :], mask=is_weight, other=0.0, eviction_policy=EVICTION)
     wait_for_earlier(IS_EARLY)
     v = tl.load(x + columns, mask=is_column, other=0.0)
     total = w.to(tl.float32) * v.to(tl.float32)[None, :]
     for first in range(BLOCK_K, NUM_IN, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         is_column = columns < NUM_IN
-        w = tl.load(start + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0.0)
+        is_weight = is_row[:, None] & is_column[None, :]
+        w = tl.load(start + columns[None, :], mask=is_weight, other=0.0, eviction_policy=EVICTION)
         v = tl.load(x + columns, mask=is_column, other=0.0)
         total += w.to(tl.float32) * v.to(tl.float32)[None, :]
     result = tl.sum(total, 1)
@@ -47,11 +49,15 @@ def _tile_of(num_out: int, num_in: int) -> tuple[int, int, int]:
 
 
 def gemv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int, int] | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: tuple[int, int, int] | None = None,
+    eviction: str = "",
 ) -> torch.Tensor:
     """weight [N, K] (rows contiguous) times x (K numbers in a row, of any shape), plus bias: [N], in x's type.
 
-    Sums in float32. Does not block.
+    eviction: of weights from the L2 cache, as in `skinny_product`. Sums in float32. Does not block.
     """
     num_out, num_in = weight.shape
     block_n, block_k, num_warps = tile or _tile_of(num_out, num_in)
@@ -59,7 +65,7 @@ def gemv(
     out = torch.empty(num_out, dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(num_out, block_n),)](
         x, weight, weight if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,
-        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, IS_EARLY=is_early, num_warps=num_warps,
-        launch_pdl=is_early,
+        HAS_BIAS=bias is not None, BLOCK_N=block_n, BLOCK_K=block_k, IS_EARLY=is_early, EVICTION=eviction,
+        num_warps=num_warps, launch_pdl=is_early,
     )  # fmt: skip
     return out

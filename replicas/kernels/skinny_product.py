@@ -36,7 +36,7 @@ class ProductTile(NamedTuple):
 def _product(
     x, weight, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
@@ -55,7 +55,8 @@ def _product(
     for first in range(begin, end, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
         is_column = columns < end
-        w = tl.load(weight_rows + columns[None, :], mask=is_feature[:, None] & is_column[None, :], other=0.0)
+        is_weight = is_feature[:, None] & is_column[None, :]
+        w = tl.load(weight_rows + columns[None, :], mask=is_weight, other=0.0, eviction_policy=EVICTION)
         v = tl.load(x_rows + columns[:, None], mask=is_column[:, None] & is_row[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
     places = rows.to(tl.int64)[None, :] * num_out + features[:, None]
@@ -79,12 +80,18 @@ def _product(
 
 
 def skinny_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: ProductTile, arrived: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: ProductTile,
+    arrived: torch.Tensor,
+    eviction: str = "",
 ) -> torch.Tensor:
     """x [R <= 128, K] times weight [N, K] transposed, plus bias [N]: [R, N] in x's type. Rows of both are contiguous.
 
     16-bit types. arrived: int32, zeros, at least N / block_n of them, for products one behind the other on one stream;
-    zeros again afterwards. Sums in float32. Does not block.
+    zeros again afterwards. eviction: of weights from the L2 cache, as Triton has it; by itself as of all else. Sums in
+    float32. Does not block.
     """
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
@@ -100,6 +107,6 @@ def skinny_product(
         x.stride(0), weight.stride(0), HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)),
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts,
         NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        EVICTION=eviction, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

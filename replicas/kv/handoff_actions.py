@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from replicas.messages import Handoff, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, TransferNote, TransferPeer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SendNote:
     """Send once. A failure is as good as a loss on the way: the machine resends what matters."""
 
     agent_name: str
-    message: Handoff | TransferNote
+    message: Handoff | TransferNote | Dispute
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckDigest:
-    """Digest the local blocks and call digest_checked."""
+class CheckDigests:
+    """Digest the local blocks, compare one by one, and call digests_checked. digests: as `block_digests`."""
 
     transfer_id: str
     local_block_ids: tuple[int, ...]
-    digest: bytes
+    digests: bytes
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class HandoffArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvReady:
-    """Reader, final: the blocks given to read_into hold the prompt's KV, confirmed and verified."""
+    """Reader, final: the blocks given to read_into hold the prompt's KV; those that were read are verified."""
 
     transfer_id: str
 
@@ -136,6 +136,17 @@ class SourceReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksDisputed:
+    """Source, at any time: what a reader got of these blocks was not what was offered, by its own word.
+
+    Whoever still holds what was in them should not go on using it. They may have been freed since.
+    """
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommandRefused:
     """The engine asked for something impossible: a bug of the caller. Nothing changed.
 
@@ -147,8 +158,9 @@ class CommandRefused:
     detail: str
 
 
-Order = SendNote | StartRead | CheckDigest
-Event = HandoffArrived | KvReady | KvLost | ReadReleased | ReaderChecked | SourceReleased | CommandRefused
+Order = SendNote | StartRead | CheckDigests
+SourceEvent = ReaderChecked | SourceReleased | BlocksDisputed
+Event = HandoffArrived | KvReady | KvLost | ReadReleased | SourceEvent | CommandRefused
 Action = Order | Event
 
 

@@ -1,23 +1,25 @@
 """The reader's half of the handoff protocol, as a pure state machine: no I/O, no clock, no torch.
 
     expect --> WAITING --handoff--> OFFERED --read_into--> READING --read ended--> CONFIRMING --> KvReady
-                  `---------------------`----------------------`----------------------`---------> KvLost
+                  |                    |`-- nothing to read --|---------------------->|
+                  `--------------------`----------------------`-----------------------`---------> KvLost
 
-KvReady needs the source's CONFIRM and, when there is a digest, its agreement. Every expect ends in exactly one
-KvReady or KvLost. The blocks given to read_into have a second owner until the read's handle ends: a
-transfer that ends before its read leaves an orphan, and an orphan that stays is quarantined, for ever if need be.
+KvReady needs the source's CONFIRM and, when there are digests, their agreement for every block that was read. Every
+expect ends in exactly one KvReady or KvLost. The blocks given to read_into have a second owner until the read's handle
+ends: a transfer that ends before its read leaves an orphan, and an orphan that stays is quarantined, for ever if need
+be. Where all blocks are kept no read carries the DONE: it is sent by itself, and ends the lease like any other.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 
+from replicas.kv.expected_transfer import ExpectedTransfer, TransferPhase
 from replicas.kv.handoff_actions import (
     Action,
     Backoff,
-    CheckDigest,
+    CheckDigests,
     HandoffArrived,
     HandoffTiming,
     KvLost,
@@ -27,51 +29,24 @@ from replicas.kv.handoff_actions import (
     SendNote,
     StartRead,
 )
-from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote, TransferPeer
 
 # A drop would tell the source nothing: it knows, or is dead.
 _SOURCE_KNOWS = frozenset({LossReason.REFUSED, LossReason.DROPPED, LossReason.PEER_DEAD})
 
 
-class _Phase(Enum):
-    WAITING = "waiting"  # for the handoff
-    OFFERED = "offered"  # waiting for memory
-    READING = "reading"
-    CONFIRMING = "confirming"  # the read has ended
-
-
-@dataclass(slots=True)
-class _Transfer:
-    transfer_id: str
-    peer: TransferPeer
-    prompt_len: int
-    num_blocks: int
-    deadline_s: float
-    phase: _Phase = _Phase.WAITING
-    handoff: Handoff | None = None
-    local_block_ids: tuple[int, ...] = ()
-    confirmed: bool = False
-    digest_agrees: bool = False
-    renew_s: float = math.inf
-    resend: Backoff | None = None  # of the DONE
-
-    @property
-    def due_s(self) -> float:
-        return min(self.deadline_s, self.renew_s, self.resend.due_s if self.resend is not None else math.inf)
-
-
 class HandoffReader:
     """Transfers that one engine expects. Time is monotonic seconds, given with every call, never going back.
 
-    require_digest: a handoff without a digest is refused (verification must not be switched off from outside).
+    require_digests: a handoff without digests is refused (verification must not be switched off from outside).
     """
 
-    def __init__(self, epoch: str, fingerprint: str, timing: HandoffTiming, require_digest: bool) -> None:
+    def __init__(self, epoch: str, fingerprint: str, timing: HandoffTiming, require_digests: bool) -> None:
         self._epoch = epoch
         self._fingerprint = fingerprint
         self._timing = timing
-        self._require_digest = require_digest
-        self._transfers: dict[str, _Transfer] = {}
+        self._require_digests = require_digests
+        self._transfers: dict[str, ExpectedTransfer] = {}
         self._orphans: dict[str, float] = {}  # reads in flight of ended transfers -> when they count as quarantined
         self._ended: dict[str, float] = {}  # -> when to forget; oldest first
         self._next_due_s = math.inf  # never later than the earliest time at which tick has something to do
@@ -108,7 +83,7 @@ class HandoffReader:
         """Wait for this handoff until deadline_s (absolute). Raises ValueError for an id known already."""
         if transfer_id in self._transfers or transfer_id in self._orphans or transfer_id in self._ended:
             raise ValueError(f"transfer {transfer_id} was expected before")
-        transfer = _Transfer(transfer_id, source, prompt_len, num_blocks, deadline_s)
+        transfer = ExpectedTransfer(transfer_id, source, prompt_len, num_blocks, deadline_s)
         self._transfers[transfer_id] = transfer
         self._wake(transfer)
         if source.fingerprint != self._fingerprint:
@@ -116,22 +91,27 @@ class HandoffReader:
             return self._lose(transfer, LossReason.MISMATCH, detail, now_s)
         return []
 
-    def read_into(self, transfer_id: str, local_block_ids: tuple[int, ...], now_s: float) -> list[Action]:
-        """Blocks for an arrived handoff. ReadReleased follows, at once when the transfer has ended meanwhile.
+    def read_into(
+        self, transfer_id: str, local_block_ids: tuple[int, ...], num_kept: int, now_s: float
+    ) -> list[Action]:
+        """Blocks for an arrived handoff, the first num_kept of which hold that KV already: only the others are read.
 
-        Raises ValueError when no handoff has arrived, blocks were given before, or their number is wrong.
+        ReadReleased follows, at once when nothing is to be read or the transfer has ended meanwhile. Raises ValueError
+        when no handoff has arrived, blocks were given before, or they are not what the handoff needs.
         """
         transfer = self._transfers.get(transfer_id)
         if transfer is None and transfer_id not in self._orphans:
             return [ReadReleased(transfer_id)]
-        if transfer is None or transfer.phase is not _Phase.OFFERED or transfer.handoff is None:
+        if transfer is None or transfer.phase is not TransferPhase.OFFERED:
             raise ValueError(f"transfer {transfer_id} is not waiting for blocks")
-        if len(local_block_ids) != transfer.num_blocks:
-            raise ValueError(f"{len(local_block_ids)} blocks for {transfer.num_blocks}")
-        transfer.phase = _Phase.READING
-        transfer.local_block_ids = local_block_ids
+        transfer.give(local_block_ids, num_kept)
+        transfer.phase = TransferPhase.READING
         done = self._note(NoteKind.DONE, transfer)
-        return [StartRead(transfer_id, transfer.peer, local_block_ids, transfer.handoff.block_ids, done)]
+        if not transfer.local_block_ids:
+            return [SendNote(transfer.peer.agent_name, done), *self.read_ended(transfer_id, True, "", now_s)]
+        return [
+            StartRead(transfer_id, transfer.peer, transfer.local_block_ids, transfer.remote_block_ids, done),
+        ]
 
     def cancel(self, transfer_id: str, now_s: float) -> list[Action]:
         """The engine gives up: KvLost(CANCELLED) now. Nothing for a transfer that has ended."""
@@ -162,14 +142,14 @@ class HandoffReader:
         if transfer is None:
             epochs = (handoff.source_epoch, handoff.reader_epoch)
             return [SendNote(agent_name, TransferNote(NoteKind.DROP, handoff.transfer_id, *epochs, "unknown"))]
-        if transfer.phase is _Phase.CONFIRMING:
+        if transfer.phase is TransferPhase.CONFIRMING:
             return [SendNote(agent_name, self._note(NoteKind.DONE, transfer))]
-        if transfer.phase is not _Phase.WAITING:
+        if transfer.phase is not TransferPhase.WAITING:
             return self._renew(transfer, now_s)  # our answer was lost, or this copy was late
-        mismatch = self._mismatch(handoff, transfer)
+        mismatch = transfer.mismatch(handoff, self._fingerprint, self._require_digests)
         if mismatch:
             return self._lose(transfer, LossReason.MISMATCH, mismatch, now_s)
-        transfer.phase = _Phase.OFFERED
+        transfer.phase = TransferPhase.OFFERED
         transfer.handoff = handoff
         return [*self._renew(transfer, now_s), HandoffArrived(transfer.transfer_id, handoff)]
 
@@ -183,7 +163,7 @@ class HandoffReader:
         if note.kind is NoteKind.DROP:
             return self._lose(transfer, LossReason.DROPPED, note.reason, now_s)
         # Before the read nothing can have been confirmed; during it, its own DONE may have been faster than our poll.
-        if note.kind is NoteKind.CONFIRM and transfer.phase in (_Phase.READING, _Phase.CONFIRMING):
+        if note.kind is NoteKind.CONFIRM and transfer.phase in (TransferPhase.READING, TransferPhase.CONFIRMING):
             transfer.confirmed = True
             transfer.resend = None
             return self._finish(transfer, now_s)
@@ -196,29 +176,32 @@ class HandoffReader:
         if self._orphans.pop(transfer_id, None) is not None:
             return [ReadReleased(transfer_id)]
         transfer = self._transfers.get(transfer_id)
-        if transfer is None or transfer.phase is not _Phase.READING or transfer.handoff is None:
+        if transfer is None or transfer.phase is not TransferPhase.READING:
             raise ValueError(f"transfer {transfer_id} has no read in flight")
-        transfer.phase = _Phase.CONFIRMING
+        transfer.phase = TransferPhase.CONFIRMING
         transfer.renew_s = math.inf
         actions: list[Action] = [ReadReleased(transfer_id)]
         if not ok:
             return actions + self._lose(transfer, LossReason.READ_FAILED, detail, now_s)
         if not transfer.confirmed:
-            # The read has carried the first DONE.
+            # The first DONE is on its way: the read has carried it.
             transfer.resend = Backoff(now_s, self._timing.resend_s, self._timing.max_resend_s)
             self._wake(transfer)
-        if self._require_digest and transfer.handoff.digest is not None:
-            return [*actions, CheckDigest(transfer_id, transfer.local_block_ids, transfer.handoff.digest)]
+        if self._require_digests and transfer.digests:
+            return [*actions, CheckDigests(transfer_id, transfer.local_block_ids, transfer.digests)]
         transfer.digest_agrees = True
         return actions + self._finish(transfer, now_s)
 
-    def digest_checked(self, transfer_id: str, agrees: bool, now_s: float) -> list[Action]:
-        """Answer to CheckDigest. Nothing for a transfer that has ended."""
+    def digests_checked(self, transfer_id: str, wrong: Sequence[int], now_s: float) -> list[Action]:
+        """Answer to CheckDigests. wrong: places among its blocks, ascending. Nothing for a transfer that has ended."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             return []
-        if not agrees:
-            return self._lose(transfer, LossReason.DIGEST_MISMATCH, "", now_s)
+        if wrong:
+            detail = transfer.describe_wrong(wrong)
+            dispute = Dispute(transfer_id, transfer.peer.epoch, self._epoch, transfer.disputed(wrong))
+            lost = self._lose(transfer, LossReason.DIGEST_MISMATCH, detail, now_s)
+            return [SendNote(transfer.peer.agent_name, dispute), *lost]
         transfer.digest_agrees = True
         return self._finish(transfer, now_s)
 
@@ -244,57 +227,43 @@ class HandoffReader:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _match(self, message: Handoff | TransferNote, agent_name: str) -> _Transfer | None:
+    def _match(self, message: Handoff | TransferNote, agent_name: str) -> ExpectedTransfer | None:
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             return None
         expected = (transfer.peer.epoch, self._epoch, transfer.peer.agent_name)
         return transfer if (message.source_epoch, message.reader_epoch, agent_name) == expected else None
 
-    def _mismatch(self, handoff: Handoff, transfer: _Transfer) -> str:
-        """What is wrong with a handoff whose id and epochs are right; empty when nothing is."""
-        if handoff.fingerprint != self._fingerprint:
-            return f"fingerprint {handoff.fingerprint}"
-        if handoff.prompt_len != transfer.prompt_len:
-            return f"{handoff.prompt_len} prompt tokens, not {transfer.prompt_len}"
-        if len(handoff.block_ids) != transfer.num_blocks:
-            return f"{len(handoff.block_ids)} blocks, not {transfer.num_blocks}"
-        if any(not 0 <= block_id < transfer.peer.num_blocks for block_id in handoff.block_ids):
-            return f"a block id outside 0..{transfer.peer.num_blocks - 1}"
-        if self._require_digest and handoff.digest is None:
-            return "no digest, but this engine verifies"
-        return ""
-
-    def _renew(self, transfer: _Transfer, now_s: float) -> list[Action]:
+    def _renew(self, transfer: ExpectedTransfer, now_s: float) -> list[Action]:
         lease_s = transfer.handoff.lease_s if transfer.handoff is not None else self._timing.lease_s
         transfer.renew_s = now_s + lease_s / 3
         self._wake(transfer)
         return [SendNote(transfer.peer.agent_name, self._note(NoteKind.RENEW, transfer))]
 
-    def _finish(self, transfer: _Transfer, now_s: float) -> list[Action]:
+    def _finish(self, transfer: ExpectedTransfer, now_s: float) -> list[Action]:
         """KvReady when everything it needs is there."""
-        if transfer.phase is not _Phase.CONFIRMING or not transfer.confirmed or not transfer.digest_agrees:
+        if transfer.phase is not TransferPhase.CONFIRMING or not transfer.confirmed or not transfer.digest_agrees:
             return []
         self._forget_later(transfer, now_s)
         return [KvReady(transfer.transfer_id)]
 
-    def _lose(self, transfer: _Transfer, reason: LossReason, detail: str, now_s: float) -> list[Action]:
+    def _lose(self, transfer: ExpectedTransfer, reason: LossReason, detail: str, now_s: float) -> list[Action]:
         self._forget_later(transfer, now_s)
         actions: list[Action] = []
-        if transfer.phase is _Phase.READING:
+        if transfer.phase is TransferPhase.READING:
             self._orphans[transfer.transfer_id] = now_s + self._timing.quarantine_s
         if not transfer.confirmed and reason not in _SOURCE_KNOWS:
             actions.append(SendNote(transfer.peer.agent_name, self._note(NoteKind.DROP, transfer, reason)))
         return [*actions, KvLost(transfer.transfer_id, reason, detail)]
 
-    def _forget_later(self, transfer: _Transfer, now_s: float) -> None:
+    def _forget_later(self, transfer: ExpectedTransfer, now_s: float) -> None:
         del self._transfers[transfer.transfer_id]
         forget_s = now_s + self._timing.remember_s
         self._ended[transfer.transfer_id] = forget_s
         self._next_due_s = min(self._next_due_s, forget_s)
 
-    def _wake(self, transfer: _Transfer) -> None:
+    def _wake(self, transfer: ExpectedTransfer) -> None:
         self._next_due_s = min(self._next_due_s, transfer.due_s)
 
-    def _note(self, kind: NoteKind, transfer: _Transfer, reason: str = "") -> TransferNote:
+    def _note(self, kind: NoteKind, transfer: ExpectedTransfer, reason: str = "") -> TransferNote:
         return TransferNote(kind, transfer.transfer_id, transfer.peer.epoch, self._epoch, reason)

@@ -15,8 +15,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from replicas.kv.handoff_actions import Action, Backoff, HandoffTiming, SendNote, SourceOutcome, SourceReleased
-from replicas.messages import Handoff, NoteKind, TransferNote
+from replicas.kv.handoff_actions import (
+    Action,
+    Backoff,
+    BlocksDisputed,
+    HandoffTiming,
+    SendNote,
+    SourceOutcome,
+    SourceReleased,
+)
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote
 
 _Key = tuple[str, str]  # transfer id, reader's epoch; the source's epoch is always this engine's
 
@@ -104,6 +112,15 @@ class HandoffSource:
             # The clock decides, not the moment at which somebody looked at it.
             actions += self._end(lease, SourceOutcome.EXPIRED, now_s)
         return actions + self._answer_ended(note, agent_name, now_s)
+
+    def receive_dispute(self, dispute: Dispute) -> list[Action]:
+        """Of a transfer that is open or was. It changes nothing here: how the transfer ends, its notes say."""
+        key = (dispute.transfer_id, dispute.reader_epoch)
+        lease = self._leases.get(dispute.transfer_id)
+        is_known = key in self._ended or (lease is not None and lease.key == key)
+        if dispute.source_epoch != self._epoch or not is_known:
+            return []
+        return [BlocksDisputed(dispute.transfer_id, dispute.block_ids)]
 
     def cancel(self, transfer_id: str, now_s: float) -> list[Action]:
         """The engine takes its offer back: tell the reader and release. Nothing for a transfer that is not open."""

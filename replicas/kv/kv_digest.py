@@ -1,20 +1,16 @@
-"""Digest of KV blocks: the same bytes in the same order at both ends, or no KV.
+"""Digests of KV blocks: the same bytes in every block at both ends, or no KV.
 
-Per block sum(word[i] * weight[i]) in wrapping 64-bit arithmetic over its 32-bit words (sign-extended), then
-blake2b over the blocks' sums in order. weight[i] = splitmix64(i) | 1: position decides, odd so that any one
-changed word changes the sum, and cheap enough for a kernel to compute instead of load. It guards against faults
-(a block freed too early, swapped, torn, never written), not against an attacker.
+Of each block sum(word[i] * weight[i]) in wrapping 64-bit arithmetic over its 32-bit words (sign-extended).
+weight[i] = splitmix64(i) | 1: position decides, odd so that any one changed word changes the sum, and cheap enough for
+a kernel to compute instead of load. It guards against faults (a block freed too early, swapped, torn, never written),
+not against an attacker.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Sequence
 
 import torch
-
-DIGEST_BYTES = 16
 
 # Words digested together: small models have small blocks, and a torch call costs more than the sum of one; but
 # the 64-bit products should stay in cache.
@@ -49,7 +45,7 @@ class BlockDigester:
         return cls(block_bytes // 4, pool.device)
 
     def digest_blocks(self, pool: torch.Tensor, block_ids: Sequence[int]) -> bytes:
-        """DIGEST_BYTES over these blocks of a contiguous pool, in this order. Mutates only its scratch.
+        """The digests of these blocks of a contiguous pool, as `block_digests.DigestBlocks`. Mutates only its scratch.
 
         Blocks the calling thread (on CUDA: until its current stream has done the work). Raises ValueError when
         the pool's blocks have another size, IndexError for an id outside the pool.
@@ -60,8 +56,7 @@ class BlockDigester:
         if block_ids and (min(block_ids) < 0 or max(block_ids) >= pool.shape[0]):
             raise IndexError("a block id lies outside the pool")
         sums = self.sum_blocks(words, torch.tensor(block_ids, dtype=torch.int64, device=self._device))
-        packed = struct.pack(f"<{len(block_ids)}q", *sums.tolist())
-        return hashlib.blake2b(packed, digest_size=DIGEST_BYTES).digest()
+        return sums.cpu().numpy().astype("<i8", copy=False).tobytes()  # a list of Python's integers takes 0.3 ms more
 
     def sum_blocks(self, words: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """int64[len(block_ids)]: every block's weighted sum. On CUDA by a kernel that gives exactly these."""

@@ -14,7 +14,7 @@ from replicas.channels.wire import encode
 from replicas.kv.kv_transport import KvTransport, PeerUnreachable
 from replicas.kv.pair_rate import PairRates
 from replicas.kv.prober import Prober
-from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote, TransferPeer
 
 _PROBE = "probe"
 _MEASURED_S = 0.25  # for so long after a peer's word that it measures us
@@ -83,7 +83,7 @@ class LoadedPeers:
                 extra = {"event": "peer_gone", "peer": peer.agent_name, "reason": str(error)}
                 logger.info("a peer has gone", extra=extra)
 
-    def hear(self, message: Handoff | TransferNote, now_s: float) -> None:
+    def hear(self, message: Handoff | TransferNote | Dispute, now_s: float) -> None:
         """A peer has sent this. Mutates if it is about to measure how fast it reads from here."""
         if not message.transfer_id and isinstance(message, TransferNote) and message.reason == _PROBE:
             self._measured_until_s = now_s + _MEASURED_S

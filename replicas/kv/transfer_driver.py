@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from msgspec import structs
 
 from replicas.channels.wire import MalformedMessage, decode_notification, encode
+from replicas.kv.block_digests import DigestBlocks, differing
 from replicas.kv.error_counts import ErrorCounts
 from replicas.kv.handoff_actions import (
     Action,
-    CheckDigest,
+    BlocksDisputed,
+    CheckDigests,
     CommandRefused,
     Event,
     HandoffTiming,
@@ -37,12 +39,10 @@ from replicas.kv.kv_transport import KvTransport, PeerUnreachable, ReadState
 from replicas.kv.loaded_peers import LoadedPeers
 from replicas.kv.transfer_faults import TransferFaults, hold_point
 from replicas.kv.transfer_reads import TransferReads
-from replicas.messages import Handoff, TransferPeer
+from replicas.messages import Dispute, Handoff, TransferPeer
 from replicas.model_identity import UnlikeModels, refuse_unlike
 
 logger = logging.getLogger(__name__)
-
-DigestBlocks = Callable[[Sequence[int]], bytes]
 
 
 class TransferDriver:
@@ -65,7 +65,7 @@ class TransferDriver:
         self.local_peer = transport.local_peer()
         self.source = HandoffSource(self.local_peer.epoch, timing)
         self.reader = HandoffReader(
-            self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digest=digest_blocks is not None
+            self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digests=digest_blocks is not None
         )
         self.results: Counter[str] = Counter()
         self._transport = transport
@@ -117,7 +117,7 @@ class TransferDriver:
         try:
             self.peers.load(reader)
             if self._digest_blocks is not None:
-                handoff = structs.replace(handoff, digest=self._digest_blocks(handoff.block_ids))
+                handoff = structs.replace(handoff, digests=self._digest_blocks(handoff.block_ids))
             actions = self.source.offer(handoff, reader.agent_name, deadline_s, self._now_s())
         except PeerUnreachable as error:
             self._report("unreachable", f"offer of {transfer_id}: {error}")
@@ -142,9 +142,9 @@ class TransferDriver:
         except Exception as error:
             self._perform(self.reader.fail(transfer_id, LossReason.PEER_UNREACHABLE, str(error), now_s))
 
-    def read_into(self, transfer_id: str, local_block_ids: tuple[int, ...]) -> None:
+    def read_into(self, transfer_id: str, local_block_ids: tuple[int, ...], num_kept: int) -> None:
         try:
-            self._perform(self.reader.read_into(transfer_id, local_block_ids, self._now_s()))
+            self._perform(self.reader.read_into(transfer_id, local_block_ids, num_kept, self._now_s()))
         except ValueError as error:
             self._refuse(transfer_id, "read_into", error)
 
@@ -200,6 +200,8 @@ class TransferDriver:
         self.peers.hear(message, now_s)
         if isinstance(message, Handoff):
             return self.reader.receive_handoff(message, agent_name, now_s)
+        if isinstance(message, Dispute):
+            return self.source.receive_dispute(message)
         return [*self.source.receive(message, agent_name, now_s), *self.reader.receive(message, agent_name, now_s)]
 
     def _poll_read(self, transfer_id: str) -> list[Action]:
@@ -249,8 +251,8 @@ class TransferDriver:
             case StartRead():
                 self.reads.add(action)
                 return self.reads.begin_due(self._now_s())
-            case CheckDigest():
-                return self._check_digest(action)
+            case CheckDigests():
+                return self._check_digests(action)
             case _:
                 self._emit(action)
                 if isinstance(action, KvLost):
@@ -263,14 +265,14 @@ class TransferDriver:
         except PeerUnreachable as error:
             self._report("unreachable", str(error))
 
-    def _check_digest(self, order: CheckDigest) -> list[Action]:
-        assert self._digest_blocks is not None, "the reader asks for a digest only when it verifies"
+    def _check_digests(self, order: CheckDigests) -> list[Action]:
+        assert self._digest_blocks is not None, "the reader asks for digests only when it verifies"
         try:
-            agrees = self._digest_blocks(order.local_block_ids) == order.digest
+            wrong = differing(self._digest_blocks(order.local_block_ids), order.digests)
         except Exception as error:
-            self._report("internal", f"digest of {order.transfer_id}: {error!r}")
-            agrees = False
-        return self.reader.digest_checked(order.transfer_id, agrees, self._now_s())
+            self._report("internal", f"digests of {order.transfer_id}: {error!r}")
+            return self.reader.fail(order.transfer_id, LossReason.DIGEST_MISMATCH, repr(error), self._now_s())
+        return self.reader.digests_checked(order.transfer_id, wrong, self._now_s())
 
     def _emit(self, event: Event) -> None:
         match event:
@@ -279,7 +281,10 @@ class TransferDriver:
             case KvLost(transfer_id, reason, detail):
                 self.results[f"lost: {reason}"] += 1
                 if reason is not LossReason.CANCELLED:
-                    logger.warning("KV of %s lost: %s %s", transfer_id, reason, detail)
+                    extra = {"event": "kv_lost", "request": transfer_id, "reason": str(reason), "detail": detail}
+                    logger.warning("KV of %s lost: %s: %s", transfer_id, reason, detail, extra=extra)
+            case BlocksDisputed(transfer_id, block_ids):
+                self._report("disputed", f"{len(block_ids)} blocks of {transfer_id} came changed, first {block_ids[0]}")
             case SourceReleased(transfer_id, outcome):
                 self.results[f"source: {outcome}"] += 1
                 block_ids = self._offered.pop(transfer_id, ())

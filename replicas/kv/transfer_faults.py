@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from replicas.kv.handoff_actions import Action, CheckDigest, SendNote, StartRead
-from replicas.messages import TransferNote
+from replicas.kv.handoff_actions import Action, CheckDigests, SendNote, StartRead
+from replicas.messages import Dispute, TransferNote
 
 
 class TransferFaults(Protocol):
@@ -21,21 +21,23 @@ class TransferFaults(Protocol):
     def hold(self, point: str) -> bool:
         """True: what comes next at this point waits, and is asked again at every poll. Must not raise.
 
-        Points: send_handoff, send_renew, send_done, send_confirm, send_refuse, send_drop, start_read, end_read,
-        check_digest. A held read is not polled, so its own DONE is not sent either.
+        Points: send_handoff, send_renew, send_done, send_confirm, send_refuse, send_drop, send_dispute, start_read,
+        end_read, check_digests. A held read is not polled, so its own DONE is not sent either.
         """
 
 
 def hold_point(action: Action) -> str:
     """The point at which this action may be held; empty for events, which never are."""
     match action:
+        case SendNote(message=Dispute()):
+            return "send_dispute"
         case SendNote(message=TransferNote(kind=kind)):
             return f"send_{kind}"
         case SendNote():
             return "send_handoff"
         case StartRead():
             return "start_read"
-        case CheckDigest():
-            return "check_digest"
+        case CheckDigests():
+            return "check_digests"
         case _:
             return ""

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from replicas.kv.block_digests import DigestBlocks
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
 from replicas.kv.pair_rate import PairRate
-from replicas.kv.transfer_driver import DigestBlocks, TransferDriver
+from replicas.kv.transfer_driver import TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
 from replicas.messages import Handoff, Token, TransferPeer
 
@@ -58,7 +59,7 @@ class TransferThread:
 
     make_transport: called on the new thread, the only one that touches the transport (a CUDA caller sets the
     device there). on_event: called on the transfer thread; must be quick and must not wait for this thread.
-    max_bytes_in_flight: as `TransferReads`. digest_blocks: digest of this engine's blocks; None: no verification,
+    max_bytes_in_flight: as `TransferReads`. digest_blocks: of this engine's blocks; None: no verification,
     neither given nor asked for.
     """
 
@@ -142,7 +143,7 @@ class TransferThread:
             fingerprint=driver.local_peer.fingerprint,
             block_ids=tuple(block_ids),
             prompt_len=prompt_len,
-            digest=None,
+            digests=None,
             first_tokens=tuple(first_tokens),
             lease_s=self._timing.lease_s,
             candidates=tuple(candidates),
@@ -158,9 +159,13 @@ class TransferThread:
         """
         self._commands.put(partial(self._running().expect, transfer_id, source, prompt_len, num_blocks, deadline_s))
 
-    def read_into(self, transfer_id: str, local_block_ids: Sequence[int]) -> None:
-        """Answer to HandoffArrived. The blocks belong to the transfer too, until ReadReleased."""
-        self._commands.put(partial(self._running().read_into, transfer_id, tuple(local_block_ids)))
+    def read_into(self, transfer_id: str, block_ids: Sequence[int], num_kept: int) -> None:
+        """Answer to HandoffArrived: this engine's blocks for the whole prompt, in its order.
+
+        The first num_kept hold their part of the prompt's KV already: only the others are read and verified, and they
+        belong to the transfer too, until ReadReleased. All may be kept: the handoff then ends without a read.
+        """
+        self._commands.put(partial(self._running().read_into, transfer_id, tuple(block_ids), num_kept))
 
     def cancel(self, transfer_id: str) -> None:
         """End this transfer, whichever half of it is here. Nothing when it has ended."""

@@ -12,6 +12,7 @@ from replicas.metrics.engine_status import EngineStatus, StepClock
 from replicas.metrics.lane_clock import LaneClock
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.pool_metrics import LANES, PACES, PoolMetrics
+from scheduler.prefix_book import PrefixStats
 
 
 class EngineMetrics:
@@ -60,6 +61,23 @@ class EngineMetrics:
         self._pool.preemptions.count_to(num_evicted, kind="recompute")
         self._pool.host_blocks.set(num_host_blocks)
 
+    def prefixes_looked_up(self, stats: PrefixStats) -> None:
+        """In the prefix cache. On the event loop."""
+        num_missed = stats.num_looked_up_tokens - stats.num_found_tokens - stats.num_host_tokens
+        self._pool.prefix_tokens.count_to(stats.num_found_tokens, result="device")
+        self._pool.prefix_tokens.count_to(stats.num_host_tokens, result="host")
+        self._pool.prefix_tokens.count_to(num_missed, result="miss")
+        self._pool.prefix_evictions.count_to(stats.num_evicted_blocks)
+
+    def prefixes_on_host(self, num_saved: int, num_cached: int) -> None:
+        """Blocks copied to host memory so far, and those that are there. On the event loop."""
+        self._pool.prefix_saves.count_to(num_saved)
+        self._pool.cached_host_blocks.set(num_cached)
+
+    def host_blocks_damaged(self, num_blocks: int) -> None:
+        """So many came back otherwise."""
+        self._pool.host_damage.add(num_blocks)
+
     def grammars_looked_up(self, num_hits: int, num_misses: int) -> None:
         """Of the cache, so far. On the event loop."""
         self._pool.grammar_lookups.count_to(num_hits, result="hit")
@@ -71,11 +89,13 @@ class EngineMetrics:
         """All families as they are now. forwarded: decode rows' tokens that counted; surplus: tokens that did not."""
         pool, ledger = self._pool, status.ledger
         blocks = ledger.blocks
-        # Promised and not yet allocated: free in the allocator, but not for a newcomer.
+        # Promised and not yet allocated: free or cached in the allocator, but not for a newcomer.
         reserved = max(0, ledger.promised_blocks - blocks.request - blocks.transfer_only)
+        from_free = min(reserved, blocks.free)
         pool.set_kv_blocks(
             {
-                "free": blocks.free - reserved,
+                "free": blocks.free - from_free,
+                "cached": blocks.cached - (reserved - from_free),
                 "reserved": reserved,
                 "active": blocks.request,
                 "leased": blocks.transfer_only,

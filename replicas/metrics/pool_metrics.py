@@ -9,8 +9,9 @@ from replicas.kv.pair_rate import Pace
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
 
-BLOCK_STATES = ("free", "reserved", "active", "leased")
+BLOCK_STATES = ("free", "cached", "reserved", "active", "leased")
 PREEMPTIONS = ("swap", "recompute")
+PREFIX_RESULTS = ("device", "host", "miss")
 LANES = ("prefill", "decode")
 OPEN_TRANSFERS = ("leased", "expected", "waiting", "reading", "quarantined")
 # As the transfer thread counts them: a reader's "ready" and losses, and how a source's leases ended.
@@ -19,7 +20,7 @@ TRANSFER_RESULTS = (
     *(f"lost: {reason}" for reason in LossReason),
     *(f"source: {outcome}" for outcome in SourceOutcome),
 )
-TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "internal")
+TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "disputed", "internal")
 PACES = tuple(Pace)
 GRAMMAR_LOOKUPS = ("hit", "miss")
 # refused: not compiled; limit: took too much work in mid-answer; strayed: the answer was none of it, a bug.
@@ -47,16 +48,42 @@ class PoolMetrics(MetricSet):
         for state in BLOCK_STATES:
             self._kv_blocks.set(num_by_state.get(state, 0), state=state)
         total = sum(num_by_state.values())
-        self._kv_usage.set(1.0 - num_by_state.get("free", 0) / total if total else 0.0)
+        num_unused = num_by_state.get("free", 0) + num_by_state.get("cached", 0)
+        self._kv_usage.set(1.0 - num_unused / total if total else 0.0)
 
     def _add_blocks(self) -> None:
         self._kv_blocks = self.gauge(
-            "splitserve_kv_blocks", "KV blocks by state", {"state": BLOCK_STATES}, fixed=self.of_pool
+            "splitserve_kv_blocks",
+            "KV blocks by state; cached: nobody needs them, their prefixes may be found again",
+            {"state": BLOCK_STATES},
+            fixed=self.of_pool,
         )
         self._kv_usage = self.gauge(
-            "splitserve_kv_cache_usage_ratio", "Share of the KV blocks that are not free, 0 to 1", fixed=self.of_pool
+            "splitserve_kv_cache_usage_ratio",
+            "Share of the KV blocks that are neither free nor cached, 0 to 1",
+            fixed=self.of_pool,
         )
 
+        self.prefix_tokens = self.counter(
+            "splitserve_prefix_tokens",
+            "Prompt tokens looked up in the prefix cache; device: their KV was there, host: it was in host memory",
+            {"result": PREFIX_RESULTS},
+            fixed=self.of_pool,
+        )
+        self.prefix_evictions = self.counter(
+            "splitserve_prefix_evicted_blocks", "Cached KV blocks given away for other use", fixed=self.of_pool
+        )
+        self.prefix_saves = self.counter(
+            "splitserve_prefix_saved_blocks", "Cached KV blocks copied to host memory", fixed=self.of_pool
+        )
+        self.host_damage = self.counter(
+            "splitserve_host_damaged_blocks",
+            "KV blocks that came back from host memory other than they went; nothing was generated from them",
+            fixed=self.of_pool,
+        )
+        self.cached_host_blocks = self.gauge(
+            "splitserve_host_cached_kv_blocks", "Cached KV blocks in host memory", fixed=self.of_pool
+        )
         self.host_blocks = self.gauge(
             "splitserve_host_kv_blocks", "KV blocks of preempted requests in host memory", fixed=self.of_pool
         )

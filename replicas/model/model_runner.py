@@ -5,14 +5,14 @@ Knows nothing of requests' lives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from replicas.kv.host_pool import HostPool
+from replicas.kv.host_pool import HostPool, MovedBlocks
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel
 from replicas.model.paged_context import PagedStep
@@ -32,32 +32,46 @@ class ForwardHandle:
     """A step whose pass was launched and whose tokens are not chosen yet.
 
     logits: [num_samples, vocab_size], of the tokens that the plan samples, in their order: float32, on a card as its
-    kernels give them; None when it has nothing to compute. prompts: scores of its chunks.
+    kernels give them; None when it has nothing to compute. prompts: scores of its chunks. moved: what went to host
+    memory and back, if anything did.
     """
 
     plan: StepPlan
     logits: Tensor | None = None
     prompts: tuple[ChunkScores, ...] = ()
+    moved: MovedBlocks | None = None
 
 
 class StepHandle:
     """A launched step. On the CPU its tokens are there already; on a GPU `result` waits for an event."""
 
     def __init__(
-        self, plan: StepPlan, choice: SampledTokens | None = None, prompts: tuple[ChunkScores, ...] = ()
+        self,
+        plan: StepPlan,
+        choice: SampledTokens | None = None,
+        prompts: tuple[ChunkScores, ...] = (),
+        moved: MovedBlocks | None = None,
     ) -> None:
-        """choice: of the plan's tokens; None when it has nothing to compute. prompts: scores of its chunks."""
+        """choice: of the plan's tokens; None when it has nothing to compute. prompts: scores of its chunks. moved: as
+        ForwardHandle's."""
         self.plan = plan
         self._choice = choice
         self._prompts = prompts
+        self._moved = moved
 
     @property
     def is_running(self) -> bool:
         """Whether it may not have ended when it was launched: `result` tells."""
+        if self._moved is not None and self._moved.is_on_the_way:
+            return True
         return self._choice is not None and self._choice.is_on_the_way
 
     def result(self) -> StepOutput:
-        """The step's tokens that count, in plan order. Blocks until they are there."""
+        """The step's tokens that count, in plan order. Blocks until they are there, and everything that it moves."""
+        output = self._tokens()
+        return output if self._moved is None else replace(output, damaged=self._moved.damaged())
+
+    def _tokens(self) -> StepOutput:
         plan = self.plan
         if self._choice is None:
             return StepOutput(plan.step_id, ())
@@ -114,8 +128,9 @@ class ModelRunner:
 
         What the choice needs besides may be made while it runs; `choose` comes next, before another step's.
         """
-        self._prepare(plan)
-        return self._run(plan)
+        moved = self._prepare(plan)
+        forwarded = self._run(plan)
+        return forwarded if moved is None else replace(forwarded, moved=moved)
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
@@ -125,9 +140,9 @@ class ModelRunner:
         """
         plan = forwarded.plan
         if forwarded.logits is None:
-            return StepHandle(plan)
+            return StepHandle(plan, moved=forwarded.moved)
         choice = sample_tokens(forwarded.logits, SamplePlace.all_of(plan), self._slots, masks)
-        return StepHandle(plan, *self._on_the_way(choice, forwarded.prompts))
+        return StepHandle(plan, *self._on_the_way(choice, forwarded.prompts), forwarded.moved)
 
     @property
     def num_slots(self) -> int:
@@ -160,13 +175,13 @@ class ModelRunner:
     def finish(self) -> None:
         """Block until nothing that was launched runs any more. Raises what has become of it, if the device tells."""
 
-    def _prepare(self, plan: StepPlan) -> None:
-        """What goes before the pass: slots, swaps, copies."""
+    def _prepare(self, plan: StepPlan) -> MovedBlocks | None:
+        """What goes before the pass, or beside it: slots, swaps, copies. What was moved to host memory and back."""
         self._slots.apply(plan)
-        self.host_pool.swap_out(plan.swap_outs)
-        self.host_pool.swap_in(plan.swap_ins)
+        moved = self.host_pool.move(plan)
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
+        return moved
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]

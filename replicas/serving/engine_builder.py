@@ -21,6 +21,7 @@ from replicas.engine.step_recorder import StepRecorder
 from replicas.engine.token_frames import TokenFrames
 from replicas.engine.two_lane_engine import TwoLaneEngine
 from replicas.fault_points import FaultPoints
+from replicas.kv.block_digests import DigestBlocks
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_digest import BlockDigester
 from replicas.kv.kv_pool import KvLayout, KvPool
@@ -36,13 +37,15 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
-from replicas.pool_size import num_host_blocks, pool_limits
+from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
+from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class BuiltEngine:
     layout: KvLayout
     metrics: EngineMetrics
     grammars: Grammars | None
+    recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
 
     def start(self) -> None:
         self.engine.start()
@@ -106,6 +110,11 @@ class BuiltEngine:
         if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
+        if scheduler.prefixes is not None:
+            stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
+            self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))
+            if tier is not None:
+                self.metrics.prefixes_on_host(tier.num_saved_blocks, scheduler.host.num_cached)
         if self.grammars is not None:
             looked_up = self.grammars.cache.counts
             self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
@@ -135,13 +144,18 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
         frames = TokenFrames(sender, settings.idle_frame_s)
+    prefixes = recent_keys = None
+    if settings.has_prefix_cache:
+        recent_keys = RecentKeys(base.epoch)
+        uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
+        prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     scheduler = Scheduler(
-        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
     )
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return base.built(engine)
+    return replace(base.built(engine), recent_keys=recent_keys)
 
 
 class _Base:
@@ -162,7 +176,7 @@ class _Base:
                 f"model.max_model_len is {settings.model.max_model_len}; the model has {loaded.max_positions} positions"
             )
         logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
-        opening = GrammarsOpening(settings, loaded.vocab_size)
+        opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
         _log_numbers(self.layout, loaded)
         self.limits = _limits(settings, self.layout)
@@ -171,7 +185,7 @@ class _Base:
             self.pool = KvPool(self.layout, num_blocks, device)
         self.num_host_blocks = (
             num_host_blocks(settings.host_memory_bytes, settings.admission, self.layout.block_bytes, num_blocks)
-            if settings.pool == "decode"
+            if settings.pool == "decode" or settings.has_prefix_cache
             else 0
         )
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
@@ -222,9 +236,12 @@ class _Base:
             self.grammars,
         )  # fmt: skip
 
+    def block_digests(self) -> DigestBlocks:
+        """Of this engine's blocks, for one thread at a time; another thread asks for its own. Allocates."""
+        return partial(BlockDigester.for_pool(self.pool.tensor).digest_blocks, self.pool.tensor)
+
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
-        digester = BlockDigester.for_pool(pool)
         faults = self.faults if self.settings.testing.fault_dir else None
 
         def open_transport() -> KvTransport:
@@ -236,9 +253,7 @@ class _Base:
             on_event,
             replace(HandoffTiming(), lease_s=settings.lease_s),
             settings.max_bytes_in_flight,
-            digest_blocks=(lambda block_ids: digester.digest_blocks(pool, block_ids))
-            if settings.verify_digest
-            else None,
+            digest_blocks=self.block_digests() if settings.verify_digest else None,
             faults=faults,
         )
 

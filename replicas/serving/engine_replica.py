@@ -21,6 +21,7 @@ from replicas.channels.listening import node_address
 from replicas.channels.wire import Decoder
 from replicas.engine.engine_watch import EngineWatch, Watched
 from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
+from replicas.recent_part import recent_part
 from replicas.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         """The reply to any call, or its future. On the thread that takes calls; does not block. One that leaves refuses
         nothing but requests."""
         if isinstance(call, PulseCall):
-            return Pulse(self._engine.status.load, self._watch.stalled_s)
+            keys = recent_part(self._built.recent_keys, call.keys_from)
+            return Pulse(self._engine.status.load, self._watch.stalled_s, keys)
         if isinstance(call, ForgetPeerCall):
             return self._built.transfers.forget_peer(call.agent_name)
         return self._refusal() if self.is_leaving else self._begin(cast(CallT, call))

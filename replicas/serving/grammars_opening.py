@@ -17,7 +17,7 @@ from replicas.gguf.conversion import resolve_source
 from replicas.grammars.grammar_cache import GrammarCache
 from replicas.grammars.grammar_tokenizer import grammar_tokenizer
 from replicas.grammars.mask_maker import MaskMaker
-from replicas.settings import EngineSettings
+from replicas.settings import GrammarSettings, ModelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 class GrammarsOpening:
     """Begins on a thread of its own when it is made: half a second of one core, two for 128k tokens."""
 
-    def __init__(self, settings: EngineSettings, vocab_size: int) -> None:
-        """After the weights were loaded: what must be converted or fetched has been. vocab_size: the model's."""
-        self._settings = settings
+    def __init__(self, model: ModelSettings, chosen: GrammarSettings, device: str, vocab_size: int) -> None:
+        """After the weights were loaded: what must be converted or fetched has been. device: "cpu" | "cuda", to which
+        masks go. vocab_size: the model's."""
+        self._model, self._chosen, self._device = model, chosen, device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-tokenizer")
         self._tokenizer = self._thread.submit(self._open_tokenizer, vocab_size)
         self._thread.shutdown(wait=False)
@@ -43,7 +44,7 @@ class GrammarsOpening:
             extra = {"event": "no_grammars", "reason": str(error)}
             logger.warning("no structured outputs with this model: requests for some are refused", extra=extra)
             return None
-        chosen = self._settings.structured_outputs
+        chosen = self._chosen
         cache = GrammarCache(
             tokenizer,
             chosen.fuel,
@@ -52,13 +53,12 @@ class GrammarsOpening:
             max_bytes=chosen.cache_bytes,
             compiled=compiled,
         )
-        new_words = _pinned_words if self._settings.device == "cuda" else _words
+        new_words = _pinned_words if self._device == "cuda" else _words
         return Grammars(cache, MaskMaker(tokenizer, chosen.grammar_threads, new_words))
 
     def _open_tokenizer(self, vocab_size: int) -> LLTokenizer:
-        model = self._settings.model
-        folder = resolve_source(model.source, model.cache_dir)
-        return grammar_tokenizer(folder, vocab_size, answer_ends(folder), model.trust_remote_code)
+        folder = resolve_source(self._model.source, self._model.cache_dir)
+        return grammar_tokenizer(folder, vocab_size, answer_ends(folder), self._model.trust_remote_code)
 
 
 def _words(num_rows: int, num_words: int) -> NDArray[np.int32]:

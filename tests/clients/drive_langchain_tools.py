@@ -47,7 +47,8 @@ for chunk in forced.stream(question):
     streamed += chunk
 call = asking.tool_calls[0]
 answer = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
-final = model.bind_tools([get_weather]).invoke([*question, asking, answer])
+# With a choice, the small model often calls again.
+final = model.bind_tools([get_weather], tool_choice="none").invoke([*question, asking, answer])
 agent = create_agent(model, [get_weather]).invoke({"messages": question})
 typed = model.with_structured_output(Capital, method="function_calling").invoke("The capital of France?")
 schema = model.with_structured_output(Capital, method="json_schema").invoke("The capital of France?")

@@ -50,7 +50,7 @@ async def main() -> None:
     caller = agent.clone(
         tools=[get_weather],
         tool_use_behavior="stop_on_first_tool",
-        model_settings=ModelSettings(temperature=0, max_tokens=64, tool_choice="required"),
+        model_settings=ModelSettings(temperature=0, max_tokens=64, tool_choice="required", parallel_tool_calls=False),
     )
     called = await Runner.run(caller, "What is the weather in Paris?")
     calls_streamed = Runner.run_streamed(caller, "What is the weather in Paris?")

@@ -159,10 +159,10 @@ class ByteCompiler:
         self._json = byte_tokenizer_json(special, plain)
         self._compiler: GrammarCompiler | None = None
 
-    async def compile(self, source: GrammarSource) -> str:
+    async def compile(self, source: GrammarSource, client: str) -> str:
         if self._compiler is None:
             self._compiler = GrammarCompiler(Settings(self._json, (EOS,), self._bounds))
-        return await self._compiler.compile(source)
+        return await self._compiler.compile(source, client)
 
     def close(self) -> None:
         if self._compiler is not None:

@@ -85,7 +85,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How one attempt goes. answer_s: from handoff to prefill's answer; reply_s: from last frame to decode's reply."""
+    """How one attempt goes. answer_s: from handoff to prefill's answer; reply_s: from last frame to decode's reply.
+    cached: of the prompt, what decode finds, and what prefill does.
+    """
 
     fault: Fault | None = None
     admit_s: float = 0.0
@@ -94,6 +96,7 @@ class Script:
     transfer_s: float = 0.0
     token_s: float = 0.0
     reply_s: float = 0.0
+    cached: tuple[int, int] = (0, 0)
 
 
 PLAIN = Script()

@@ -25,6 +25,7 @@ from replicas.messages import (
     Frame,
     GenerateCall,
     GenerateReply,
+    KeyPosition,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -33,9 +34,11 @@ from replicas.messages import (
     ReplayReply,
     Token,
 )
+from replicas.recent_part import recent_part
 from scheduler.memory_budget import blocks_for_generation
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, tokens_of
-from tests.cluster.fake_replica import FakeReplica
+from tests.cluster.fake_prefix_cache import FakePrefixCache
+from tests.cluster.fake_replica import EPOCH, FakeReplica
 
 if TYPE_CHECKING:
     from replicas.channels.token_receiver import TokenReceiver
@@ -97,8 +100,11 @@ class FakePool(PoolClient):
     def join(self, replica_id: str) -> FakeReplica:
         """One more replica."""
         is_real = self.cluster.real_channel and self.name == "decode"
-        self.members[replica_id] = FakeReplica(replica_id, self._total_blocks, self.cluster.on_sent, is_real)
-        return self.members[replica_id]
+        replica = FakeReplica(replica_id, self._total_blocks, self.cluster.on_sent, is_real)
+        if self.cluster.has_prefix_cache:
+            replica.cache = FakePrefixCache(replica.fingerprint, self._total_blocks, BLOCK_SIZE, EPOCH)
+        self.members[replica_id] = replica
+        return replica
 
     async def submit(self, replica_id: str, call: Any) -> Any:
         """As the method of a call's own name, with its fields; a request's as one."""
@@ -142,8 +148,9 @@ class FakePool(PoolClient):
         finally:
             call.end = "cancelled"
 
-    async def _pulse(self, replica: FakeReplica) -> Pulse:
-        return Pulse(replica.load, replica.stalled_s)
+    async def _pulse(self, replica: FakeReplica, keys_from: KeyPosition | None) -> Pulse:
+        log = None if replica.cache is None else replica.cache.log
+        return Pulse(replica.load, replica.stalled_s, recent_part(log, keys_from))
 
     async def _forget_peer(self, replica: FakeReplica, agent_name: str) -> None:
         if self.cluster.forget_peer_hangs:
@@ -187,26 +194,29 @@ class FakePrefill(FakePool):
         handoff = self.cluster.handoffs.get(call.request_id)
         if handoff is not None and any(first.finish_reason is None for first in firsts):
             handoff.set_result(None)
+        num_cached = script.cached[1] if replica.cache is None else replica.cache.take(call.spec)
         await asyncio.sleep(script.answer_s)
-        return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load)
+        return PrefillReply(CallStatus.OK, "", firsts, 0.0, script.prefill_s, replica.load, num_cached=num_cached)
 
 
 class FakeDecode(FakePool):
     async def _generate(self, replica: FakeReplica, call: GenerateCall) -> GenerateReply:
         script = self.cluster.begin(call)
         sent: Counter[int] = Counter()
-        status = CallStatus.OK
+        status, num_cached = CallStatus.OK, 0
         try:
             with replica.queued():
                 await asyncio.sleep(script.admit_s)
                 await self._strike(replica, script, Phase.QUEUE)
             async with self._memory(replica, call):
+                num_cached = script.cached[0] if replica.cache is None else replica.cache.take(call.spec)
                 await self._send_tokens(replica, call, script, sent)
             await asyncio.sleep(script.reply_s)
             await self._strike(replica, script, Phase.REPLY)
         except _Reply as reply:
             status = reply.status
-        return GenerateReply(status, "scripted", tuple(sorted(sent.items())), 0.0, script.transfer_s, 0.0)
+        sent_of = tuple(sorted(sent.items()))
+        return GenerateReply(status, "scripted", sent_of, 0.0, script.transfer_s, 0.0, num_cached=num_cached)
 
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
         tokens = tokens_of(call.spec, replica.fingerprint)
@@ -224,7 +234,8 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.DECODE, step)
             now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
-            await replica.send(call.channel, tokens=tuple(now))
+            cached = ((call.request_id, script.cached[0]),) if step == 0 and script.cached[0] else ()
+            await replica.send(call.channel, tokens=tuple(now), cached=cached)
             await asyncio.sleep(script.token_s)
 
     @asynccontextmanager
@@ -271,8 +282,9 @@ class FakeCluster:
         decode_blocks: int = 10_000,
         prefill_blocks: int = 10_000,
         real_channel: bool = False,
+        has_prefix_cache: bool = False,
     ) -> None:
-        self.real_channel = real_channel
+        self.real_channel, self.has_prefix_cache = real_channel, has_prefix_cache
         self.calls: list[Call] = []
         self.struck: list[Fault] = []
         self.scripts: dict[str, Script] = {}

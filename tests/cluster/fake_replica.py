@@ -13,6 +13,7 @@ import zmq
 from replicas.channels.token_sender import TokenSender
 from replicas.messages import ChannelAddress, EngineLoad, Frame, Token, TransferPeer
 from tests.cluster.fake_model import MODEL
+from tests.cluster.fake_prefix_cache import FakePrefixCache
 
 EPOCH = "e1"
 
@@ -27,6 +28,7 @@ class FakeReplica:
         self.replica_id, self.total_blocks, self._on_wire = replica_id, total_blocks, on_wire
         self.used_blocks = self.num_queued = 0
         self.fingerprint = MODEL
+        self.cache: FakePrefixCache | None = None
         self.more_load: dict[str, Any] = {}  # other figures that it tells
         self.stalled_s = 0.0  # what it says of its engine when it is asked
         self.is_leaving = False  # refuses new work
@@ -57,20 +59,24 @@ class FakeReplica:
         }
 
     async def send(
-        self, channel: ChannelAddress, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()
+        self,
+        channel: ChannelAddress,
+        admitted: tuple[str, ...] = (),
+        tokens: tuple[Token, ...] = (),
+        cached: tuple[tuple[str, int], ...] = (),
     ) -> None:
         await self.thaw.wait()
         if self.death.done():
             return
         if self.sender is not None:
             self.sender.open(channel)
-            self.sender.send(channel.router_id, self.load, admitted, tokens)
+            self.sender.send(channel.router_id, self.load, admitted, tokens, cached=cached)
             while self.sender.has_unsent:
                 await asyncio.sleep(0.001)
                 self.sender.flush()
             return
         ring = self.rings[channel.router_id]
-        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, ())
+        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, (), cached)
         ring.append(frame)
         self._on_wire(self, frame)
 

@@ -122,6 +122,7 @@ async def running_router(
         metrics=metrics,
         channel_host="127.0.0.1",
         tokenizer=tokenizer,
+        has_prefix_cache=cluster.has_prefix_cache,
     )
     router.let_be_empty(may_be_empty)
     rig = Rig(cluster, router, metrics)

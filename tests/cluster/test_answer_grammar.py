@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api_error import ApiError
-from cluster.grammars.grammar_compiler import CompilerUnavailable
+from cluster.grammars.grammar_compiler import CompilerBusy, CompilerUnavailable
 from cluster.grammars.grammar_source import GrammarSource
 from cluster.grammars.known_grammars import KnownGrammars
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -190,7 +190,7 @@ class StubCompiler:
     def __init__(self, outcome: str | Exception) -> None:
         self.outcome = outcome
 
-    async def compile(self, source: GrammarSource) -> str:
+    async def compile(self, source: GrammarSource, client: str) -> str:
         await asyncio.sleep(0)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -203,5 +203,9 @@ async def test_a_compiler_that_is_away_is_no_fault_of_the_client() -> None:
     with pytest.raises(ApiError) as caught:
         await grammars.of(completion(guided_regex="a"))
     assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "unavailable", 1.0)
+    stub.outcome = CompilerBusy("x")
+    with pytest.raises(ApiError) as caught:
+        await grammars.of(completion(guided_regex="a"))
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "unavailable", 10.0)
     stub.outcome = "text"
     assert await grammars.of(completion(guided_regex="a")) == Grammar("text")

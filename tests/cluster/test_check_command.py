@@ -111,6 +111,23 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
         {"ingress.queue_timeout_s": 700.0},
         "ingress.queue_timeout_s: 700 s is longer than ingress.request_timeout_s, 600 s; expected at most that",
     ),
+    "isolation by keys that nobody asks for": (
+        {"prefix_cache.isolation": "key"},
+        'prefix_cache.isolation: "key" without API keys: nobody is told apart; set auth.api_keys_file or '
+        "auth.api_keys_env, or, behind a gateway that knows the clients, isolation: client and fairness.by",
+    ),
+    "isolation of clients that are all one": (
+        {"prefix_cache.isolation": "client"},
+        'prefix_cache.isolation: "client" with fairness.by none: all are one client; set fairness.by to api_key',
+    ),
+    "unknown isolation": (
+        {"prefix_cache.isolation": "keys"},
+        'prefix_cache.isolation: "keys" is not allowed; did you mean "key"? Expected "auto", "none", "client"',
+    ),
+    "prefix cache by a word": (
+        {"prefix_cache.enabled": "off"},
+        'prefix_cache.enabled: "off" is text; expected true or false',
+    ),
     "choices that never run at once": (
         {"pools.decode.max_running_sequences": 4},
         "limits.max_choices: 8 choices can never run at once with pools.decode.max_running_sequences 4",

@@ -22,6 +22,7 @@ from cluster.config.key_tree import KeyTree
 from cluster.config.model import SourceKind, source_kind
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
+from cluster.config.summary import summarize
 from cluster.config.yaml_document import parse_yaml
 from cluster.user_error import ConfigError
 
@@ -426,6 +427,42 @@ def test_pools_on_gpus() -> None:
     pool = {"device": "cuda", "num_gpus": 1, "kv_memory_fraction": 0.9}
     config = Config.model_validate({"pools": {"prefill": pool, "decode": pool}})
     assert config.pools.decode.kv_memory_fraction == 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "isolation", "summary"),
+    [
+        ({}, "none", "prefix cache, all share it"),
+        ({"auth.api_keys_env": "KEYS"}, "key", "prefix cache, each API key finds its own"),
+        ({"auth.api_keys_env": "KEYS", "prefix_cache.isolation": "key"}, "key", "each API key finds its own"),
+        ({"auth.api_keys_env": "KEYS", "prefix_cache.isolation": "none"}, "none", "prefix cache, all share it"),
+        (
+            {"fairness.by": "header", "prefix_cache.isolation": "client"},
+            "client",
+            "prefix cache, each client, by the header X-Client-Id, finds its own",
+        ),
+        (
+            {"fairness.by": "api_key", "prefix_cache.isolation": "client"},
+            "client",
+            "prefix cache, each API key finds its own",
+        ),
+        ({"prefix_cache.enabled": False}, "none", "no prefix cache: every prompt is computed"),
+    ],
+)
+def test_who_shares_a_prefix_cache(changes: dict[str, object], isolation: str, summary: str) -> None:
+    config = Config.model_validate(changed(changes))
+    assert config.cache_isolation == isolation
+    (line,) = [line for line in summarize(config).splitlines() if line.startswith("cache ")]
+    assert line.endswith(summary)
+
+
+def test_host_memory_of_prefill_is_for_the_cache_alone() -> None:
+    memory = {"pools.prefill.host_memory_bytes": 1 << 30}
+    pools = Config.model_validate(changed(memory)).pools
+    assert pools.prefill is not None
+    assert pools.prefill.host_memory_bytes == 1 << 30
+    with pytest.raises(ValidationError, match="of no use with prefix_cache"):
+        Config.model_validate(changed({**memory, "prefix_cache.enabled": False}))
 
 
 # -- the shipped files ---------------------------------------------------------------------------------------

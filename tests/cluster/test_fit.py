@@ -77,6 +77,9 @@ TABLE: dict[str, tuple[Machine, ModelFacts, dict[str, object], list[str], list[s
         Machine(2, 24 * GB, 4 * GB), BUNDLED_FACTS, {},
         [], ["pools.prefill.kv_capacity_tokens: weights 2 x 538 MB + KV cache 755 MB = 1.8 GB, beside some 2.5 GB of "
              "everything else, but this machine has 4.0 GB of memory free now; give less"]),
+    "host memory for blocks": (
+        CARD, BUNDLED_FACTS, {**ON_ONE, "pools.decode": {**GPU_POOL, "host_memory_bytes": 200 * GB}},
+        ["pools.decode.host_memory_bytes: 200.0 GB for all replicas, but this machine has "], []),
     "threads": (
         LAPTOP, BUNDLED_FACTS, {"pools.prefill.num_threads": 8, "pools.decode.num_threads": 8},
         [], ["pools.prefill.num_threads and pools.decode.num_threads: 16 threads in all on 2 cores: every replica will "

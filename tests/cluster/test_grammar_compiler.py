@@ -108,6 +108,18 @@ async def test_who_sends_long_ones_does_not_hold_up_the_others(compiler: Grammar
             continue
 
 
+async def test_who_sends_long_ones_does_not_hold_up_another_s_long_one(compiler: GrammarCompiler) -> None:
+    await compiler.start()
+    first = [asyncio.ensure_future(compiler.compile(long_source(i), "a")) for i in range(8)]
+    await asyncio.sleep(0.1)
+    other = asyncio.ensure_future(compiler.compile(long_source(8), "b"))
+    await asyncio.wait([other])
+    assert sum(asked.done() for asked in first) <= 2  # that one, and one that was at work
+    for asked in (*first, other):
+        asked.cancel()
+    await asyncio.wait([*first, other])
+
+
 async def test_the_kernel_bounds_memory_and_stack(compiler: GrammarCompiler) -> None:
     await compiler.compile(GOOD)
     _, child = processes_of(compiler)

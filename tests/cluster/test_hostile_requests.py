@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from cluster.grammars.grammar_source import GrammarSource
-from tests.cluster.api_client import CHAT, TEXT, ApiClient, api_client
-from tests.cluster.hostile_grammars import hostile_sources
-
-FIELDS = {
-    "json_schema": "guided_json",
-    "regex": "guided_regex",
-    "choice": "guided_choice",
-    "grammar": "guided_grammar",
-}
-
-
-def fields_of(source: GrammarSource) -> bytes:
-    """A whole body, written by hand where no JSON library would."""
-    text = source.text if source.kind in ("json_schema", "choice") else json.dumps(source.text)
-    fields = f'"messages":[{{"role":"user","content":"hi"}}],"max_tokens":1,"{FIELDS[source.kind]}":{text}'
-    return f'{{"prompt":"hi",{fields}}}'.encode()
+from tests.cluster.api_client import CHAT, RESPONSES, TEXT, ApiClient, api_client
+from tests.cluster.hostile_grammars import FIELDS, body_of, hostile_sources
 
 
 async def others(c: ApiClient, statuses: Counter[int]) -> None:
@@ -43,7 +28,7 @@ async def test_300_of_them_harm_nobody() -> None:
         assert (await c.send(CHAT, {"guided_regex": "[a-z]+", "max_tokens": 2})).status_code == 200
         beside = asyncio.ensure_future(others(c, statuses))
         for name, source in hostile_sources():
-            response = await c.send(TEXT, fields_of(source))
+            response = await c.send(TEXT, body_of(source))
             outcome: Any = response.status_code
             if outcome == 400:
                 error = response.json()["error"]
@@ -59,3 +44,36 @@ async def test_300_of_them_harm_nobody() -> None:
     assert outcomes.total() > 300
     assert outcomes[200] > 50
     assert outcomes[400, "grammar_refused"] > 100
+
+
+async def test_each_request_s_grammars_are_compiled_in_its_own_client_s_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So whoever sends slow ones without end makes nobody wait but itself."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    function = {"name": "f", "parameters": schema}
+    forced = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"guided_regex": "[a-z]+"}),
+        (CHAT, {"response_format": form}),
+        (CHAT, forced),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": {**schema, "title": "r"}}}}),
+    ]
+    clients: list[str] = []
+    async with api_client({"fairness": {"by": "header"}}) as c:
+        compile_now = c.ingress.compiler.compile
+
+        async def noted(source: GrammarSource, client: str) -> str:
+            clients.append(client)
+            return await compile_now(source, client)
+
+        monkeypatch.setattr(c.ingress.compiler, "compile", noted)
+        labels = []
+        for number, (path, fields) in enumerate(asked):
+            c.http.headers["X-Client-Id"] = f"tenant {number}"
+            clients.clear()
+            response = await c.send(path, {**fields, "max_output_tokens" if path == RESPONSES else "max_tokens": 2})
+            assert response.status_code == 200, response.text
+            (label,) = set(clients)
+            assert label
+            labels.append(label)
+    assert len(set(labels)) == len(asked)

@@ -74,7 +74,8 @@ async def test_chat(stream: bool) -> None:
             assert response.headers["content-type"] == "application/json"
             assert answer["choices"][0]["message"]["content"] == content
             assert answer["choices"][0]["finish_reason"] == "stop"
-            assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 24, "total_tokens": 25}
+            counts = {"prompt_tokens": 1, "completion_tokens": 24, "total_tokens": 25}
+            assert answer["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
         else:
             opening, *deltas, finish, done = await c.events(H, "p")
             assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.grammars.grammar_compiler import CompilerUnavailable, TooMuchWork
+from cluster.grammars.grammar_compiler import CompilerBusy, CompilerUnavailable, TooMuchWork
 from cluster.grammars.grammar_source import GrammarSource
 from cluster.grammars.known_grammars import KnownGrammars
 from cluster.grammars.source_bounds import SourceRefused
@@ -18,12 +18,14 @@ class HeldCompiler:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.clients: list[str] = []
         self.num_cancelled = 0
         self.gate = asyncio.Event()
         self.outcomes: dict[str, Exception] = {}
 
-    async def compile(self, source: GrammarSource) -> str:
+    async def compile(self, source: GrammarSource, client: str) -> str:
         self.asked.append(source.text)
+        self.clients.append(client)
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -64,6 +66,47 @@ async def test_those_who_want_the_same_wait_for_one_compilation(metrics: Ingress
     assert samples(metrics, "grammar_checks") == {"new": 6, "known": 1}
 
 
+async def test_one_client_s_turn_serves_all_who_want_the_same(metrics: IngressMetrics) -> None:
+    """Each client has a place of its own in line: nobody waits behind all that another one has sent."""
+
+    class Turns(HeldCompiler):
+        async def compile(self, source: GrammarSource, client: str) -> str:
+            if client != "b":  # whose turn comes first
+                await asyncio.Event().wait()
+            return await super().compile(source, client)
+
+    compiler = Turns()
+    known = KnownGrammars(compiler, metrics)
+    waiting = [asyncio.ensure_future(known.text_of(regex("s"), client)) for client in "aabc"]
+    await asyncio.sleep(0.01)
+    assert compiler.clients == ["b"]
+    compiler.gate.set()
+    assert await asyncio.gather(*waiting) == ["grammar of s"] * 4
+    assert await known.text_of(regex("s"), "d") == "grammar of s"
+    assert compiler.clients == ["b"], "the others' places in line are given up"
+
+
+async def test_a_client_who_leaves_gives_up_its_place_only(metrics: IngressMetrics) -> None:
+    compiler = HeldCompiler()
+    known = KnownGrammars(compiler, metrics)
+    first, second = (asyncio.ensure_future(known.text_of(regex("s"), client)) for client in "ab")
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert compiler.num_cancelled == 1
+    compiler.gate.set()
+    assert await second == "grammar of s"
+
+
+async def test_who_waits_hears_of_a_bug(metrics: IngressMetrics) -> None:
+    compiler = HeldCompiler()
+    compiler.gate.set()
+    compiler.outcomes = {"s": AssertionError("a bug")}
+    known = KnownGrammars(compiler, metrics)
+    for outcome in await asyncio.gather(*(known.text_of(regex("s"), c) for c in "ab"), return_exceptions=True):
+        assert isinstance(outcome, AssertionError)
+
+
 async def test_it_goes_on_while_anybody_waits_and_no_longer(metrics: IngressMetrics) -> None:
     compiler = HeldCompiler()
     known = KnownGrammars(compiler, metrics)
@@ -83,15 +126,18 @@ async def test_it_goes_on_while_anybody_waits_and_no_longer(metrics: IngressMetr
     assert second.cancelled()
 
 
-async def test_nobody_waits_for_ever(metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_ever(
+    metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("cluster.grammars.known_grammars._LONGEST_WAIT_S", 0.01)
     compiler = HeldCompiler()
     known = KnownGrammars(compiler, metrics)
-    with pytest.raises(CompilerUnavailable):
+    with pytest.raises(CompilerBusy), caplog.at_level("WARNING"):
         await known.text_of(regex("a"))
+    assert [record.event for record in caplog.records] == ["grammar_waited_too_long"]
     await asyncio.sleep(0.01)
     assert compiler.num_cancelled == 1
-    assert samples(metrics, "grammar_refusals") == {"unavailable": 1}
+    assert samples(metrics, "grammar_refusals") == {"waited_too_long": 1}
     compiler.gate.set()
     assert await known.text_of(regex("a")) == "grammar of a"
 

@@ -28,7 +28,7 @@ def load(free: int = 100, queued: int = 0, tokens: int = 0, **more: Any) -> Engi
 
 
 def frame(replica_id: str, of: EngineLoad) -> Frame:
-    return Frame(replica_id, "e", 0, of, (), (), ())
+    return Frame(replica_id, "e", 0, of, (), (), (), ())
 
 
 class Pools:
@@ -73,14 +73,18 @@ def test_room_is_what_was_heard_less_what_was_sent_since() -> None:
     assert pools.view.num_waiting == 0
 
 
-def test_the_queue_at_prefill_is_the_longer_of_what_it_says_and_what_we_sent() -> None:
+def test_the_queue_at_prefill_is_what_it_says_and_what_we_sent_since() -> None:
+    """Others send there too: to count the larger of both would be to count our own for nothing beside theirs."""
     pools = Pools()
     pools.view.prompt_sent("p", 70)
     assert pools.prefill.queued_tokens == 70
     pools.view.heard_load("p", load(tokens=90))
     assert pools.prefill.queued_tokens == 90
     pools.view.prompt_sent("p", 50)
-    assert pools.prefill.queued_tokens == 120
+    assert pools.prefill.queued_tokens == 140
+    pools.view.heard_load("p", load(tokens=60))
+    assert pools.prefill.queued_tokens == 120, "never less than ours"
+    pools.view.heard_load("p", load(tokens=90))
     for num_tokens in (70, 50):
         pools.view.prompt_answered("p", num_tokens)
     assert pools.prefill.queued_tokens == 90
@@ -109,6 +113,8 @@ def test_prefill_works_off_what_waits_there_while_nothing_is_heard_but_not_what_
     assert pools.prefill.queued_tokens == 50
     pools.view.prompt_sent("p", 30)
     pools.now_s += 4.0
+    assert pools.prefill.queued_tokens == 40
+    pools.now_s += 4.0
     assert pools.prefill.queued_tokens == 30
     pools.view.prompt_answered("p", 30)
     pools.now_s += 4.0
@@ -125,9 +131,9 @@ def test_a_prompt_counts_at_prefill_from_when_it_is_routed_there() -> None:
     assert pools.prefill.queued_tokens == 125
     pools.view.prompt_came("p", 30)
     pools.view.prompt_sent("p", 30)
-    assert (pools.prefill.queued_tokens, pools.view.sent_prompt_tokens) == (95, 30)
+    assert (pools.prefill.queued_tokens, pools.view.sent_prompt_tokens) == (125, 30)
     pools.view.prompt_came("p", 5)
-    assert pools.prefill.queued_tokens == 90
+    assert pools.prefill.queued_tokens == 120
 
 
 TWICE: dict[str, Callable[[PoolView], None]] = {

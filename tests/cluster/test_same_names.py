@@ -18,7 +18,7 @@ from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.serving.replica_settings import engine_settings
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from replicas.channels.wire import Decoder, encode
 from replicas.settings import EngineSettings, is_configured, unconfigured
 from scheduler.sampling_params import SamplingParams

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.config.slo import SloConfig
+from cluster.monitoring.cache_finding import CacheFinding
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.request_timer import RequestTimer
 from cluster.monitoring.throughput import ThroughputLog, WorkDone, WorkState
@@ -31,7 +32,7 @@ class Rig:
 
     def request(self, num_prompt_tokens: int) -> RequestTimer:
         timer = RequestTimer(self.metrics, "/v1/completions", SloConfig())
-        timer.prompt(num_prompt_tokens)
+        timer.prompts([(num_prompt_tokens, CacheFinding())])
         return timer
 
 

@@ -127,6 +127,7 @@ async def test_one_request_is_one_trace_with_its_phases(stream: bool) -> None:
     assert attributes["gen_ai.request.model"] == MODEL
     assert attributes["gen_ai.usage.input_tokens"] == 3
     assert attributes["gen_ai.usage.output_tokens"] == 4
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 0
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["splitserve.outcome"] == "ok"
     assert [event.name for event in root.events] == ["first token"]

@@ -16,8 +16,8 @@ class Visitors:
         self.num_inside = 0
         self._may_leave = asyncio.Semaphore(0)
 
-    async def come(self, name: str, is_long: bool = False) -> None:
-        async with self.turns.turn(is_long):
+    async def come(self, name: str, is_long: bool = False, client: str = "") -> None:
+        async with self.turns.turn(is_long, client):
             self.num_inside += 1
             assert self.num_inside == 1
             self.served.append(name)
@@ -28,6 +28,18 @@ class Visitors:
 
     def leave(self) -> None:
         self._may_leave.release()
+
+    async def serve_all(self, visits: list[tuple[str, bool, str]]) -> list[str]:
+        """Who came after the first one, in the order in which they were served."""
+        tasks = []
+        for name, is_long, client in visits:
+            tasks.append(asyncio.ensure_future(self.come(name, is_long, client)))
+            await settled()
+        for _ in visits:
+            self.leave()
+            await settled()
+        await asyncio.gather(*tasks)
+        return self.served[1:]
 
 
 async def settled() -> None:
@@ -69,3 +81,39 @@ async def test_who_has_gone_keeps_nobody_waiting() -> None:
     visitors.leave()
     await visitors.come("later")
     assert visitors.served[-1] == "later"
+
+
+async def test_clients_are_served_in_turns_whoever_came_first() -> None:
+    for is_long in (False, True):
+        visits = [
+            (f"{client}{number}", is_long, client)
+            for client, n in (("a", 5), ("b", 2), ("c", 1))
+            for number in range(n)
+        ]
+        served = await Visitors().serve_all([("inside", False, "z"), *visits])
+        assert served == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+
+
+async def test_a_client_s_line_ends_with_those_who_have_gone() -> None:
+    visitors = Visitors()
+    tasks = {}
+    for name, client in (("inside", "z"), ("a0", "a"), ("a1", "a"), ("b0", "b")):
+        tasks[name] = asyncio.ensure_future(visitors.come(name, client=client))
+        await settled()
+    tasks["a0"].cancel()
+    tasks["a1"].cancel()
+    await settled()
+    for _ in range(2):
+        visitors.leave()
+        await settled()
+    assert visitors.served == ["inside", "b0"]
+    visitors.leave()
+    await visitors.come("later", client="a")
+
+
+async def test_quick_ones_without_end_do_not_keep_long_ones_for_ever() -> None:
+    visits = [(f"long {number}", True, "a") for number in range(3)]
+    visits += [(f"quick {number}", False, "b") for number in range(120)]
+    served = await Visitors().serve_all([("inside", False, "z"), *visits])
+    places = [index for index, name in enumerate(served) if name.startswith("long")]
+    assert places == [50, 101, 122]

@@ -63,11 +63,16 @@ class ManySystem:
         for built in (*self.decodes.values(), *self.prefills.values()):
             built.stop()
 
-    def run(self, generations: Sequence[Generation], kill_after: int | None = None) -> list[Generated]:
-        """All side by side. kill_after: when so many tokens have come, the first decode engine dies. Blocks."""
-        return asyncio.run(self._run(generations, kill_after))
+    def run(
+        self, generations: Sequence[Generation], kill_after: int | None = None, num_at_once: int = 1000
+    ) -> list[Generated]:
+        """Side by side, so many at once. kill_after: when so many tokens have come, the first decode engine dies.
+        Blocks."""
+        return asyncio.run(self._run(generations, kill_after, num_at_once))
 
-    async def _run(self, generations: Sequence[Generation], kill_after: int | None) -> list[Generated]:
+    async def _run(
+        self, generations: Sequence[Generation], kill_after: int | None, num_at_once: int
+    ) -> list[Generated]:
         decode = ManyLocal(self.decodes)
         prefill = ManyLocal(self.prefills) if self.prefills else None
         limits = RouterLimits(
@@ -81,8 +86,14 @@ class ManySystem:
         await router.start()
         router.pools_changed(decode.replicas())
         killing = None if kill_after is None else asyncio.create_task(self._kill(router, decode, kill_after))
+        places = asyncio.Semaphore(num_at_once)
+
+        async def collected(generation: Generation) -> Generated:
+            async with places:
+                return await collect(router, generation)
+
         try:
-            return await asyncio.gather(*(collect(router, generation) for generation in generations))
+            return await asyncio.gather(*map(collected, generations))
         finally:
             if killing is not None:
                 await killing

@@ -20,6 +20,7 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.channels.wire import Decoder, encode
 from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
+from replicas.recent_part import recent_part
 from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
 from scheduler.beam_search import BeamParams
@@ -71,7 +72,8 @@ class LocalPool(PoolClient):
         """What is sent and answered passes through its bytes."""
         assert replica_id == self._replica_id
         if isinstance(call, PulseCall):
-            return Pulse(self.built.engine.status.load, 0.0)
+            keys = recent_part(self.built.recent_keys, call.keys_from)
+            return Pulse(self.built.engine.status.load, 0.0, keys)
         if isinstance(call, ReplayCall):
             return ReplayReply(tuple(self.built.engine.sender.replay(call.router_id, call.from_seq)))
         if isinstance(call, ForgetPeerCall):
@@ -125,6 +127,7 @@ class LocalSystem:
             limits=RouterLimits(attempt=attempt, **values),
             metrics=self.metrics,
             channel_host="127.0.0.1",
+            has_prefix_cache=self.decode.settings.has_prefix_cache,
         )
         await router.start()
         router.pools_changed(decode.replicas())
@@ -178,7 +181,9 @@ class LocalSystem:
         while True:
             ledgers = self.ledgers()
             transfers = [built.transfers.snapshot() for built in self.engines]
-            held = [ledger for ledger in ledgers if ledger.blocks.free != ledger.blocks.total or ledger.promised_blocks]
+            held = [
+                ledger for ledger in ledgers if ledger.blocks.unowned != ledger.blocks.total or ledger.promised_blocks
+            ]
             open_transfers = [t for t in transfers if t.leases_open or t.reads_expected or t.reads_in_flight]
             if not held and not open_transfers:
                 return

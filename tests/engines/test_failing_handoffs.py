@@ -55,7 +55,7 @@ def test_while_handoffs_hang_decode_computes_the_prompts(tmp_path: Path, tiny_go
 @pytest.mark.parametrize("num_prompt_tokens", [17, 300])
 def test_both_ways_give_the_same_tokens(num_prompt_tokens: int, tmp_path: Path, tiny_goldens: TinyGoldens) -> None:
     """Over a slow pair decode computes the prompt, over a fast one the pool does."""
-    decode, prefill = (tiny_settings(pool, tiny_goldens.folder) for pool in ("decode", "prefill"))
+    decode, prefill = (tiny_settings(p, tiny_goldens.folder, has_prefix_cache=False) for p in ("decode", "prefill"))
     system = LocalSystem(decode, prefill)
     golden = tiny_goldens.of(num_prompt_tokens)
 

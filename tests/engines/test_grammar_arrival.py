@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zmq
-from transformers import AutoModelForCausalLM
 
 from replicas.grammars import grammar_cache, grammar_text
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused
@@ -23,7 +21,7 @@ from scheduler.grammar import Grammar
 from tests.engines.grammar_reference import GrammarReference
 from tests.engines.local_system import GREEDY, Generated, LocalSystem, collect
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
-from tests.engines.tiny_tokenizer import END_ID, VOCAB_SIZE, save_tiny_tokenizer
+from tests.engines.tiny_tokenizer import END_ID
 
 PATIENCE_S = 30.0
 PROMPT = [3, 99, 5, 7, 200, 11]
@@ -33,23 +31,9 @@ SLOW = Grammar(grammar_text.json_schema({"enum": ["slow", "slower"]}))
 FAST = Grammar(grammar_text.json_schema({"type": "array", "items": {"type": "boolean"}, "minItems": 3, "maxItems": 5}))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> GrammarReference:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return GrammarReference(model, folder, VOCAB_SIZE, ENDS)
-
-
 @pytest.fixture
-def colocated(folder: Path) -> Iterator[LocalSystem]:
-    system = LocalSystem(tiny_settings("decode", folder, lag=1), None)
+def colocated(tiny_folder: Path) -> Iterator[LocalSystem]:
+    system = LocalSystem(tiny_settings("decode", tiny_folder, lag=1), None)
     yield system
     system.close()
 
@@ -78,7 +62,7 @@ def call(system: LocalSystem, grammar: Grammar, timeout_s: float = PATIENCE_S) -
 
 
 def test_who_waits_for_a_grammar_holds_up_nobody(
-    colocated: LocalSystem, reference: GrammarReference, held: threading.Event
+    colocated: LocalSystem, tiny_reference: GrammarReference, held: threading.Event
 ) -> None:
     slow, fast, free = (
         colocated.generation(PROMPT, 20, stop_token_ids=ENDS, grammar=grammar) for grammar in (SLOW, FAST, None)
@@ -98,8 +82,8 @@ def test_who_waits_for_a_grammar_holds_up_nobody(
             await router.stop()
 
     got = asyncio.run(run())
-    assert got[0].token_ids[0] == reference.text(slow.spec)
-    assert got[1].token_ids[0] == reference.text(fast.spec)
+    assert got[0].token_ids[0] == tiny_reference.text(slow.spec)
+    assert got[1].token_ids[0] == tiny_reference.text(fast.spec)
     assert got[2].token_ids[0] == colocated.run([free])[0].token_ids[0]
 
 
@@ -119,8 +103,8 @@ def test_a_call_that_waits_for_its_grammar_can_be_cancelled_and_be_late(
     assert engine.is_healthy(PATIENCE_S)
 
 
-def test_the_end_of_an_engine_answers_who_waits_for_a_grammar(folder: Path, held: threading.Event) -> None:
-    system = LocalSystem(tiny_settings("decode", folder), None)
+def test_the_end_of_an_engine_answers_who_waits_for_a_grammar(tiny_folder: Path, held: threading.Event) -> None:
+    system = LocalSystem(tiny_settings("decode", tiny_folder), None)
     _, waiting = call(system, SLOW)
     system.close()
     assert waiting.result(PATIENCE_S).status is CallStatus.REJECTED
@@ -146,10 +130,10 @@ def test_a_model_without_a_tokenizer_serves_all_but_grammars(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_kv_that_was_read_waits_for_the_grammar(
-    folder: Path, reference: GrammarReference, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+    tiny_folder: Path, tiny_reference: GrammarReference, monkeypatch: pytest.MonkeyPatch, is_refused: bool
 ) -> None:
     """Prefill knows it already, decode does not: the KV is there first, and is let go whatever comes."""
-    system = LocalSystem(*(tiny_settings(pool, folder, lag=1) for pool in ("decode", "prefill")))
+    system = LocalSystem(*(tiny_settings(pool, tiny_folder, lag=1) for pool in ("decode", "prefill")))
     generation = system.generation(PROMPT, 20, stop_token_ids=ENDS, grammar=FAST)
     decode = system.decode
     assert decode.grammars is not None
@@ -182,17 +166,17 @@ def test_kv_that_was_read_waits_for_the_grammar(
     if is_refused:
         assert (got.status, got.code) == (400, "grammar_limit")
     else:
-        assert got.token_ids[0] == reference.text(generation.spec)
+        assert got.token_ids[0] == tiny_reference.text(generation.spec)
     system.close()
 
 
 @pytest.mark.parametrize("phase", ["forward", "choose"])
 @pytest.mark.parametrize("layout", ["colocated", "two_lanes"])
 def test_a_step_that_fails_under_masks_is_run_in_pieces(
-    folder: Path, reference: GrammarReference, monkeypatch: pytest.MonkeyPatch, phase: str, layout: str
+    tiny_folder: Path, tiny_reference: GrammarReference, monkeypatch: pytest.MonkeyPatch, phase: str, layout: str
 ) -> None:
     """The texts of all but the one that makes it fail are as ever, and so is what their grammars allow."""
-    system = LocalSystem(tiny_settings("decode", folder, lag=1, layout=layout.replace("colocated", "split")), None)
+    system = LocalSystem(tiny_settings("decode", tiny_folder, lag=1, layout=layout.replace("colocated", "split")), None)
     generations = [
         system.generation(PROMPT[number:], 20, replace(GREEDY, temperature=0.9, seed=number), stop_token_ids=ENDS,
                           grammar=FAST if number % 2 else None)
@@ -214,6 +198,6 @@ def test_a_step_that_fails_under_masks_is_run_in_pieces(
     assert hits
     assert [got.token_ids for got in together] == alone
     for generation in generations[1::2]:
-        assert together[generations.index(generation)].token_ids[0] == reference.text(generation.spec)
+        assert together[generations.index(generation)].token_ids[0] == tiny_reference.text(generation.spec)
     asyncio.run(system.wait_for_baseline(PATIENCE_S))
     system.close()

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jsonschema import validate
-from transformers import AutoModelForCausalLM
 
 from cluster.api_error import ApiError
 from cluster.routing.generation import Generation
@@ -27,8 +25,8 @@ from scheduler.request import RequestState
 from scheduler.sampling_params import SamplingParams
 from tests.engines.grammar_reference import GrammarReference
 from tests.engines.local_system import GREEDY, Generated, LocalSystem
-from tests.engines.tiny_model import save_tiny_model, tiny_settings
-from tests.engines.tiny_tokenizer import BEGIN_ID, DONE_ID, END_ID, VOCAB_SIZE, save_tiny_tokenizer
+from tests.engines.tiny_model import tiny_settings
+from tests.engines.tiny_tokenizer import BEGIN_ID, DONE_ID, END_ID
 
 LAYOUTS = ["1p1d lag 0", "1p1d lag 1", "colocated lag 0", "colocated lag 1", "two_lanes lag 0", "two_lanes lag 1"]
 PROMPTS = [[(7 * number + 13 * index) % 500 for index in range(5 + 11 * number)] for number in range(6)]
@@ -101,20 +99,6 @@ MAX_TOKENS = 40
 OPTIMISTIC = AdmissionPolicy(quantile=0.05, min_samples=1)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny_model(folder)
-    save_tiny_tokenizer(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> GrammarReference:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return GrammarReference(model, folder, VOCAB_SIZE, ENDS)
-
-
 @contextmanager
 def running(decode: EngineSettings, prefill: EngineSettings | None) -> Iterator[LocalSystem]:
     system = LocalSystem(decode, prefill)
@@ -124,12 +108,12 @@ def running(decode: EngineSettings, prefill: EngineSettings | None) -> Iterator[
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def system(request: pytest.FixtureRequest, folder: Path) -> Iterator[LocalSystem]:
+def system(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[LocalSystem]:
     changes: dict[str, Any] = {"lag": int(request.param[-1]), "max_batch_tokens": 48}
     if "two_lanes" in request.param:
         changes["layout"] = "two_lanes"
-    prefill = tiny_settings("prefill", folder, **changes) if "1p1d" in request.param else None
-    with running(tiny_settings("decode", folder, **changes), prefill) as system:
+    prefill = tiny_settings("prefill", tiny_folder, **changes) if "1p1d" in request.param else None
+    with running(tiny_settings("decode", tiny_folder, **changes), prefill) as system:
         yield system
 
 
@@ -138,12 +122,12 @@ def asked(system: LocalSystem, number: int, grammar: Grammar | None, params: Sam
     return system.generation(prompt, MAX_TOKENS, params, stop_token_ids=ENDS, grammar=grammar, **more)
 
 
-def check(reference: GrammarReference, generation: Generation, got: Generated) -> None:
+def check(tiny_reference: GrammarReference, generation: Generation, got: Generated) -> None:
     for choice in generation.spec.choices:
-        assert got.token_ids[choice] == reference.text(generation.spec, choice), (generation.spec, choice)
+        assert got.token_ids[choice] == tiny_reference.text(generation.spec, choice), (generation.spec, choice)
 
 
-def test_texts_are_those_of_transformers(system: LocalSystem, reference: GrammarReference) -> None:
+def test_texts_are_those_of_transformers(system: LocalSystem, tiny_reference: GrammarReference) -> None:
     """Beside others without a grammar, whose texts stay what they are."""
     grammars = [*GRAMMARS, *OTHERS]
     ways = [GREEDY, *SAMPLED]
@@ -153,10 +137,10 @@ def test_texts_are_those_of_transformers(system: LocalSystem, reference: Grammar
     generated = system.run([*generations, *free])
     num_stopped = 0
     for generation, got in zip(generations, generated, strict=False):
-        check(reference, generation, got)
+        check(tiny_reference, generation, got)
         if got.finish_reasons[0] == "stop" and generation.spec.grammar in GRAMMARS:
             assert got.token_ids[0][-1] == END_ID
-            text = reference.tokenizer.decode_str(got.token_ids[0][:-1])
+            text = tiny_reference.tokenizer.decode_str(got.token_ids[0][:-1])
             validate(json.loads(text), SCHEMAS[GRAMMARS.index(generation.spec.grammar)])
             num_stopped += 1
     assert num_stopped >= 0.9 * len(SCHEMAS)
@@ -164,7 +148,7 @@ def test_texts_are_those_of_transformers(system: LocalSystem, reference: Grammar
 
 
 def test_choices_logprobs_penalties_and_min_tokens_go_together(
-    system: LocalSystem, reference: GrammarReference
+    system: LocalSystem, tiny_reference: GrammarReference
 ) -> None:
     """Log-probabilities stay those of the model's own logits; min_tokens holds back no end that must come."""
     ways = [
@@ -176,11 +160,11 @@ def test_choices_logprobs_penalties_and_min_tokens_go_together(
     generations = [asked(system, number, GRAMMARS[number], way, num_choices=3) for number in numbers for way in ways]
     generated = system.run(generations)
     for generation, got in zip(generations, generated, strict=True):
-        check(reference, generation, got)
+        check(tiny_reference, generation, got)
     of_first = generated[0].logprobs[0]
     assert all(position is not None and len(position.top) == 3 for position in of_first)
     ids = [token_id for token_id, _ in of_first[0].top]  # type: ignore[union-attr]
-    allowed = set(reference.tokenizer.tokenize_str("truefalse"))
+    allowed = set(tiny_reference.tokenizer.tokenize_str("truefalse"))
     assert not set(ids) <= allowed, "what the model would have said is no JSON"
     assert len({tuple(ids) for ids in generated[6].token_ids.values()}) == 3
 
@@ -193,21 +177,21 @@ SLEEPERS = [
 
 
 def test_a_grammar_sleeps_until_its_token_and_again_behind_its_text(
-    system: LocalSystem, reference: GrammarReference
+    system: LocalSystem, tiny_reference: GrammarReference
 ) -> None:
     often = ((BEGIN_ID, 9.0),)
     ways = [replace(way, logit_bias=often) for way in (SAMPLED[0], SAMPLED[2])]
     generations = [asked(system, n, grammar, way) for n, grammar in enumerate(SLEEPERS) for way in ways]
     num_begun = []
     for generation, got in zip(generations, system.run(generations), strict=True):
-        check(reference, generation, got)
+        check(tiny_reference, generation, got)
         num_begun.append(got.token_ids[0].count(BEGIN_ID))
         assert got.token_ids[0][0] != BEGIN_ID or num_begun[-1] > 1 or not generation.spec.grammar.repeats  # type: ignore[union-attr]
     assert min(num_begun) >= 1
     assert max(num_begun) > 2, "a grammar was seen to hold more than once"
 
 
-def test_a_replay_goes_on_within_the_text(system: LocalSystem, reference: GrammarReference) -> None:
+def test_a_replay_goes_on_within_the_text(system: LocalSystem, tiny_reference: GrammarReference) -> None:
     """Decode loses all requests in mid-text, twice: the rest comes from prompt + output as a new prompt."""
 
     async def generate(generations: list[Generation]) -> list[list[int]]:
@@ -236,7 +220,7 @@ def test_a_replay_goes_on_within_the_text(system: LocalSystem, reference: Gramma
         for n, grammar in enumerate(grammars)
     ]
     for generation, ids in zip(generations, asyncio.run(generate(generations)), strict=True):
-        assert ids == reference.text(generation.spec), generation.spec
+        assert ids == tiny_reference.text(generation.spec), generation.spec
 
 
 def lose_all(system: LocalSystem) -> None:
@@ -252,10 +236,10 @@ def lose_all(system: LocalSystem) -> None:
 @pytest.mark.parametrize("host_memory_bytes", [1 << 26, 0], ids=["preempted", "evicted and replayed"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_who_gave_way_goes_on_the_same(
-    folder: Path, reference: GrammarReference, host_memory_bytes: int, lag: int
+    tiny_folder: Path, tiny_reference: GrammarReference, host_memory_bytes: int, lag: int
 ) -> None:
     changes: dict[str, Any] = {"kv_capacity_tokens": 192, "host_memory_bytes": host_memory_bytes}
-    tight = tiny_settings("decode", folder, lag=lag, admission=OPTIMISTIC, **changes)
+    tight = tiny_settings("decode", tiny_folder, lag=lag, admission=OPTIMISTIC, **changes)
     with running(replace(tight, model=replace(tight.model, max_model_len=96)), None) as system:
         estimator = system.decode.engine.scheduler.budget.estimator
         assert isinstance(estimator, LengthEstimator)
@@ -267,14 +251,16 @@ def test_who_gave_way_goes_on_the_same(
         preemption = system.decode.engine.scheduler.preemption
         assert (preemption.num_swapped if host_memory_bytes else preemption.num_evicted) > 0
         for generation, got in zip(generations, generated, strict=True):
-            check(reference, generation, got)
+            check(tiny_reference, generation, got)
 
 
 OPTIONAL = {"type": "object", "properties": {f"p{number}": {"type": "null"} for number in range(1100)}}
 LIMITED = Grammar(grammar_text.json_schema({"type": "object", "properties": {"k": OPTIONAL}, "required": ["k"]}))
 
 
-def test_a_limit_struck_in_mid_text_ends_that_request_alone(system: LocalSystem, reference: GrammarReference) -> None:
+def test_a_limit_struck_in_mid_text_ends_that_request_alone(
+    system: LocalSystem, tiny_reference: GrammarReference
+) -> None:
     """The grammar is compiled: only what is inside of its object has more alternatives than one mask may have."""
     good, other = asked(system, 1, GRAMMARS[15], SAMPLED[0]), asked(system, 2, None, GREEDY)
     alone = system.run([other])[0].token_ids[0]
@@ -290,7 +276,7 @@ def test_a_limit_struck_in_mid_text_ends_that_request_alone(system: LocalSystem,
     error, tokens, free = asyncio.run(all_three())
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (400, "grammar_limit")
-    assert tokens == reference.text(good.spec)
+    assert tokens == tiny_reference.text(good.spec)
     assert free == alone
     assert counted(system, "splitserve_grammar_failures", reason="limit") == 1
     assert all(built.engine.is_healthy(60.0) for built in system.engines)

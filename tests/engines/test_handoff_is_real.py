@@ -18,7 +18,8 @@ from tests.engines.tiny_model import tiny_settings
 
 def _system(model: Path, fault_dir: Path, lag: int = 0, verify: bool = True) -> LocalSystem:
     def one(pool: str) -> EngineSettings:
-        base = tiny_settings(pool, model, lag=lag, testing=FaultSettings(str(fault_dir)))
+        testing = FaultSettings(str(fault_dir))
+        base = tiny_settings(pool, model, lag=lag, testing=testing, has_prefix_cache=False)  # all is read, each time
         return replace(base, transfer=replace(base.transfer, verify_digest=verify))
 
     return LocalSystem(one("decode"), one("prefill"))

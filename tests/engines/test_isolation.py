@@ -21,7 +21,8 @@ POISON_PROMPT = [17] * 21
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
 def system(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
-    system = LocalSystem(tiny_settings("decode", tiny_goldens.folder, lag=request.param), None)
+    engine = tiny_settings("decode", tiny_goldens.folder, lag=request.param, has_prefix_cache=False)
+    system = LocalSystem(engine, None)
     yield system
     system.close()
 

@@ -59,6 +59,7 @@ def lanes_of(system: LocalSystem) -> TwoLaneEngine:
 @pytest.fixture(scope="module", params=[0, 1], ids=["lag0", "lag1"])
 def two_lanes(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens) -> Iterator[LocalSystem]:
     changes: dict[str, Any] = {"lag": request.param, "layout": "two_lanes", "max_batch_tokens": STEP_TOKENS}
+    changes["has_prefix_cache"] = False  # prompts are asked again, and all of them are to be computed
     with running(tiny_settings("decode", tiny_goldens.folder, **changes)) as system:
         yield system
 
@@ -437,7 +438,9 @@ def test_prompts_have_the_whole_device_until_there_are_rows(
     tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_builder, "make_runner", lambda *arguments, has_two_lanes: Divisible(*arguments))
-    engine = tiny_settings("decode", tiny_goldens.folder, lag=1, layout="two_lanes", max_batch_tokens=STEP_TOKENS)
+    engine = tiny_settings(
+        "decode", tiny_goldens.folder, lag=1, layout="two_lanes", max_batch_tokens=STEP_TOKENS, has_prefix_cache=False
+    )
     with running(engine) as system:
         runner = system.decode.engine.runner
         assert isinstance(runner, Divisible)

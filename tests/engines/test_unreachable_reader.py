@@ -35,7 +35,8 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def system(tiny_goldens: TinyGoldens, fault_dir: Path) -> Iterator[LocalSystem]:
     testing = FaultSettings(str(fault_dir))
-    decode, prefill = (tiny_settings(pool, tiny_goldens.folder, testing=testing) for pool in ("decode", "prefill"))
+    changes = {"testing": testing, "has_prefix_cache": False}  # the same prompt is computed several times
+    decode, prefill = (tiny_settings(pool, tiny_goldens.folder, **changes) for pool in ("decode", "prefill"))
     system = LocalSystem(decode, prefill)
     yield system
     system.close()

@@ -28,7 +28,9 @@ from scheduler.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda import lane_runner
-from replicas.cuda.lane_runner import DividedRunner
+from replicas.cuda.cublas_lt import NoCublasLt
+from replicas.cuda.lane_runner import DividedRunner, products_of
+from replicas.cuda.part_products import part_here
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.share_times import MeasuredPlans
 from tests.gpu import test_cuda_runner
@@ -197,6 +199,32 @@ def test_what_is_measured_is_a_prompt_and_rows_apart_from_each_other() -> None:
     assert {row.start for row in plans.rows.rows} == {9 * 16 - 1}, "what is left for each row"
     with pytest.raises(AbsurdTimes, match="20 blocks and 8 slots are too few"):
         MeasuredPlans(num_slots=8, num_blocks=20, block_size=16, max_model_len=512)
+
+
+def test_ways_of_products_are_chosen_on_the_largest_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_runner, "CublasLt", SimpleNamespace)
+    smaller = LaneShare(68, 0.48, 0.69)
+    products = products_of((smaller, SHARE, WHOLE_CARD))
+    for share, part in products.items():
+        with part.used():
+            assert part_here() is (part if share is SHARE else None), share
+
+
+def test_a_missing_library_is_said_and_prompts_are_computed_all_the_same(
+    device: torch.device, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Any:
+        raise NoCublasLt("libcublasLt.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(lane_runner, "CublasLt", missing)
+    with caplog.at_level("WARNING"):
+        runner = loaded_into(DividedRunner, tmp_path, device)
+    (record,) = [vars(record) for record in caplog.records if vars(record).get("event") == "no_cublas_lt"]
+    assert "libcublasLt" in record["reason"]
+    assert isinstance(runner, DividedRunner)
+    beside, chunk = runner.beside(runner.shares[0]), Slice.of_prompt("a", 0, 0, tuple(range(70)), (SampleTarget(0, 0),))
+    plan = StepPlan(0, (SlotInit(0, 0, GREEDY, None),), (TableWrite(0, 0, tuple(range(6))),), (), (chunk,))
+    assert len(beside.launch(plan).result().tokens) == 1
 
 
 def test_a_card_that_cannot_be_divided_says_so_before_anything_is_changed(

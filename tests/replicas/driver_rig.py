@@ -42,7 +42,9 @@ class Rig:
         peer = self.sources[source].local_peer
         self.reader.expect(transfer_id, peer, 4, num_blocks, self.time_s + after_s)
 
-    def hand_over(self, transfer_id: str, block_ids: tuple[int, ...], source: int = 0, after_s: float = 60.0) -> None:
+    def hand_over(
+        self, transfer_id: str, block_ids: tuple[int, ...], source: int = 0, after_s: float = 60.0, num_kept: int = 0
+    ) -> None:
         """Up to the point where the reader has been given its blocks, of the same numbers."""
         self.expect(transfer_id, source, len(block_ids), after_s)
         driver = self.sources[source]
@@ -51,7 +53,7 @@ class Rig:
         handoff = Handoff(transfer_id, *epochs, "fake", block_ids, 4, None, first, 1.0, ())
         driver.offer(handoff, self.reader.local_peer, self.time_s + after_s)
         self.run(0.002)
-        self.reader.read_into(transfer_id, block_ids)
+        self.reader.read_into(transfer_id, block_ids, num_kept)
 
     def run(self, for_s: float, step_s: float = 0.001) -> None:
         """Turn all, every step_s."""

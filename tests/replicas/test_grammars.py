@@ -175,6 +175,8 @@ def test_control_tokens_keep_their_ids_under_other_names() -> None:
     assert not renamed.keys() & ids.keys()
     lark = f'start: "<|im_end|>" {CONTROL} /a{CONTROL}/ <other> <[1]> // {CONTROL}'
     assert with_ids_of_controls(lark, ids) == f'start: "<|im_end|>" <[2]> /a{CONTROL}/ <other> <[1]> // {CONTROL}'
+    of_two_lines = "start: /a\n<|im_end|>/ <|im_end|>"
+    assert with_ids_of_controls(of_two_lines, ids) == "start: /a\n<|im_end|>/ <[2]>"
 
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordLevel"])
@@ -233,6 +235,9 @@ def test_patterns_that_one_string_must_match_are_counted(schema: dict[str, Any],
 
 def test_joined_patterns_of_lark_are_those_outside_of_literals() -> None:
     assert num_joined_patterns('start: "a & b" T // & c\nT: /x&&/ & /y/ & ~/z/') == 3
+    # A regular expression may have several lines: no string begins within it.
+    assert num_joined_patterns('start: T\nT: /a\n"/ & /b/ & /c/ & /"/') == 4
+    assert num_joined_patterns("start: T\nT: /a\n&&/ & /b/") == 2
 
 
 def cache_of(tokenizer: LLTokenizer, **bounds: int) -> GrammarCache:

@@ -1,7 +1,8 @@
 """Both halves joined over a network that drops, duplicates, delays and reorders, thousands of seeded runs.
 
 What must hold whatever happens: KV that is called ready is the source's KV as offered, confirmed under a live
-lease; every expect ends once; every block is let go of once, on both sides, or its read has truly never ended.
+lease, behind what the reader had kept; a block that is kept is never written, and how the source's copy of it is does
+not matter; every expect ends once; every block is let go of once, on both sides, or its read has truly never ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 import pytest
 
 from replicas.kv.handoff_actions import (
+    BlocksDisputed,
     Event,
     HandoffArrived,
     HandoffTiming,
@@ -34,7 +36,7 @@ STEP_S = 0.004
 END_S = 0.6  # every deadline, lease and finite delay has passed by then
 BLOCK_BYTES = 16
 NUM_TRANSFERS = 3
-BLOCKS_EACH = 2
+BLOCKS_EACH = 3
 NUM_BLOCKS = NUM_TRANSFERS * BLOCKS_EACH
 
 
@@ -80,14 +82,18 @@ class World:
         self.verify = rng.random() < 0.5
         self.holding = rng.choice((0.0, 0.02, 0.3))
         self.corruption = rng.choice((0.0, 0.3)) if self.verify else 0.0
-        self.source_pool, self.reader_pool = bytearray(rng.randbytes(NUM_BLOCKS * BLOCK_BYTES)), bytearray(256)
-        self.original = bytes(self.source_pool)
+        pool_bytes = NUM_BLOCKS * BLOCK_BYTES
+        self.source_pool, self.reader_pool = bytearray(rng.randbytes(pool_bytes)), bytearray(rng.randbytes(pool_bytes))
+        self.original, self.kept = bytes(self.source_pool), bytes(self.reader_pool)
         self.source_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.reader_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.source_events: list[Event] = []
         self.reader_events: list[Event] = []
         self.reads_given: list[tuple[float, str]] = []  # when the reader's engine finds memory
         self.num_given: Counter[str] = Counter()
+        self.num_kept = {str(number): rng.randint(0, BLOCKS_EACH) for number in range(NUM_TRANSFERS)}
+        self.num_disputed = 0
+        self.num_read = 0  # blocks of reads that succeeded
         self.corrupted: set[str] = set()
         self.source = self._driver("prefill", self.source_pool, self._on_source_event)
         self.reader = self._driver("decode", self.reader_pool, self._on_reader_event)
@@ -95,7 +101,7 @@ class World:
     def _driver(self, replica: str, pool: bytearray, on_event: object) -> TransferDriver:
         def digest(block_ids: Sequence[int]) -> bytes:
             pieces = [pool[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] for block_id in block_ids]
-            return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()
+            return b"".join(hashlib.blake2b(piece, digest_size=8).digest() for piece in pieces)
 
         return TransferDriver(
             FakeTransport(self.network, pool, BLOCK_BYTES, replica, "1"),
@@ -116,9 +122,11 @@ class World:
         assert tuple(source_block_ids) == self.ids(self.source_ids, transfer_id)
 
     def after_read(self, transfer_id: str, local_block_ids: Sequence[int]) -> None:
+        assert tuple(local_block_ids) == self.ids(self.reader_ids, transfer_id)[self.num_kept[transfer_id] :]
+        self.num_read += len(local_block_ids)
         if self.rng.random() < self.corruption:
             self.corrupted.add(transfer_id)
-            self.reader_pool[local_block_ids[-1] * BLOCK_BYTES] ^= 1
+            self.reader_pool[self.rng.choice(local_block_ids) * BLOCK_BYTES] ^= 1
 
     # -- the two engines --
 
@@ -128,6 +136,10 @@ class World:
 
     def _on_source_event(self, event: Event) -> None:
         self.source_events.append(event)
+        if isinstance(event, BlocksDisputed):
+            read = self.ids(self.source_ids, event.transfer_id)[self.num_kept[event.transfer_id] :]
+            assert set(event.block_ids) <= set(read)
+            self.num_disputed += 1
         if isinstance(event, SourceReleased):
             for block_id in self.ids(self.source_ids, event.transfer_id):  # somebody else's KV from now on
                 self.source_pool[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES] = b"\xee" * BLOCK_BYTES
@@ -145,9 +157,18 @@ class World:
         assert ReadReleased(transfer_id) in self.reader_events
         assert transfer_id not in self.corrupted
         pairs = zip(self.ids(self.source_ids, transfer_id), self.ids(self.reader_ids, transfer_id), strict=True)
-        for source_id, reader_id in pairs:
+        for place, (source_id, reader_id) in enumerate(pairs):
             expected = self.original[source_id * BLOCK_BYTES : (source_id + 1) * BLOCK_BYTES]
+            if place < self.num_kept[transfer_id]:
+                expected = self.kept[reader_id * BLOCK_BYTES : (reader_id + 1) * BLOCK_BYTES]
             assert self.reader_pool[reader_id * BLOCK_BYTES : (reader_id + 1) * BLOCK_BYTES] == expected
+
+    def check_kept(self) -> None:
+        """No kept block was ever written, however its transfer ended."""
+        for transfer_id, num_kept in self.num_kept.items():
+            for block_id in self.ids(self.reader_ids, transfer_id)[:num_kept]:
+                at = slice(block_id * BLOCK_BYTES, (block_id + 1) * BLOCK_BYTES)
+                assert self.reader_pool[at] == self.kept[at]
 
     def start(self) -> list[tuple[float, str, str]]:
         """Expect and offer everything; the rest of the script as (time, action, transfer id)."""
@@ -169,6 +190,8 @@ class World:
                 ids = self.ids(self.source_ids, transfer_id)
                 handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s, ())
                 self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
+                for block_id in ids[: self.num_kept[transfer_id]]:  # of which nobody needs the source's copy
+                    self.source_pool[block_id * BLOCK_BYTES] ^= 1
             case "cancel":
                 self.reader.cancel(transfer_id)
             case "withdraw":
@@ -191,7 +214,7 @@ class World:
                 for due in [given for given in self.reads_given if driver is self.reader and given[0] <= self.time_s]:
                     self.reads_given.remove(due)
                     self.num_given[due[1]] += 1
-                    self.reader.read_into(due[1], self.ids(self.reader_ids, due[1]))
+                    self.reader.read_into(due[1], self.ids(self.reader_ids, due[1]), self.num_kept[due[1]])
                 driver.advance(mail)
             pending = script or self.reads_given or self.reader.reads.in_flight
             if not pending and not self.source.is_busy and not self.reader.is_busy:
@@ -211,16 +234,19 @@ def check_end(world: World) -> Counter[str]:
     released = _of(world.reader_events, ReadReleased)
     stuck = Counter(list(world.reader.reads.in_flight))
     assert released + stuck == world.num_given
+    assert world.reader.reads.bytes_read == world.num_read * BLOCK_BYTES
+    world.check_kept()
     assert world.reader.reader.num_quarantined(world.time_s) == len(stuck)
     if not world.faults.read_stuck and not world.faults.read_unknown:
         assert not stuck
     for driver in (world.source, world.reader):
-        assert not set(driver.errors) - {"unreachable", "read", "probe"}
-    outcomes: Counter[str] = Counter()
+        assert not set(driver.errors) - {"unreachable", "read", "probe", "disputed"}
+    outcomes: Counter[str] = Counter({"disputed": world.num_disputed})
     for event in [*world.reader_events, *world.source_events]:
         match event:
-            case KvReady():
+            case KvReady(transfer_id):
                 outcomes["ready"] += 1
+                outcomes[f"ready, {world.num_kept[transfer_id]} kept"] += 1
             case KvLost(_, reason, _):
                 outcomes[reason] += 1
             case SourceReleased(_, outcome):
@@ -240,6 +266,8 @@ def test_random_networks(batch: int) -> None:
             raise AssertionError(f"seed {seed}") from error
     # The runs must have visited the interesting ends, or the assertions above say little.
     assert outcomes["ready"] > 100
+    assert outcomes["disputed"] > 0
+    assert all(outcomes[f"ready, {num_kept} kept"] > 10 for num_kept in range(BLOCKS_EACH + 1)), outcomes
     for reason in set(LossReason) - {LossReason.MISMATCH, LossReason.PEER_UNREACHABLE}:
         assert outcomes[reason] > 0, outcomes
     for outcome in (SourceOutcome.CONFIRMED, SourceOutcome.EXPIRED, SourceOutcome.DROPPED, SourceOutcome.CANCELLED):
@@ -258,14 +286,20 @@ class LosesFirstCopies(NetworkFaults):
         return () if first else (0.0,)
 
 
-@pytest.mark.parametrize("faults", [NetworkFaults(), LosesFirstCopies()])
-def test_a_patient_pair_loses_nothing(faults: NetworkFaults) -> None:
-    world = World(0)
+@pytest.mark.parametrize("num_kept", range(BLOCKS_EACH + 1))
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("make_faults", [NetworkFaults, LosesFirstCopies])
+def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: bool, num_kept: int) -> None:
+    faults = make_faults()
+    world = next(world for world in map(World, range(100)) if world.verify is verify)
     world.network.faults = faults
     world.corruption = world.holding = 0.0
     for number in range(NUM_TRANSFERS):
+        world.num_kept[str(number)] = num_kept
         world.reader.expect(str(number), world.source.local_peer, 30, BLOCKS_EACH, 0.5)
         world.act("offer", str(number))
     world.start = list  # type: ignore[method-assign]
     world.run()
-    assert check_end(world) == {"ready": NUM_TRANSFERS, "source confirmed": NUM_TRANSFERS}
+    ready = {"disputed": 0, "ready": NUM_TRANSFERS, f"ready, {num_kept} kept": NUM_TRANSFERS}
+    assert check_end(world) == {**ready, "source confirmed": NUM_TRANSFERS}
+    assert world.num_read == NUM_TRANSFERS * (BLOCKS_EACH - num_kept)

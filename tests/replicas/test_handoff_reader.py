@@ -7,7 +7,7 @@ from msgspec import structs
 
 from replicas.kv.handoff_actions import (
     Action,
-    CheckDigest,
+    CheckDigests,
     HandoffArrived,
     HandoffTiming,
     KvLost,
@@ -18,12 +18,13 @@ from replicas.kv.handoff_actions import (
     StartRead,
 )
 from replicas.kv.handoff_reader import HandoffReader
-from replicas.messages import Handoff, NoteKind, TransferNote, TransferPeer
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote, TransferPeer
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0, quarantine_s=5.0)
 SOURCE = "prefill-s1"
 PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", num_blocks=10, block_bytes=64)
-HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, b"d" * 16, (), 9.0, ())
+DIGESTS = b"first...second.."
+HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, DIGESTS, (), 9.0, ())
 RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1", ""))
 DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1", ""))
 
@@ -32,27 +33,27 @@ def note(kind: NoteKind, source_epoch: str = "s1", reader_epoch: str = "r1") -> 
     return TransferNote(kind, "t", source_epoch, reader_epoch, "")
 
 
-def waiting(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
-    reader = HandoffReader("r1", "f", TIMING, require_digest)
+def waiting(require_digests: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = HandoffReader("r1", "f", TIMING, require_digests)
     assert reader.expect("t", PEER, 30, 2, deadline_s, 0.0) == []
     return reader
 
 
-def offered(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
-    reader = waiting(require_digest, deadline_s)
+def offered(require_digests: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = waiting(require_digests, deadline_s)
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.0) == [RENEW, HandoffArrived("t", HANDOFF)]
     return reader
 
 
-def reading(require_digest: bool = True, deadline_s: float = 100.0) -> HandoffReader:
-    reader = offered(require_digest, deadline_s)
-    assert reader.read_into("t", (1, 2), 0.0) == [StartRead("t", PEER, (1, 2), (4, 5), note(NoteKind.DONE))]
+def reading(require_digests: bool = True, deadline_s: float = 100.0) -> HandoffReader:
+    reader = offered(require_digests, deadline_s)
+    assert reader.read_into("t", (1, 2), 0, 0.0) == [StartRead("t", PEER, (1, 2), (4, 5), note(NoteKind.DONE))]
     return reader
 
 
 def confirming(deadline_s: float = 100.0) -> HandoffReader:
     reader = reading(deadline_s=deadline_s)
-    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigest("t", (1, 2), b"d" * 16)]
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigests("t", (1, 2), DIGESTS)]
     return reader
 
 
@@ -66,24 +67,24 @@ def sent(actions: list[Action]) -> list[NoteKind]:
 
 def test_confirm_and_digest_in_either_order_make_it_ready() -> None:
     reader = confirming()
-    assert reader.digest_checked("t", True, 1.0) == []
+    assert reader.digests_checked("t", (), 1.0) == []
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]
     reader = confirming()
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0) == []
-    assert reader.digest_checked("t", True, 1.1) == [KvReady("t")]
+    assert reader.digests_checked("t", (), 1.1) == [KvReady("t")]
     assert reader.num_open == 0
 
 
 def test_confirm_may_overtake_our_own_poll_of_the_read() -> None:
-    reader = reading(require_digest=False)
+    reader = reading(require_digests=False)
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.5) == []
     assert reader.read_ended("t", True, "", 0.6) == [ReadReleased("t"), KvReady("t")]
 
 
 def test_confirm_before_the_read_means_nothing() -> None:
-    reader = offered(require_digest=False)
+    reader = offered(require_digests=False)
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.1) == []
-    reader.read_into("t", (1, 2), 0.2)
+    reader.read_into("t", (1, 2), 0, 0.2)
     assert reader.read_ended("t", True, "", 0.3) == [ReadReleased("t")]
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.4) == [KvReady("t")]
 
@@ -91,20 +92,22 @@ def test_confirm_before_the_read_means_nothing() -> None:
 def test_digest_mismatch_is_lost_even_when_confirmed() -> None:
     reader = confirming()
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
-    actions = reader.digest_checked("t", False, 1.1)
+    actions = reader.digests_checked("t", (0, 1), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == []  # the source has freed already
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (4, 5)))  # and must know all the same
 
 
 def test_digest_mismatch_before_confirm_drops() -> None:
-    actions = confirming().digest_checked("t", False, 1.1)
+    actions = confirming().digests_checked("t", (1,), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == [NoteKind.DROP]
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (5,)))
 
 
 def test_done_is_resent_with_back_off_until_confirmed() -> None:
     reader = confirming()
-    reader.digest_checked("t", True, 1.0)
+    reader.digests_checked("t", (), 1.0)
     times = [step / 64 for step in range(64, 160) if reader.tick(step / 64) == [DONE]]
     assert times == [1.125, 1.375, 1.875, 2.375]
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 2.5) == [KvReady("t")]
@@ -114,7 +117,7 @@ def test_done_is_resent_with_back_off_until_confirmed() -> None:
 def test_lease_is_renewed_at_a_third_while_waiting_for_memory_and_while_reading() -> None:
     reader = offered()
     assert [step for step in range(1, 10) if reader.tick(float(step)) == [RENEW]] == [3, 6, 9]
-    reader.read_into("t", (1, 2), 9.5)
+    reader.read_into("t", (1, 2), 0, 9.5)
     assert [step for step in range(10, 19) if reader.tick(float(step)) == [RENEW]] == [12, 15, 18]
 
 
@@ -160,7 +163,7 @@ def test_a_handle_that_never_ends_is_quarantined_for_ever() -> None:
     assert later == []
     assert reader.num_quarantined(1000.0) == 1
     with pytest.raises(ValueError):
-        reader.read_into("t", (3, 4), 1000.0)
+        reader.read_into("t", (3, 4), 0, 1000.0)
 
 
 def test_read_error_is_lost_and_releases() -> None:
@@ -173,7 +176,7 @@ def test_read_error_is_lost_and_releases() -> None:
 def test_blocks_that_come_too_late_are_released_at_once() -> None:
     reader = offered()
     reader.cancel("t", 1.0)
-    assert reader.read_into("t", (1, 2), 1.1) == [ReadReleased("t")]
+    assert reader.read_into("t", (1, 2), 0, 1.1) == [ReadReleased("t")]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,11 @@ def test_blocks_that_come_too_late_are_released_at_once() -> None:
         structs.replace(HANDOFF, block_ids=(4,)),
         structs.replace(HANDOFF, block_ids=(4, 10)),
         structs.replace(HANDOFF, block_ids=(-1, 4)),
-        structs.replace(HANDOFF, digest=None),
+        structs.replace(HANDOFF, digests=None),
+        structs.replace(HANDOFF, digests=b""),
+        structs.replace(HANDOFF, digests=DIGESTS[:8]),
+        structs.replace(HANDOFF, digests=DIGESTS[:15]),
+        structs.replace(HANDOFF, digests=DIGESTS + b"more...."),
     ],
 )
 def test_a_handoff_of_something_else_is_lost_and_dropped(wrong: Handoff) -> None:
@@ -222,7 +229,7 @@ def test_a_strangers_handoff_is_dropped_and_changes_nothing(wrong: Handoff, agen
 )
 def test_strangers_notes_are_ignored(wrong: TransferNote, agent: str) -> None:
     reader = confirming()
-    reader.digest_checked("t", True, 1.0)
+    reader.digests_checked("t", (), 1.0)
     assert reader.receive(wrong, agent, 1.1) == []
     assert reader.num_open == 1
 
@@ -230,11 +237,11 @@ def test_strangers_notes_are_ignored(wrong: TransferNote, agent: str) -> None:
 def test_a_second_copy_of_the_handoff_is_answered_by_phase() -> None:
     reader = offered()
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.1) == [RENEW]
-    reader.read_into("t", (1, 2), 0.2)
+    reader.read_into("t", (1, 2), 0, 0.2)
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.3) == [RENEW]
     reader.read_ended("t", True, "", 0.4)
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.5) == [DONE]
-    reader.digest_checked("t", True, 0.6)
+    reader.digests_checked("t", (), 0.6)
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.7)
     assert sent(reader.receive_handoff(HANDOFF, SOURCE, 0.8)) == [NoteKind.DROP]
 
@@ -246,7 +253,7 @@ def test_peer_dead_loses_what_is_not_confirmed() -> None:
     reader = confirming()
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
     assert reader.peer_dead(SOURCE, 1.1) == []
-    assert reader.digest_checked("t", True, 1.2) == [KvReady("t")]
+    assert reader.digests_checked("t", (), 1.2) == [KvReady("t")]
 
 
 def test_an_id_is_expected_once() -> None:
@@ -265,18 +272,90 @@ def test_foreign_fingerprint_is_lost_before_anything_is_sent_over() -> None:
 
 def test_read_into_wants_an_arrived_handoff_and_the_right_number() -> None:
     with pytest.raises(ValueError):
-        waiting().read_into("t", (1, 2), 0.1)
+        waiting().read_into("t", (1, 2), 0, 0.1)
     reader = offered()
     with pytest.raises(ValueError):
-        reader.read_into("t", (1,), 0.1)
-    reader.read_into("t", (1, 2), 0.2)
+        reader.read_into("t", (1,), 0, 0.1)
+    reader.read_into("t", (1, 2), 0, 0.2)
     with pytest.raises(ValueError):
-        reader.read_into("t", (1, 2), 0.3)
+        reader.read_into("t", (1, 2), 0, 0.3)
     with pytest.raises(ValueError):
         waiting().read_ended("t", True, "", 0.0)
 
 
-def test_verification_off_ignores_a_digest() -> None:
-    reader = reading(require_digest=False)
+@pytest.mark.parametrize(("num_kept", "wrong"), [(-1, (1, 2)), (3, (1, 2)), (1, (1, 1)), (1, (1,)), (0, (1, 2, 3))])
+def test_read_into_wants_a_possible_number_of_kept_blocks_and_reads_over_none(
+    num_kept: int, wrong: tuple[int, ...]
+) -> None:
+    reader = offered()
+    with pytest.raises(ValueError):
+        reader.read_into("t", wrong, num_kept, 0.1)
+    assert reader.read_into("t", (1, 2), 1, 0.2) == [StartRead("t", PEER, (2,), (5,), note(NoteKind.DONE))]
+
+
+def test_only_what_is_not_kept_is_read_and_verified() -> None:
+    reader = offered()
+    assert reader.read_into("t", (1, 2), 1, 0.2) == [StartRead("t", PEER, (2,), (5,), note(NoteKind.DONE))]
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigests("t", (2,), b"second..")]
+    actions = reader.digests_checked("t", (0,), 1.1)
+    assert lost(actions) == [LossReason.DIGEST_MISMATCH]
+    (loss,) = (action for action in actions if isinstance(action, KvLost))
+    assert loss.detail == "block 1 of the prompt (5 of prefill, read into 2); wrong in all: 1 of 1 read"
+    assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (5,)))
+
+
+def test_the_first_wrong_block_is_named() -> None:
+    (loss,) = (a for a in confirming().digests_checked("t", (0, 1), 1.1) if isinstance(a, KvLost))
+    assert loss.detail == "block 0 of the prompt (4 of prefill, read into 1); wrong in all: 2 of 2 read"
+
+
+def all_kept(require_digests: bool = True) -> HandoffReader:
+    reader = offered(require_digests)
+    assert reader.read_into("t", (1, 2), 2, 1.0) == [DONE, ReadReleased("t")]
+    return reader
+
+
+@pytest.mark.parametrize("require_digests", [True, False])
+def test_where_all_is_kept_nothing_is_read_but_the_source_must_confirm(require_digests: bool) -> None:
+    reader = all_kept(require_digests)
+    assert reader.num_open == 1
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]
+    assert reader.num_open == 0
+    with pytest.raises(ValueError):
+        all_kept(require_digests).read_ended("t", True, "", 1.1)
+
+
+def test_where_all_is_kept_done_is_resent_until_confirmed() -> None:
+    reader = all_kept()
+    times = [step / 64 for step in range(64, 160) if reader.tick(step / 64) == [DONE]]
+    assert times == [1.125, 1.375, 1.875, 2.375]
+    assert reader.receive_handoff(HANDOFF, SOURCE, 2.4) == [DONE]
+    assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 2.5) == [KvReady("t")]
+
+
+def test_where_all_is_kept_it_ends_as_any_other_and_leaves_no_orphan() -> None:
+    for end, reason in (
+        (lambda reader: reader.cancel("t", 2.0), LossReason.CANCELLED),
+        (lambda reader: reader.receive(note(NoteKind.REFUSE), SOURCE, 2.0), LossReason.REFUSED),
+        (lambda reader: reader.receive(note(NoteKind.DROP), SOURCE, 2.0), LossReason.DROPPED),
+        (lambda reader: reader.peer_dead(SOURCE, 2.0), LossReason.PEER_DEAD),
+        (lambda reader: reader.tick(100.0), LossReason.DEADLINE),
+    ):
+        reader = all_kept()
+        assert lost(end(reader)) == [reason]
+        assert reader.num_quarantined(1000.0) == 0
+        assert reader.read_into("t", (1, 2), 2, 2.1) == [ReadReleased("t")]
+
+
+def test_cancelled_while_the_rest_is_read_its_blocks_wait_for_the_handle() -> None:
+    reader = offered()
+    reader.read_into("t", (1, 2), 1, 0.2)
+    assert lost(reader.cancel("t", 1.0)) == [LossReason.CANCELLED]
+    assert reader.num_quarantined(6.0) == 1
+    assert reader.read_ended("t", True, "", 50.0) == [ReadReleased("t")]
+
+
+def test_verification_off_ignores_digests() -> None:
+    reader = reading(require_digests=False)
     assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t")]
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]

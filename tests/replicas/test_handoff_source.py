@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.kv.handoff_actions import Action, HandoffTiming, SendNote, SourceOutcome, SourceReleased
+from replicas.kv.handoff_actions import Action, BlocksDisputed, HandoffTiming, SendNote, SourceOutcome, SourceReleased
 from replicas.kv.handoff_source import HandoffSource
-from replicas.messages import Handoff, NoteKind, TransferNote
+from replicas.messages import Dispute, Handoff, NoteKind, TransferNote
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0)
 READER = "decode-r1"
@@ -194,3 +194,23 @@ def test_an_unanswered_offer_ends_with_its_lease() -> None:
     source = opened()
     outcomes = [outcome for step in range(100) for outcome in released(source.tick(step / 10))]
     assert outcomes == [SourceOutcome.EXPIRED]
+
+
+def test_blocks_are_disputed_while_the_lease_lives_and_after_it_and_nothing_else_changes() -> None:
+    source, dispute = opened(), Dispute("t", "s1", "r1", (5,))
+    assert source.receive_dispute(dispute) == [BlocksDisputed("t", (5,))]
+    assert source.num_open == 1
+    assert answers(source.receive(note(NoteKind.DONE), READER, 1.0)) == [NoteKind.CONFIRM]
+    assert source.receive_dispute(dispute) == [BlocksDisputed("t", (5,))]
+    source.tick(1000.0)  # forgotten
+    assert source.receive_dispute(dispute) == []
+
+
+@pytest.mark.parametrize(
+    "strange", [Dispute("t2", "s1", "r1", (5,)), Dispute("t", "s0", "r1", (5,)), Dispute("t", "s1", "r0", (5,))]
+)
+def test_strangers_dispute_nothing(strange: Dispute) -> None:
+    source = opened()
+    assert source.receive_dispute(strange) == []
+    source.receive(note(NoteKind.DONE), READER, 1.0)
+    assert source.receive_dispute(strange) == []

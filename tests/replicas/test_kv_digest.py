@@ -1,14 +1,14 @@
-"""Any changed word, swapped, missing or repeated block changes the digest; the arithmetic is what a kernel must do."""
+"""Any changed word changes its block's digest and no other; the arithmetic is what a kernel must do."""
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 import pytest
 import torch
 
-from replicas.kv.kv_digest import DIGEST_BYTES, BlockDigester
+from replicas.kv.block_digests import DIGEST_BYTES, differing
+from replicas.kv.kv_digest import BlockDigester
 
 SHAPE = (12, 2, 2, 4, 2, 6)  # a block: 2 layers, K and V, 4 tokens, 2 heads of 6
 
@@ -32,7 +32,7 @@ def naive_digest(pool: torch.Tensor, block_ids: list[int]) -> bytes:
         words = struct.unpack("<" + "i" * (pool[0].numel() * pool.element_size() // 4), pool_bytes(pool, block_id))
         total = sum(word * _weight(position) for position, word in enumerate(words))
         packed += struct.pack("<Q", total & ((1 << 64) - 1))
-    return hashlib.blake2b(packed, digest_size=16).digest()
+    return packed
 
 
 def pool_bytes(pool: torch.Tensor, block_id: int) -> bytes:
@@ -42,9 +42,33 @@ def pool_bytes(pool: torch.Tensor, block_id: int) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_matches_the_definition(dtype: torch.dtype) -> None:
     pool = make_pool(dtype)
-    digest = BlockDigester.for_pool(pool).digest_blocks(pool, [3, 0, 7])
-    assert digest == naive_digest(pool, [3, 0, 7])
-    assert len(digest) == DIGEST_BYTES
+    digests = BlockDigester.for_pool(pool).digest_blocks(pool, [3, 0, 7])
+    assert digests == naive_digest(pool, [3, 0, 7])
+    assert len(digests) == 3 * DIGEST_BYTES
+
+
+def test_each_block_has_its_own_digest_wherever_it_stands() -> None:
+    pool = make_pool()
+    digester = BlockDigester.for_pool(pool)
+    alone = [digester.digest_blocks(pool, [block]) for block in range(12)]
+    assert digester.digest_blocks(pool, [5, 0, 5, 11]) == alone[5] + alone[0] + alone[5] + alone[11]
+    assert digester.digest_blocks(pool, []) == b""
+    before = digester.digest_blocks(pool, range(12))
+    pool[[3, 8], 0, 0, 0, 0, 0] += 1
+    assert differing(digester.digest_blocks(pool, range(12)), before) == (3, 8)
+
+
+def test_lists_of_digests_are_compared_block_by_block() -> None:
+    one = bytes(range(24))
+    assert differing(one, one) == ()
+    assert differing(b"", b"") == ()
+    assert differing(one[:8] + b"........" + one[16:], one) == (1,)
+    assert differing(one[:23] + b".", b"." + one[1:]) == (0, 2)
+    for other in (one[:16], one + one[:8], b""):
+        with pytest.raises(ValueError, match="bytes of digests"):
+            differing(one, other)
+    with pytest.raises(ValueError, match="bytes of digests"):
+        differing(one[:12], one[:12])
 
 
 def test_groups_of_blocks_and_single_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +115,7 @@ def test_sign_flips_of_two_words_do_not_cancel() -> None:
         flat[[1, other]] = -flat[[1, other]]
 
 
-def test_order_number_and_identity_of_blocks_matter() -> None:
+def test_order_and_number_of_blocks_matter() -> None:
     pool = make_pool()
     digester = BlockDigester.for_pool(pool)
     variants = [[1, 2, 3], [2, 1, 3], [1, 2], [1, 2, 3, 3], [1, 2, 4], [3, 2, 1], []]

@@ -114,9 +114,11 @@ def test_an_extra_layer_is_swapped_copied_and_cleared_with_its_block(loaded: Loa
     pool.tensor.normal_(generator=torch.Generator().manual_seed(1))
     before = pool.tensor.clone()
     host = HostPool(pool, 3)
-    host.swap_out((BlockSwap(4, 0), BlockSwap(7, 2)))
+    host.move(StepPlan(0, (), (), (), (), swap_outs=(BlockSwap(4, 0), BlockSwap(7, 2))))
     pool.tensor[4], pool.tensor[7] = 0, 0
-    host.swap_in((BlockSwap(9, 0), BlockSwap(1, 2)))
+    moved = host.move(StepPlan(1, (), (), (), (), swap_ins=(BlockSwap(9, 0), BlockSwap(1, 2))))
+    assert moved is not None
+    assert not moved.damaged()
     assert torch.equal(pool.tensor[9], before[4])
     assert torch.equal(pool.tensor[1], before[7])
     pool.copy_block(9, 10)

@@ -496,7 +496,10 @@ def stopped_in_mid_read(remote: Remote) -> ReadHandle:
     for _ in range(100):
         handle = started_and_not_ended(remote)
         remote.process.send_signal(signal.SIGSTOP)
-        if not torch.equal(remote.pool, ALL):
+        settled_s = time.monotonic() + 0.1  # the signal takes its time, and what is on its way already lands
+        while (state := remote.reader.poll_read(handle)) is ReadState.READING and time.monotonic() < settled_s:
+            time.sleep(0.001)
+        if state is ReadState.READING and not torch.equal(remote.pool, ALL):
             return handle
         remote.process.send_signal(signal.SIGCONT)
         remote.finish(handle, ReadState.DONE)

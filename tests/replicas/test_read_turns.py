@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from replicas.messages import Handoff, Token
 from tests.replicas.driver_rig import BLOCK_BYTES, Rig
 from tests.replicas.fake_transport import NetworkFaults, ReadFate
 
@@ -25,13 +26,19 @@ class Slow(NetworkFaults):
         return ReadFate(math.inf if is_stuck and self.is_known else 0.0, is_known=self.is_known or not is_stuck)
 
 
-def four_at_once(max_blocks_in_flight: int) -> tuple[Rig, Slow]:
-    """Of 10 blocks each, 0.1 s."""
+def a_pair(max_blocks_in_flight: int) -> tuple[Rig, Slow]:
+    """Which have met, and measured each other."""
     faults = Slow()
     rig = Rig(faults, max_blocks_in_flight * BLOCK_BYTES)
     rig.expect("meet")
-    rig.run(0.5)  # measured
+    rig.run(0.5)
     rig.reader.cancel("meet")
+    return rig, faults
+
+
+def four_at_once(max_blocks_in_flight: int) -> tuple[Rig, Slow]:
+    """Of 10 blocks each, 0.1 s."""
+    rig, faults = a_pair(max_blocks_in_flight)
     for number in range(4):
         rig.hand_over(f"t{number}", tuple(range(10 * number, 10 * number + 10)))
     return rig, faults
@@ -71,6 +78,61 @@ def test_a_small_one_does_not_overtake_a_large_one() -> None:
     assert list(rig.reader.reads.in_flight) == ["first"]
     rig.run(0.6)
     assert rig.when("KvReady", "large") <= rig.when("KvReady", "small")
+
+
+def test_only_the_bytes_that_are_read_count() -> None:
+    """Of 10 blocks each, 8 and 2 kept: both fit under 10, the first ends after 2 blocks' time, a third must wait."""
+    rig, faults = a_pair(max_blocks_in_flight=10)
+    rig.hand_over("few", tuple(range(10)), num_kept=8)
+    begun_s = rig.time_s - 100.0
+    rig.hand_over("many", tuple(range(10, 20)), num_kept=2)
+    rig.hand_over("next", tuple(range(20, 30)), num_kept=9)
+    assert sorted(rig.reader.reads.in_flight) == ["few", "many"]
+    assert (faults.num_reads, rig.reader.reads.num_waiting) == (2, 1)
+    rig.run(0.4)
+    assert rig.when("KvReady", "few") - begun_s == pytest.approx(0.02, abs=0.006)
+    assert [kind for _, kind, _ in rig.events].count("KvReady") == 3
+    assert rig.reader.reads.bytes_read == (2 + 8 + 1) * BLOCK_BYTES
+    read = {8, 9, *range(12, 20), 29}
+    for block in range(30):
+        content = rig.reader_pool[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+        assert content == bytes([7 if block in read else 0]) * BLOCK_BYTES
+
+
+def test_where_all_is_kept_nothing_waits_for_a_turn() -> None:
+    faults = Slow(num_stuck=1)
+    rig = Rig(faults, BLOCK_BYTES)
+    rig.hand_over("stuck", tuple(range(10)))
+    rig.hand_over("waits", tuple(range(10, 20)))
+    rig.hand_over("kept", tuple(range(20, 30)), num_kept=10)
+    rig.run(0.02)
+    assert rig.seen("kept") == ["HandoffArrived", "ReadReleased", "KvReady"]
+    assert rig.seen("waits") == ["HandoffArrived"]
+    assert rig.reader.results == {"ready": 1}
+    assert rig.sources[0].results == {"source: confirmed": 1}
+    assert (faults.num_reads, rig.reader.reads.bytes_read) == (1, 0)
+    assert rig.is_untouched
+
+
+def test_the_source_of_one_that_is_kept_may_be_gone() -> None:
+    """Its first tokens do not count then: the source did not confirm them."""
+    rig = Rig(Slow())
+    rig.expect("kept", num_blocks=2, after_s=0.3)
+    rig.hand_over("met", (5,))
+    rig.run(0.1)
+    source = rig.sources[0]
+    first = (Token("kept", 0, 0, 1, None),)
+    handoff = Handoff("kept", "1", "1", "fake", (3, 4), 4, None, first, 1.0, ())
+    source.offer(handoff, rig.reader.local_peer, rig.time_s + 1.0)
+    rig.run(0.002)
+    rig.network.kill(source.local_peer.agent_name)
+    rig.reader.read_into("kept", (3, 4), 2)
+    rig.sources.clear()
+    rig.run(0.4)
+    assert rig.seen("kept") == ["HandoffArrived", "ReadReleased", "KvLost"]
+    assert rig.reader.results["lost: deadline"] == 1
+    assert rig.reader.num_landing == 0
+    assert not rig.reader.reader.num_open
 
 
 def test_peers_do_not_wait_for_each_other() -> None:

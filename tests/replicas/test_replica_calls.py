@@ -25,6 +25,7 @@ from replicas.messages import (
     GenerateCall,
     GenerateReply,
     GenerationSpec,
+    KeyPosition,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -33,9 +34,11 @@ from replicas.messages import (
     ReplayReply,
     TransferPeer,
 )
+from replicas.recent_part import KEYS_IN_PART
 from replicas.serving.decode_replica import DecodeReplica
 from replicas.serving.engine_replica import EngineReplica
 from replicas.serving.prefill_replica import PrefillReplica
+from scheduler.recent_keys import RecentKeys
 from scheduler.sampling_params import SamplingParams
 
 LOAD = EngineLoad(1, 2, 3, 4, 5, 0.25)
@@ -74,7 +77,7 @@ def replica_of(kind: type[EngineReplica[Any, Any, Any]], engine: Any) -> tuple[A
     replica: Any = kind.__new__(kind)
     replica._engine = engine
     replica._engine.status = SimpleNamespace(load=LOAD)
-    replica._built = SimpleNamespace(transfers=SimpleNamespace(forget_peer=forgotten.append))
+    replica._built = SimpleNamespace(transfers=SimpleNamespace(forget_peer=forgotten.append), recent_keys=None)
     replica._watch = SimpleNamespace(stalled_s=1.5)
     replica._termination = SimpleNamespace(is_requested=False)
     replica._has_left = False
@@ -127,4 +130,24 @@ async def test_a_prefill_replica_has_no_frames_and_decodes_no_request_of_another
         for call in (ReplayCall("router", 0), GENERATE):
             with pytest.raises(CallFailed, match="MalformedMessage"):
                 await ask(call, ReplayReply)
+    replica._has_left = True
+
+
+async def test_who_asks_what_was_cached_since_is_told_part_by_part() -> None:
+    log = RecentKeys("e7")
+    replica, _ = replica_of(PrefillReplica, SimpleNamespace())
+    async with calls_to(replica) as ask:
+        assert (await ask(PulseCall(KeyPosition()), Pulse)).keys is None, "it caches nothing"
+        replica._built.recent_keys = log
+        for number in range(KEYS_IN_PART + 3):
+            log.append(number.to_bytes(16, "little"))
+        assert (await ask(PulseCall(), Pulse)).keys is None, "nobody asked"
+        part = (await ask(PulseCall(KeyPosition()), Pulse)).keys
+        assert part.numbers() == tuple(range(KEYS_IN_PART))
+        assert (part.epoch, part.start, part.end) == ("e7", 0, KEYS_IN_PART + 3)
+        part = (await ask(PulseCall(KeyPosition("e7", part.stop)), Pulse)).keys
+        assert part.numbers() == (KEYS_IN_PART, KEYS_IN_PART + 1, KEYS_IN_PART + 2)
+        part = (await ask(PulseCall(KeyPosition("e7", part.stop)), Pulse)).keys
+        assert (part.numbers(), part.start, part.end) == ((), KEYS_IN_PART + 3, KEYS_IN_PART + 3)
+        assert (await ask(PulseCall(KeyPosition("e6", 500)), Pulse)).keys.start == 0, "of an engine that is gone"
     replica._has_left = True

@@ -34,6 +34,8 @@ PLAN = StepPlan(
     ),
     swap_outs=(BlockSwap(5, 0),),
     swap_ins=(BlockSwap(6, 1),),
+    fetches=(BlockSwap(7, 2),),
+    saves=(BlockSwap(8, 3),),
 )
 
 
@@ -45,7 +47,7 @@ class _Handle:
         tokens = [SampledToken(row.request_id, row.choice, row.slot) for row in self._plan.rows]
         tokens += [SampledToken(c.request_id, t, 40 + t) for c in self._plan.chunks for t in c.sampled_choices]
         accepted = tuple(Accepted(row.request_id, row.choice, 1, row.num_tokens) for row in self._plan.rows)
-        return StepOutput(self._plan.step_id, tuple(tokens), accepted=accepted)
+        return StepOutput(self._plan.step_id, tuple(tokens), accepted=accepted, damaged=self._plan.fetches)
 
 
 class _Runner:
@@ -67,7 +69,7 @@ def test_pieces_cover_the_plan_once() -> None:
     assert isolated.output == _Handle(PLAN).result()
     assert [len(p.slices) for p in runner.pieces] == [0, 1, 1, 1, 1]
     assert runner.pieces[0] == replace(PLAN, slices=())
-    nothing = replace(PLAN, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=())
+    nothing = replace(PLAN, slot_inits=(), table_writes=(), copies=(), swap_outs=(), swap_ins=(), fetches=(), saves=())
     assert all(replace(p, slices=PLAN.slices) == nothing for p in runner.pieces[1:])
 
 

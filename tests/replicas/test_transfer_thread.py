@@ -55,8 +55,8 @@ def test_happy_path_delivers_the_kv_before_the_source_reuses_its_blocks(pair: Pa
     before = pair.reader.thread.snapshot()
     arrived = pair.arrive("happy")
     assert arrived.handoff.first_tokens == (Token("happy", 0, 0, 42, None),)
-    assert arrived.handoff.digest is not None
-    pair.reader.thread.read_into("happy", pair.reader_ids)
+    assert arrived.handoff.digests is not None
+    pair.reader.thread.read_into("happy", pair.reader_ids, 0)
     pair.reader.await_event(KvReady, "happy")
     assert pair.source_outcome("happy") is SourceOutcome.CONFIRMED
     assert torch.equal(pair.reader.pool[list(pair.reader_ids)], pair.kv)
@@ -93,7 +93,7 @@ def test_corrupted_block_is_lost(pair: Pair) -> None:
 def test_source_blocks_that_change_after_the_offer_are_noticed(pair: Pair) -> None:
     pair.arrive("changed")
     pair.source.pool[4, 0, 0, 0, 0, 0] += 1
-    pair.reader.thread.read_into("changed", pair.reader_ids)
+    pair.reader.thread.read_into("changed", pair.reader_ids, 0)
     assert pair.lost("changed") is LossReason.DIGEST_MISMATCH
 
 
@@ -110,7 +110,7 @@ def test_cancel_while_waiting_for_memory(pair: Pair) -> None:
     pair.reader.thread.cancel("c-memory")
     assert pair.lost("c-memory") is LossReason.CANCELLED
     assert pair.source_outcome("c-memory") is SourceOutcome.DROPPED
-    pair.reader.thread.read_into("c-memory", pair.reader_ids)  # the engine did not know yet
+    pair.reader.thread.read_into("c-memory", pair.reader_ids, 0)  # the engine did not know yet
     pair.reader.await_event(ReadReleased, "c-memory")
 
 
@@ -182,7 +182,7 @@ def test_a_renewed_lease_outlives_its_first_term(pair: Pair) -> None:
     pair.arrive("renewed")
     start_s = time.monotonic()
     until(lambda: time.monotonic() - start_s > 2.5 * TIMING.lease_s)
-    pair.reader.thread.read_into("renewed", pair.reader_ids)
+    pair.reader.thread.read_into("renewed", pair.reader_ids, 0)
     pair.reader.await_event(KvReady, "renewed")
 
 
@@ -192,7 +192,7 @@ def test_duplicate_handoffs_arrive_once(pair: Pair) -> None:
     pair.arrive("twice")
     until(lambda: pair.source.faults.asked.count("send_handoff") >= 4)
     pair.reader.faults.held = set()
-    pair.reader.thread.read_into("twice", pair.reader_ids)
+    pair.reader.thread.read_into("twice", pair.reader_ids, 0)
     pair.reader.await_event(KvReady, "twice")
     assert pair.reader.seen("twice") == ["HandoffArrived", "ReadReleased", "KvReady"]
 
@@ -253,7 +253,7 @@ def visits(number: int) -> list[tuple[int, int]]:
 
 def test_blocks_outside_the_pool_are_lost_not_read(pair: Pair) -> None:
     pair.arrive("outside")
-    pair.reader.thread.read_into("outside", (0, 1, 32))
+    pair.reader.thread.read_into("outside", (0, 1, 32), 0)
     assert pair.lost("outside") is LossReason.READ_FAILED
     assert pair.reader.seen("outside") == ["HandoffArrived", "ReadReleased", "KvLost"]
 
@@ -266,7 +266,7 @@ def test_impossible_commands_are_refused(pair: Pair) -> None:
     pair.source.await_event(CommandRefused, "once")
     pair.source.thread.offer("outside-offer", pair.reader.peer, (99,), 40, (), deadline_s())
     pair.source.await_event(CommandRefused, "outside-offer")
-    pair.reader.thread.read_into("once", pair.reader_ids)
+    pair.reader.thread.read_into("once", pair.reader_ids, 0)
     pair.reader.await_event(KvReady, "once")
 
 
@@ -302,7 +302,7 @@ def move_many(pair: Pair) -> None:
         pair.source.thread.offer(transfer_id, pair.reader.peer, (number,), 10, (), deadline_s())
     for number, transfer_id in enumerate(ids):
         pair.reader.await_event(HandoffArrived, transfer_id)
-        pair.reader.thread.read_into(transfer_id, (31 - number,))
+        pair.reader.thread.read_into(transfer_id, (31 - number,), 0)
     for transfer_id in ids:
         pair.reader.await_event(KvReady, transfer_id)
     assert torch.equal(pair.reader.pool[12:].flip(0), kv)

@@ -114,7 +114,7 @@ def test_a_strangers_bytes_are_counted_and_change_nothing() -> None:
     for payload in (b"", b"junk", b"\x93\x01\x02\x03", b"\x80" * 1000):
         network.post("stranger", pair.reader.peer.agent_name, payload)
     until(lambda: pair.reader.thread.snapshot().errors.get("malformed") == 4)
-    pair.reader.thread.read_into("calm", pair.reader_ids)
+    pair.reader.thread.read_into("calm", pair.reader_ids, 0)
     pair.reader.await_event(KvReady, "calm")
     pair.source.thread.stop()
     pair.reader.thread.stop()

@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.channels.wire import MalformedMessage, decode_frame, decode_notification, decode_scores, encode
+from replicas.channels.wire import Decoder, MalformedMessage, decode_frame, decode_notification, decode_scores, encode
 from replicas.messages import (
     WIRE_VERSION,
+    CallStatus,
+    Dispute,
     EngineLoad,
     FinishReason,
     Frame,
+    GenerateReply,
     Handoff,
     NoteKind,
+    PrefillReply,
     PromptLogprobs,
     Token,
     TokenLogprobs,
@@ -55,6 +59,7 @@ frames = st.builds(
     st.lists(names, max_size=4).map(tuple),
     st.lists(items, max_size=5).map(tuple),
     st.lists(prompts, max_size=2).map(tuple),
+    st.lists(st.tuples(names, counts), max_size=3).map(tuple),
 )
 handoffs = st.builds(
     Handoff,
@@ -64,12 +69,13 @@ handoffs = st.builds(
     names,
     st.lists(counts, max_size=20).map(tuple),
     counts,
-    st.none() | st.binary(min_size=16, max_size=16),
+    st.none() | st.binary(max_size=160),
     st.lists(st.builds(Token, names, counts, counts, counts, finishes, st.none()), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
 )
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
+disputes = st.builds(Dispute, names, names, names, st.lists(counts, min_size=1, max_size=20).map(tuple))
 
 FRAME = Frame(
     "decode-0",
@@ -79,6 +85,7 @@ FRAME = Frame(
     ("r2",),
     (Token("r1", 0, 3, 42, FinishReason.STOP),),
     (),
+    (("r1", 32),),
 )
 HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")
@@ -91,8 +98,8 @@ def test_frame_round_trip(frame: Frame) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(handoffs | notes)
-def test_notification_round_trip(message: Handoff | TransferNote) -> None:
+@given(handoffs | notes | disputes)
+def test_notification_round_trip(message: Handoff | TransferNote | Dispute) -> None:
     decoded = decode_notification(encode(message))
     assert decoded == message
     assert type(decoded) is type(message)
@@ -169,8 +176,7 @@ def _fields(payload: bytes) -> list[Any]:
         (6, 2**63),
         (6, None),
         (7, "digest"),
-        (7, b""),
-        (7, b"x" * 65),
+        (7, 8),
         (8, [[0, 1, None]]),
         (8, [["t", 0, 0, 1]]),
         (8, [["t", 0, 0, 1, "exploded"]]),
@@ -194,6 +200,14 @@ def _fields(payload: bytes) -> list[Any]:
 def test_every_field_is_checked(index: int, value: object) -> None:
     fields = _fields(encode(HANDOFF))
     fields[index] = value
+    with pytest.raises(MalformedMessage):
+        decode_notification(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("block_ids", [[], [-1], ["1"], 1, None])
+def test_a_dispute_names_blocks(block_ids: object) -> None:
+    fields = _fields(encode(Dispute("t", "s", "r", (3, 4))))
+    fields[4] = block_ids
     with pytest.raises(MalformedMessage):
         decode_notification(msgpack.packb(fields))
 
@@ -231,6 +245,12 @@ def test_a_whole_number_of_seconds_is_taken() -> None:
         (7, [{"request_id": "r", "start": -1, "positions": []}]),
         (7, [{"request_id": "r", "start": 0, "positions": [{"logprob": float("inf")}]}]),
         (7, [{"request_id": "r", "start": 0}]),
+        (8, [["r"]]),
+        (8, [["r", -1]]),
+        (8, [["r", 1.5]]),
+        (8, [["r", True]]),
+        (8, [["r", 1, 1]]),
+        (8, [["x" * 5000, 1]]),
     ],
 )
 def test_every_field_of_a_frame_is_checked(index: int, value: object) -> None:
@@ -239,6 +259,24 @@ def test_every_field_of_a_frame_is_checked(index: int, value: object) -> None:
     fields[index] = value
     with pytest.raises(MalformedMessage):
         decode_frame(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, FRAME.load, (), 48),
+        GenerateReply(CallStatus.OK, "", ((0, 3),), 0.0, 0.0, 0.0, 0.0, 48),
+    ],
+)
+def test_how_much_a_reply_found_is_a_count(reply: PrefillReply | GenerateReply) -> None:
+    decode: Decoder[PrefillReply | GenerateReply] = Decoder(type(reply))
+    fields = msgpack.unpackb(encode(reply))
+    assert decode(msgpack.packb(fields)) == reply
+    for wrong in (-1, 1.5, True, "48", None):
+        with pytest.raises(MalformedMessage, match="num_cached"):
+            decode(msgpack.packb(fields | {"num_cached": wrong}))
+    del fields["num_cached"]  # of a replica before an update
+    assert decode(msgpack.packb(fields)).num_cached == 0
 
 
 def test_scores_in_replies_are_checked_likewise() -> None:

@@ -57,8 +57,9 @@ class Engine:
         verify: bool = True,
         timing: HandoffTiming = TIMING,
         max_bytes_in_flight: int = 1 << 30,
+        shape: tuple[int, ...] = SHAPE,
     ) -> None:
-        self.pool = torch.zeros(SHAPE)
+        self.pool = torch.zeros(shape)
         self.faults = Faults(self.pool)
         self.events: list[Event] = []
         self.changed = threading.Condition()
@@ -105,8 +106,8 @@ class Engine:
         until(idle)
 
 
-def until(condition: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + WAIT_S
+def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    give_up_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_s, "it never happened"
         time.sleep(0.001)
@@ -141,9 +142,9 @@ class Pair:
         assert isinstance(event, HandoffArrived)
         return event
 
-    def read(self, transfer_id: str) -> None:
+    def read(self, transfer_id: str, num_kept: int = 0) -> None:
         self.arrive(transfer_id)
-        self.reader.thread.read_into(transfer_id, self.reader_ids)
+        self.reader.thread.read_into(transfer_id, self.reader_ids, num_kept)
 
     def lost(self, transfer_id: str) -> LossReason:
         event = self.reader.await_event(KvLost, transfer_id)

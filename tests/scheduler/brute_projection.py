@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from scheduler.admission import ProjectedBudget, num_distinct_blocks
+from scheduler.admission import ProjectedBudget, distinct_blocks
 from scheduler.memory_budget import num_blocks_for
 from scheduler.request import Request, RequestState, Sequence
 from scheduler.scheduler import Scheduler
@@ -75,13 +75,18 @@ class BruteProjection:
         self._lag = budget._lag
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
-        self.futures = [self._future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
+        self.futures = [self._own_future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
 
     def peak(self, *more: Future) -> int:
         futures = [*self.futures, *more]
         last = max((future.last_change for future in futures), default=self.step)
         steps = range(self.step, max(last, self.step) + 1)
         return max(sum(future.at(step) for future in futures) for step in steps)
+
+    def _own_future(self, request_id: str) -> Future:
+        """Without what others hold too."""
+        future, num_shared = self._future(request_id), self._scheduler._requests[request_id].num_shared
+        return replace(future, counts=[count - num_shared for count in future.counts])
 
     def _future(self, request_id: str) -> Future:
         scheduler = self._scheduler
@@ -96,12 +101,13 @@ class BruteProjection:
             return newcomer_future(request, rows, self._admitted_at[request_id], self._block_size)
         if request.state is RequestState.RUNNING:
             return self._running(request)
-        cooling = sum(c.num_blocks for c in scheduler.preemption._cooling if c.request_id == request_id)
+        cooling = sum(len(set(c.device_refs)) for c in scheduler.preemption._cooling if c.request_id == request_id)
         if request.sequences and (cooling or request_id not in scheduler.preemption):
             until: int | None = request.last_step_id + self._lag
             if scheduler.has_two_lanes and any(ending is request for ending in scheduler.prefill_lane.ending):
                 until = None  # the steps of that lane are not those of the projection
-            return Future(self.step, [num_distinct_blocks(request) + cooling], until)
+            own = distinct_blocks(sequence.block_ids for sequence in request.sequences)
+            return Future(self.step, [len(own) + cooling], until)
         held = {block_id for sequence in request.sequences for block_id in sequence.block_ids} | set(in_transfer)
         return Future(self.step, [len(held)], None)
 
@@ -143,7 +149,7 @@ def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
     """Fast equals slow: the peak as it is, and the answer for the one that waits first."""
     budget = projected(scheduler)
     brute = BruteProjection(scheduler, budget, admitted_at)
-    assert budget.promised == brute.peak(), "the projection differs from playing it forward"
+    assert budget.promised == brute.peak() + budget.num_shared, "the projection differs from playing it forward"
     with closing(scheduler._queue.in_order()) as waiting:
         head = next(waiting, None)
     if head is not None:

@@ -12,17 +12,17 @@ from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
 from scheduler.beam_search import BeamSearch, Candidate
-from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
+from scheduler.plan import Accepted, BlockSwap, SampledToken, Slice, StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
 
-VOCAB_SIZE = 1 << 40
+VOCAB_SIZE = 1 << 31
 BEAM_VOCAB_SIZE = 30
 _EMPTY = -1
 
 
-def _cell(token_id: int, position: int) -> int:
+def cell(token_id: int, position: int) -> int:
     return token_id << 16 | position
 
 
@@ -47,11 +47,11 @@ class Answer:
 
 def reference_tokens(prompt_ids: Row[int], choice: int, seed: int, max_tokens: int) -> list[int]:
     """The first max_tokens tokens, stop tokens ignored."""
-    context = [_cell(token_id, position) for position, token_id in enumerate(prompt_ids)]
+    context = [cell(token_id, position) for position, token_id in enumerate(prompt_ids)]
     tokens = []
     for _ in range(max_tokens):
         tokens.append(_sampled(context, seed, choice, len(context)))
-        context.append(_cell(tokens[-1], len(context)))
+        context.append(cell(tokens[-1], len(context)))
     return tokens
 
 
@@ -60,7 +60,7 @@ def reference_search(prompt_ids: Row[int], search: BeamSearch, seed: int) -> Bea
     count = search.params.num_candidates(len(search.stop_token_ids))
     while not search.is_over:
         texts = [(*prompt_ids, *beam.token_ids) for beam in search.beams]
-        contexts = [[_cell(token_id, position) for position, token_id in enumerate(text)] for text in texts]
+        contexts = [[cell(token_id, position) for position, token_id in enumerate(text)] for text in texts]
         search = search.advance([_offered(context, seed, count) for context in contexts])
     return search
 
@@ -79,6 +79,8 @@ class PagedRunner:
         self._block_size = limits.block_size
         self.blocks = [[_EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
         self.host: list[list[int]] = [[] for _ in range(num_host_blocks)]
+        self._digests = [hash(())] * num_host_blocks
+        self.num_fetched = self.num_damaged = 0  # cached host blocks that were copied back; of these wrong ones
         self.table = [[0] * max_blocks for _ in range(limits.max_sequences)]
         self._last_token = [0] * limits.max_sequences
         self._sampling = [SamplingParams()] * limits.max_sequences
@@ -86,6 +88,7 @@ class PagedRunner:
     def run(self, plan: StepPlan) -> StepOutput:
         """One step. Writes all KV of the step before anything reads, as a layer does."""
         self._prepare(plan)
+        damaged = self._fetch(plan)
         for part in plan.slices:
             own = [] if part.is_prompt else [self._last_token[part.slot]]
             assert len(own) + len(part.token_ids) == part.num_tokens
@@ -106,7 +109,22 @@ class PagedRunner:
                 fed[fork.slot] = sampled[-1].token_id
         for slot, token_id in fed.items():
             self._last_token[slot] = token_id
-        return StepOutput(plan.step_id, tuple(sampled), accepted=tuple(accepted))
+        for swap in plan.saves:
+            self._swap_out(swap)
+        return StepOutput(plan.step_id, tuple(sampled), accepted=tuple(accepted), damaged=damaged)
+
+    def _swap_out(self, swap: BlockSwap) -> None:
+        self.host[swap.host] = list(self.blocks[swap.device])
+        self._digests[swap.host] = hash(tuple(self.host[swap.host]))
+
+    def _fetch(self, plan: StepPlan) -> tuple[BlockSwap, ...]:
+        """Those that brought something else than went out."""
+        for swap in plan.fetches:
+            self.blocks[swap.device] = list(self.host[swap.host])
+        damaged = tuple(s for s in plan.fetches if hash(tuple(self.host[s.host])) != self._digests[s.host])
+        self.num_fetched += len(plan.fetches)
+        self.num_damaged += len(damaged)
+        return damaged
 
     def _sample_behind_guesses(self, part: Slice) -> list[SampledToken]:
         """At the last num_sampled positions, as long as what stands there was sampled just now."""
@@ -128,7 +146,7 @@ class PagedRunner:
             assert write.start + len(write.block_ids) <= len(entries), "a table write beyond the table"
             entries[write.start : write.start + len(write.block_ids)] = write.block_ids
         for swap in plan.swap_outs:
-            self.host[swap.host] = list(self.blocks[swap.device])
+            self._swap_out(swap)
         for swap in plan.swap_ins:
             self.blocks[swap.device] = list(self.host[swap.host])
         for copy in plan.copies:
@@ -136,7 +154,7 @@ class PagedRunner:
 
     def _write(self, slot: int, position: int, token_id: int) -> None:
         block_id = self.table[slot][position // self._block_size]
-        self.blocks[block_id][position % self._block_size] = _cell(token_id, position)
+        self.blocks[block_id][position % self._block_size] = cell(token_id, position)
 
     def _sample(self, request_id: str, slot: int, choice: int, position: int) -> SampledToken:
         """The token at `position`, given everything before it; of a beam, what it may be."""

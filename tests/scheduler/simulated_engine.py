@@ -23,6 +23,7 @@ from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import TERMINAL_STATES, Request, RequestState
 from scheduler.scheduler import Scheduler
 from scheduler.two_lane_core import TwoLaneCore
+from tests.scheduler.brute_cache import BruteCache
 from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.brute_queue import BruteQueue
 from tests.scheduler.paged_model import PagedRunner
@@ -108,6 +109,7 @@ class SimulatedEngine:
     ) -> None:
         self.scheduler = scheduler
         self.runner = PagedRunner(scheduler.limits, max_blocks, scheduler.preemption.num_host_blocks)
+        self.cache = BruteCache(scheduler, self.runner)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
         self.num_beam_rows = self.num_beam_prompts = 0  # whose candidates were taken
@@ -115,6 +117,7 @@ class SimulatedEngine:
         self._rng, self._faults, self._on_event, self._on_end = rng, faults, on_event, on_end
         self._core = _CheckedTwoLanes(self) if scheduler.has_two_lanes else _CheckedCore(self)
         self._num_turns = 0
+        self._is_failing = False
         self.num_ahead = 0  # steps that ran though one of the other lane was launched before
         self.num_overtaken: Counter[str] = Counter()
         self._waiting = BruteQueue()
@@ -173,6 +176,7 @@ class SimulatedEngine:
         if turn.prompts is not None:
             assert not turn.prompts.rows
             assert not turn.prompts.swap_outs + turn.prompts.swap_ins
+            assert not turn.prompts.fetches + turn.prompts.saves
             self._launch(turn.prompts, now_s, core.prefill_launched)
             self.check()
         assert turn.plan is None or not turn.plan.chunks
@@ -228,6 +232,7 @@ class SimulatedEngine:
             del waiting[index]
             self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
+            self.cache.check_found(request)
         assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
         if waiting:
             self._check_head(waiting[0])
@@ -258,7 +263,7 @@ class SimulatedEngine:
             assert blocks > budget.available, "the head would have fitted"
         elif isinstance(budget, ProjectedBudget) and not scheduler.preemption:
             peak = budget.projection.peak_with(budget.newcomer(head), budget.step)
-            assert peak > budget.limit or budget.estimator, "the head would have fitted"
+            assert peak > budget.limit - budget.num_shared or budget.estimator, "the head would have fitted"
 
     def _launch(self, plan: StepPlan, now_s: float, launched: Callable[[_Step], None]) -> None:
         self._check_plan(plan)
@@ -266,7 +271,8 @@ class SimulatedEngine:
             states = [request.state for request in self.scheduler._requests.values() if request.search is not None]
             self.num_beams_swapped += states.count(RequestState.PREEMPTED)
         block_ids = {block_id for copy in plan.copies for block_id in (copy.source, copy.destination)}
-        block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins)
+        block_ids.update(swap.device for swap in plan.swap_outs + plan.swap_ins + plan.fetches)
+        self.cache.damaged.difference_update(swap.host for swap in plan.swap_outs + plan.saves)
         host_ids = frozenset(swap.host for swap in plan.swap_outs + plan.swap_ins)
         for request_id in works_on(plan):
             request = self.scheduler.get(request_id)
@@ -331,10 +337,13 @@ class SimulatedEngine:
         for step in self._in_flight:
             self._run(step)
         self._core.abandon()
+        self._is_failing = True
         for request in list(self.scheduler._requests.values()):
             if request.state is not RequestState.LEASED and not request.is_over:
                 self.end(request.request_id, RequestState.FAILED, now_s)
                 self._on_end(request.request_id)
+        self._is_failing = False
+        self.check()
         assert self.scheduler.ledger().used_slots == 0, "something waits for a step that was abandoned"
 
     # -- checks ------------------------------------------------------------------------------------
@@ -342,7 +351,11 @@ class SimulatedEngine:
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler = self.scheduler
         num_tokens = sum(part.num_tokens for part in plan.slices)
-        assert not plan.is_empty or plan.swap_outs or plan.swap_ins
+        assert not plan.is_empty or plan.swap_outs or plan.swap_ins or plan.fetches or plan.saves
+        read = {swap.host for swap in plan.fetches + plan.swap_ins}
+        written = {swap.host for swap in plan.saves + plan.swap_outs}
+        assert read.isdisjoint(written), "run again, it would read what it wrote"
+        assert len({swap.device for swap in plan.fetches + plan.swap_ins}) == len(plan.fetches + plan.swap_ins)
         assert num_tokens <= scheduler.limits.max_step_tokens, "over the token budget"
         assert [part.is_prompt for part in plan.slices] == [False] * plan.num_rows + [True] * len(plan.chunks)
         assert len({(row.request_id, row.choice) for row in plan.rows}) == len(plan.rows), "two rows of one sequence"
@@ -364,10 +377,12 @@ class SimulatedEngine:
             written = sequence.block_ids[row.start // scheduler.limits.block_size]
             assert owners[written] == 1, f"{row} writes block {written}, which others see"
             assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
+            assert not self.cache.has_name(written), f"{row} writes block {written}, which others may find"
         for chunk in plan.chunks:
             request = scheduler.get(chunk.request_id)
             assert request is not None
-            assert chunk.start == self._prompt_progress.get(chunk.request_id, 0), "a gap or an overlap in a prompt"
+            progress = self._prompt_progress.get(chunk.request_id, request.num_cached)
+            assert chunk.start == progress, "a gap or an overlap in a prompt"
             assert chunk.token_ids == request.spec.prompt_ids[chunk.start : chunk.end] != ()
             self._prompt_progress[chunk.request_id] = chunk.end
             assert chunk.sampled_choices == (request.prompt_choices if chunk.end == request.prompt_len else ())
@@ -392,6 +407,7 @@ class SimulatedEngine:
                 num_unplanned += request.prompt_len - request.num_prefilled
             if isinstance(scheduler.budget, MemoryBudget):
                 self._check_promise(scheduler.budget, request, own, is_over)
+        self.cache.check()
         num_of_requests = len(set(held))
         if isinstance(scheduler.budget, ProjectedBudget):
             held += [block_id for cooling in scheduler.preemption._cooling for block_id in cooling.device_refs]
@@ -403,11 +419,17 @@ class SimulatedEngine:
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
         assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
-        free = set(scheduler.allocator._free)
+        free = {*scheduler.allocator._free, *self.cache.idle()}
         for step in self._in_flight:
             assert step.block_ids.isdisjoint(free), f"step {step.plan.step_id} in flight computes on freed blocks"
         assert scheduler.ledger() == Ledger(
-            blocks=BlockCounts(scheduler.limits.num_blocks, len(free), len(set(held)), len({*in_transfer} - {*held})),
+            blocks=BlockCounts(
+                scheduler.limits.num_blocks,
+                len(free) - len(self.cache.idle()),
+                len(set(held)),
+                len({*in_transfer} - {*held}),
+                len(self.cache.idle()),
+            ),
             promised_blocks=scheduler.budget.promised,
             budget_blocks=scheduler.limits.num_blocks,
             num_queued=states.count(RequestState.QUEUED),
@@ -427,38 +449,45 @@ class SimulatedEngine:
         assert known == admitted - out
         assert scheduler._num_available >= 0, "a read that may begin would find no blocks"
         if budget.estimator is None:
-            assert num_held <= budget.promised <= scheduler.limits.num_blocks, "over the budget"
+            assert num_held <= budget.promised, "somebody holds more than was promised"
+            # Who was to be gone by a step that was abandoned stays until it is ended, in a moment.
+            assert budget.promised <= scheduler.limits.num_blocks or self._is_failing, "over the budget"
             assert not scheduler.preemption.num_swapped + scheduler.preemption.num_evicted + scheduler.num_stalls
 
     def _check_host(self, scheduler: Scheduler) -> None:
         preemption = scheduler.preemption
         used = [host_id for away in preemption._away.values() for host_id in away.host_ids]
         used += [host_id for cooling in preemption._cooling for host_id in cooling.host_ids]
-        assert sorted([*used, *preemption._free_host_ids]) == list(range(preemption.num_host_blocks))
+        scheduler.host.check_integrity(used)
         for step in self._in_flight:
-            assert step.host_ids.isdisjoint(preemption._free_host_ids), "a host block in use is free"
+            assert step.host_ids <= set(used), "a host block in use is somebody else's"
 
     def _check_promise(self, budget: MemoryBudget, request: Request, own: list[int], is_over: bool) -> None:
         scheduler = self.scheduler
         num_promised = budget._promised.get(request.request_id, 0)
         assert budget._promised.keys() == {rid for rid in scheduler._requests if rid not in scheduler._queue}
-        assert budget.promised == sum(budget._promised.values()) <= scheduler.limits.num_blocks
+        assert budget.promised == sum(budget._promised.values()) + budget.num_shared <= scheduler.limits.num_blocks
         in_transfer: tuple[int, ...] = self.scheduler._transfers.get(request.request_id, ())
-        num_held = len({*own, *in_transfer})
+        num_held = len({*own, *in_transfer}) - request.num_shared
         assert num_held <= num_promised, f"{request.request_id} holds {num_held} blocks, {num_promised} promised"
         if is_over and not own:
-            assert num_promised == len(in_transfer), f"{request.request_id} keeps a promise it cannot use"
+            assert num_promised == num_held, f"{request.request_id} keeps a promise it cannot use"
 
     def check_at_rest(self) -> None:
         """Nothing is left of anything."""
         assert not self._in_flight
-        assert self.scheduler.ledger() == self.baseline
+        ledger = self.scheduler.ledger()
+        blocks = replace(ledger.blocks, free=ledger.blocks.free + ledger.blocks.cached, cached=0)
+        assert replace(ledger, blocks=blocks) == self.baseline
+        assert len(self.cache.idle()) == self.cache.num_named, "a block with a name has an owner"
         assert not self.scheduler._requests
         assert not self.scheduler._ending
         preemption = self.scheduler.preemption
         assert preemption.num_host_blocks_used == preemption.num_cooling == len(preemption) == 0
         if isinstance(self.scheduler.budget, ProjectedBudget):
             assert not self.scheduler.budget.projection._profiles
+        assert self.scheduler.host_tier is None or not self.scheduler.host_tier.is_busy
+        assert not self.scheduler.host_tier or not self.scheduler.host_tier.num_pending_tokens
         assert not self.scheduler._unloaded
         assert not self.scheduler._handing_over
         assert len(self.scheduler._deadlines) == len(self.scheduler.prompts) == 0

@@ -14,16 +14,18 @@ from math import inf
 
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
-from scheduler.capabilities import DECODE
+from scheduler.capabilities import DECODE, PREFILL
 from scheduler.generated_token import Token
 from scheduler.generation_spec import GenerationSpec
 from scheduler.outcome import NeverFits, PromptDone
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from tests.scheduler.brute_cache import SALTS
 from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
-from tests.scheduler.short_requests import ALL_ABLE, prefill_scheduler
+from tests.scheduler.short_requests import ALL_ABLE
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
 _LONGEST_PROMPT = 30
@@ -49,6 +51,8 @@ class Workload:
     all_able: bool = False  # both engines can do everything
     known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
     two_lanes: bool = False  # each computes prompts beside its rows
+    damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
+    prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
 
 
 class Status(Enum):
@@ -97,6 +101,7 @@ class SimulatedSystem:
         self.now_s = 0.0
         self.clients: dict[str, Client] = {}
         self.num_handed_over = 0
+        self.num_kept = 0  # blocks that were not read, as they were there
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
         scheduler = Scheduler(
@@ -106,12 +111,16 @@ class SimulatedSystem:
             workload.lag,
             num_host_blocks=int(decode_blocks * workload.host_share),
             has_two_lanes=workload.two_lanes,
+            prefixes=workload.prefixes,
         )
-        source = prefill_scheduler(prefill, workload.lag)
+        num_kept = int(prefill_blocks * workload.host_share) if workload.prefixes else 0
+        source = Scheduler(prefill, PREFILL, None, workload.lag, num_kept, prefixes=workload.prefixes)
         if workload.all_able:
             prefill = replace(prefill, max_step_tokens=prefill.max_step_tokens + prefill.max_sequences)
             two_lanes = workload.two_lanes
-            source = Scheduler(prefill, ALL_ABLE, workload.admission, workload.lag, has_two_lanes=two_lanes)
+            source = Scheduler(
+                prefill, ALL_ABLE, workload.admission, workload.lag, num_kept, two_lanes, workload.prefixes
+            )
         self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
@@ -129,6 +138,9 @@ class SimulatedSystem:
             for action in actions:
                 if rng.random() < 0.85:
                     action()
+            for engine in (self.decode, self.prefill) if self.workload.damage_rate else ():
+                if rng.random() < self.workload.damage_rate:
+                    engine.cache.damage(rng)
             self.now_s += rng.random()
             assert self.now_s < 10.0 * self.workload.num_requests, "requests hang"
         for _ in range(30 if self.workload.two_lanes else 3):  # steps in flight behind the last stop
@@ -145,6 +157,8 @@ class SimulatedSystem:
         max_tokens = rng.choice([1, 2, rng.randint(1, _MOST_TOKENS), rng.randint(1, _MOST_TOKENS)])
         prompt_len = rng.randint(1, rng.choice([4, 12, _LONGEST_PROMPT]))
         prompt_ids = tuple(rng.randrange(1000) for _ in range(prompt_len))
+        if self.workload.prefixes is not None:
+            prompt_ids = self._known_prefix(prompt_ids)
         choices = tuple(sorted(rng.sample(range(6), num_choices)))
         seed = rng.randrange(1 << 30)
         stops: set[int] = {VOCAB_SIZE + 1}
@@ -172,6 +186,8 @@ class SimulatedSystem:
             client=("", "a", "a", "b")[len(self.clients) % 4],
             beam=beam,
             num_returned=rng.randint(1, num_choices) if beam is not None else 0,
+            cache_salt=rng.choice(SALTS) if self.workload.prefixes is not None else b"",
+            use_cache=self.workload.prefixes is None or rng.random() < 0.95,
         )
         needs_known = self.workload.known_rate > 0.0 and rng.random() < self.workload.known_rate
         request = Request(request_id, spec, deadline_s, local_prefill=is_local, needs_known_tokens=needs_known)
@@ -187,6 +203,18 @@ class SimulatedSystem:
         except NeverFits:
             assert not fits
             client.status = Status.REFUSED
+
+    def _known_prefix(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Often it begins as another one, or goes on where an answer has ended."""
+        rng, others = self.rng, list(self.clients.values())[-40:]
+        if not others or rng.random() < 0.2:
+            return prompt_ids
+        other = rng.choice(others)
+        before = list(other.request.spec.prompt_ids)
+        if other.tokens and rng.random() < 0.5:
+            before += rng.choice(list(other.tokens.values()))
+        before = before[: rng.choice([_LONGEST_PROMPT, rng.randint(1, _LONGEST_PROMPT)])]
+        return (*before, *prompt_ids)[: max(len(before), min(_LONGEST_PROMPT, len(before) + rng.choice([0, 1, 8])))]
 
     def _lose_patience(self) -> None:
         for request_id in [request_id for request_id, until_s in self._open.items() if until_s <= self.now_s]:
@@ -272,8 +300,10 @@ class SimulatedSystem:
             if on_decode is None:
                 self._drop(transfer)
                 return
-            block_ids = self.decode.scheduler.begin_load(request_id, self.now_s)
-            transfer.unread = list(zip(transfer.done.block_ids, block_ids, strict=True))
+            load = self.decode.scheduler.begin_load(request_id, self.now_s)
+            pairs = list(zip(transfer.done.block_ids, load.block_ids, strict=True))
+            self.num_kept += load.num_kept
+            transfer.unread = pairs[load.num_kept :]
             rng.shuffle(transfer.unread)
             transfer.lost = rng.random() < self.workload.lost_read_rate
         elif transfer.unread:

@@ -38,7 +38,7 @@ def test_both_halves_of_the_handoff_and_decoding_in_one_step() -> None:
         scheduler.submit(request, 0.0)
     assert scheduler.admit(0.0) == (mine, theirs, came)
     assert [len(request.sequences) for request in (mine, theirs, came)] == [1, 1, 1]
-    assert len(scheduler.begin_load("came", 0.0)) == 2
+    assert len(scheduler.begin_load("came", 0.0).block_ids) == 2
     scheduler.kv_ready("came", first_tokens(came), 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.beam_search import BeamParams
-from scheduler.generation_spec import GenerationSpec
+from scheduler.generation_spec import SALT_BYTES, GenerationSpec
 from scheduler.grammar import Grammar
 from scheduler.sampling_params import SamplingParams
 
@@ -22,6 +22,14 @@ SPEC = GenerationSpec((1, 2, 3), (0, 1), 4, frozenset({9}), SamplingParams())
 def test_nonsense_is_refused_where_it_is_made(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(change)).removesuffix('_ids')}"):
         replace(SPEC, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("salt", [b"s", bytes(15), bytes(17), bytes(4096)])
+def test_a_salt_is_of_one_length_or_none(salt: bytes) -> None:
+    assert replace(SPEC, cache_salt=bytes(SALT_BYTES)).cache_salt == bytes(16)
+    assert (SPEC.cache_salt, SPEC.use_cache) == (b"", True)
+    with pytest.raises(ValueError, match=f"cache_salt has {len(salt)} bytes, it must have 16 or none"):
+        replace(SPEC, cache_salt=salt)
 
 
 def test_a_search_has_beams_for_choices_and_asks_each_row_for_enough_candidates() -> None:

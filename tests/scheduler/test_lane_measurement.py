@@ -7,14 +7,14 @@ import math
 import pytest
 
 from scheduler.lane_measurement import AbsurdTimes, LaneTimes, measured_by
-from scheduler.lane_split import estimated_shares
+from scheduler.lane_split import LaneShare
 
 ALONE = LaneTimes(prompts_s=0.047, rows_s=0.0052)
-ESTIMATES = estimated_shares(132)  # 100, 92 and 68 for prompts
+SHARES = (LaneShare(100, 0.6, 0.55), LaneShare(92, 0.58, 0.48), LaneShare(68, 0.45, 0.55))
 
 
 def times(*pairs: tuple[float, float]) -> dict[object, LaneTimes]:
-    return {share: LaneTimes(*pair) for share, pair in zip(ESTIMATES, pairs, strict=True)}
+    return {share: LaneTimes(*pair) for share, pair in zip(SHARES, pairs, strict=True)}
 
 
 SEEN = ((0.076, 0.0137), (0.082, 0.0109), (0.105, 0.0095))

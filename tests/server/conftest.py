@@ -11,6 +11,7 @@ import pytest
 from tests.server.running_server import RunningServer, run_server
 
 API_KEY = "sk-test-0123456789"
+OTHER_KEYS = ("sk-of-a-stranger-01", "sk-of-a-stranger-02")
 CONTEXT = 256
 SMALL_CAPACITY_TOKENS = 640
 NUM_QUEUED = 16
@@ -63,7 +64,7 @@ def api_server(one_server: OneServer) -> RunningServer:
         "limits.max_body_bytes": 2_000_000,
         "limits.body_timeout_s": 3.0,
     }
-    return one_server.get("api", "local.yaml", changes, {"auth.api_keys_file": f"{API_KEY}\n"})
+    return one_server.get("api", "local.yaml", changes, {"auth.api_keys_file": "\n".join((API_KEY, *OTHER_KEYS))})
 
 
 @pytest.fixture(scope="module")

@@ -125,8 +125,9 @@ def test_metrics_are_the_same_whichever_ingress_answers(server: RunningServer, r
     ready_before = server.total("splitserve_kv_transfers_total", result="ready")
     lengths = (5, 16, 17, 40)
     body = {"max_tokens": 3, "temperature": 0, "return_token_ids": True}
-    bodies = [("/v1/completions", {**body, "prompt": [9] * n}) for n in lengths]
-    for _ in range(2):
+    for first_id in (2000, 2010):  # no two of them begin alike: all of each is moved
+        prompts = [[first_id + number] * length for number, length in enumerate(lengths)]
+        bodies = [("/v1/completions", {**body, "prompt": prompt}) for prompt in prompts]
         # By themselves: behind a longer prompt decode would compute a short one (routing.local_by_cost).
         post_all(server, bodies, num_at_once=1)
     server.wait_for_baseline()

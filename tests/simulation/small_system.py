@@ -8,7 +8,7 @@ from dataclasses import replace
 from cluster.policies.routing_policy import RoutingRules
 from cluster.simulation.client import Job
 from cluster.simulation.cost_model import ControlCosts, CostModel, TransferCosts
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.simulation.step_model import StepModel
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from scheduler.admission import AdmissionPolicy

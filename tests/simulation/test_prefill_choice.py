@@ -14,7 +14,7 @@ from cluster.load.percentile import percentile
 from cluster.policies.routing_policy import Need, NeverFits, Route, RoutingRules, Unavailable
 from cluster.simulation.client import ClientStatus, Job
 from cluster.simulation.cost_model import load_costs
-from cluster.simulation.simulated_router import RouterTimes
+from cluster.simulation.router_times import RouterTimes
 from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from scheduler.admission import AdmissionPolicy

@@ -70,6 +70,18 @@ def test_a_request_alone_has_the_whole_card() -> None:
     assert lanes.clients[0].last_s == pytest.approx(one.clients[0].last_s, abs=1e-12)
 
 
+def test_another_rule_divides_the_card() -> None:
+    """One that gives prompts whichever share is named last, where the shipped one gives them the most."""
+    quick, slow = LaneShare(100, 0.9, 0.3), LaneShare(32, 0.3, 0.9)
+    system = with_lanes(shape(0, 1), quick, slow)
+    other = replace(system, decode=replace(system.decode, chooser=lambda load, objectives, shares: shares[-1]))
+    jobs = [Job(0, 0.0, 16, 60, 60), Job(1, 0.2, 250, 1, 1)]
+    first_s = [run(divided, jobs)[1].clients[1].ttft_s for divided in (system, other)]
+    prompt_s = COSTS.decode.step_s(0, 0, 250, 250 * 251 // 2)
+    assert first_s[0] == pytest.approx(prompt_s / 0.9, rel=0.2)
+    assert first_s[1] == pytest.approx(prompt_s / 0.3, rel=0.2)
+
+
 def test_a_stream_waits_for_no_prompt_and_is_slowed_down_by_it() -> None:
     """A long prompt comes while one request decodes: its gaps are two steps' at most, not the prompt's."""
     jobs = [Job(0, 0.0, 16, 60, 60), Job(1, 0.2, 250, 1, 1)]

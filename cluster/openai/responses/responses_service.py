@@ -15,6 +15,7 @@ from cluster.text.work_threads import LONG
 if TYPE_CHECKING:
     from cluster.config.limits import LimitsConfig
     from cluster.monitoring.request_timer import RequestTimer
+    from cluster.openai.caller import Caller
     from cluster.openai.generation_service import GenerationService
     from cluster.openai.response import Answer
     from cluster.openai.responses.request import ResponsesBody
@@ -46,13 +47,13 @@ class ResponsesService:
     ) -> None:
         self._chat, self._limits, self._threads, self._defaults = chat, limits, threads, defaults
 
-    async def start(self, body: ResponsesBody, timer: RequestTimer, client: str = "") -> RunningResponse:
-        """client: as in GenerationService.chat. Raises ApiError 4xx, about the fields of this body."""
+    async def start(self, body: ResponsesBody, timer: RequestTimer, caller: Caller) -> RunningResponse:
+        """caller: as in GenerationService.chat. Raises ApiError 4xx, about the fields of this body."""
         tools = [tool.parameters for tool in body.tools]
         size = size_up_to([[vars(item) for item in body.input], tools, body.model_extra], LONG)
         request = await self._threads.run(size, chat_request, body, self._limits)
         try:
-            generation, answer = await self._chat.chat(request.body, timer, client)
+            generation, answer = await self._chat.chat(request.body, timer, caller)
         except ApiError as error:
             raise request.names.error(error) from None
         response = response_object(body, self._defaults.complete(request.body), answer.model, answer.created)

@@ -1,6 +1,4 @@
-"""What grammars cost on a CPU: steps of rows that have one beside steps of rows that have none, masks, and compiling.
-
-    python -m benchmarks.engine.grammar_cost --rows 16 --steps 24
+"""Steps of rows that grammars hold beside steps of rows that nothing does, on a CPU; and compiling.
 
 In seconds of CPU of this process, so that a busy machine changes little. Steps of both kinds take turns, and both draw
 from the same logits: only the two phases and the masks between them differ.
@@ -8,19 +6,19 @@ from the same logits: only the two phases and the masks between them differ.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from llguidance import LLTokenizer
 
 from benchmarks.engine.bench_settings import bundled_model_folder, engine_settings
-from cluster.load.machine import describe_machine, machine_line
+from benchmarks.grammars.verdict import Figure
+from cluster.load.percentile import percentile
 from replicas.grammars import grammar_text
 from replicas.grammars.compiled_grammar import compile_grammar
 from replicas.grammars.followed_text import FollowedText
@@ -35,45 +33,31 @@ from scheduler.grammar import Grammar
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
-_SCHEMAS = Path(__file__).parents[2] / "tests" / "engines" / "schemas.jsonl"
+_SCHEMAS = Path(__file__).parents[2] / "tests" / "golden" / "schemas.json"
+_MOST_MORE = 5.0  # percent
 _PROMPT_TOKENS = 128
 _BLOCK_SIZE = 16
 _ENDS = (0, 2)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("benchmarks.engine.grammar_cost", description=__doc__)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=24, help="of each kind")
-    options = parser.parse_args()
+def step_figures(num_rows: int, num_steps: int) -> list[Figure]:
+    """num_steps: of each kind. Blocks: a minute for 40 steps of 16 rows."""
     torch.set_num_threads(1)
-    print(machine_line(describe_machine()))
     tokenizer = grammar_tokenizer(bundled_model_folder(), 49_152, _ENDS)
-    schemas = [json.loads(line) for line in _SCHEMAS.read_text().splitlines()]
-    _print_row("compiling 200 schemas", "p50", "p90", "p99", "max")
-    _print_row(*_compile_times(tokenizer, schemas))
-    _print_row("a step, ms of CPU", "free rows", "held rows", "+ %", "masks alone")
-    for row in _steps(tokenizer, options):
-        _print_row(*row)
-    return 0
+    return [*_steps(tokenizer, num_rows, num_steps), *_compile_times(tokenizer, json.loads(_SCHEMAS.read_text()))]
 
 
-def _print_row(*cells: str) -> None:
-    print(f"| {' | '.join(cells)} |")
-
-
-def _compile_times(tokenizer: LLTokenizer, schemas: list[object]) -> tuple[str, ...]:
-    texts = [grammar_text.json_schema(schema) for schema in schemas]  # type: ignore[arg-type]
+def _compile_times(tokenizer: LLTokenizer, schemas: list[Any]) -> list[Figure]:
     times_ms = []
-    for text in texts:
+    for text in map(grammar_text.json_schema, schemas):
         started_s = time.process_time()
         compile_grammar(tokenizer, text, GrammarFuel())
         times_ms.append(1e3 * (time.process_time() - started_s))
-    cuts = np.percentile(times_ms, (50, 90, 99, 100))
-    return ("ms of CPU, first masks included", *(f"{cut:.1f}" for cut in cuts))
+    told = f"CPU time, {len(schemas)} schemas, first masks included; longest {max(times_ms):.1f}"
+    return [Figure(f"compiling, p{share}", percentile(times_ms, share), "ms", None, told) for share in (50, 99)]
 
 
-def _steps(tokenizer: LLTokenizer, options: argparse.Namespace) -> list[tuple[str, ...]]:
+def _steps(tokenizer: LLTokenizer, num_rows: int, num_steps: int) -> list[Figure]:
     ways = {
         "greedy": SamplingParams(0.0),
         "sampled": SamplingParams(1.0, seed=3),
@@ -82,12 +66,12 @@ def _steps(tokenizer: LLTokenizer, options: argparse.Namespace) -> list[tuple[st
     settings = engine_settings(1, 512, 16_384)
     loaded = load_model(settings.model, torch.device("cpu"))
     runner = ModelRunner(loaded, KvPool(loaded.kv_layout(_BLOCK_SIZE), 1024, torch.device("cpu")), 32, 1024)
-    return [_one_way(runner, tokenizer, name, way, options.rows, options.steps) for name, way in ways.items()]
+    return [_one_way(runner, tokenizer, name, way, num_rows, num_steps) for name, way in ways.items()]
 
 
 def _one_way(
     runner: ModelRunner, tokenizer: LLTokenizer, name: str, way: SamplingParams, num_rows: int, num_steps: int
-) -> tuple[str, ...]:
+) -> Figure:
     _begin(runner, way, num_rows)
     # Objects of every kind of value, so that a text is never complete.
     member = {
@@ -117,9 +101,9 @@ def _one_way(
             text.take(token.token_id)
         held_s.append(time.process_time() - started_s)
     assert not any(text.failure for text in texts)
-    free, held_ms, masks = (1e3 * statistics.median(seconds) for seconds in (free_s, held_s, mask_s))
-    more = 100 * (held_ms / free - 1)
-    return (f"{num_rows} rows, {name}", f"{free:.1f}", f"{held_ms:.1f}", f"{more:+.1f}", f"{masks:.2f}")
+    free_ms, held_ms, mask_ms = (1e3 * statistics.median(seconds) for seconds in (free_s, held_s, mask_s))
+    told = f"ms of CPU a step: {free_ms:.1f} free, {held_ms:.1f} held, masks alone {mask_ms:.2f}"
+    return Figure(f"{num_rows} held rows, {name}", 100 * (held_ms / free_ms - 1), "% more", _MOST_MORE, told)
 
 
 def _begin(runner: ModelRunner, way: SamplingParams, num_rows: int) -> None:
@@ -129,7 +113,3 @@ def _begin(runner: ModelRunner, way: SamplingParams, num_rows: int) -> None:
         chunk = Slice.of_prompt(f"r{row}", row, 0, prompt, (SampleTarget(row, 0),))
         write = TableWrite(row, 0, tuple(range(row * blocks, (row + 1) * blocks)))
         runner.launch(StepPlan(0, (SlotInit(row, 0, way, None),), (write,), (), (chunk,))).result()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
