@@ -106,8 +106,8 @@ def test_blocks_are_swapped_copied_cleared_and_digested() -> None:
     digest = digester.digest_blocks(pool.tensor, [2])
     host = HostPool(pool, 2)
     assert host.tensor[0].nbytes == LAYOUT.block_bytes
-    host.swap_out((BlockSwap(2, 1),))
-    host.swap_in((BlockSwap(4, 1),))
+    host.move(StepPlan(0, (), (), (), (), swap_outs=(BlockSwap(2, 1),)))
+    host.move(StepPlan(1, (), (), (), (), swap_ins=(BlockSwap(4, 1),)))
     pool.copy_block(4, 5)
     assert torch.equal(as_bits(pool.tensor)[5], before[2])
     assert digester.digest_blocks(pool.tensor, [5]) == digest
