@@ -10,7 +10,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,13 @@ class HubUnreachable(HubRefusal):
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """config: its config.json, in the Hub's cache. num_weights: as safetensors counts them; None
+    """config: its config.json, in the Hub's cache. counts: numbers by their type, as safetensors counts them; None
     where it does not. patterns: of the files to fetch, which are num_bytes.
     """
 
     hub_id: str
     config: Path
-    num_weights: int | None
+    counts: Mapping[str, int] | None
     patterns: tuple[str, ...]
     num_bytes: int
 
@@ -162,7 +162,7 @@ def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
     if kind is None:
         raise HubRefusal(f"model.source: {hub_id} on the Hub has no weights (*.safetensors); choose another model")
     patterns = (*_WANTED, _WEIGHTS[kind], *(["*.py"] if trust_remote_code else []))
-    counted = getattr(info.safetensors, "total", None) if getattr(info, "safetensors", None) else None
+    counted = getattr(getattr(info, "safetensors", None), "parameters", None)
     wanted = [name for name in top if any(Path(name).match(pattern) for pattern in patterns)]
     return HubModel(hub_id, config, counted, patterns, sum(sizes[name] for name in wanted))
 

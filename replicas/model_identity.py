@@ -1,7 +1,7 @@
 """What two replicas must have in common: to exchange KV all of it, to continue each other's streams all but the layout.
 
-As text in replica metadata and handoffs, `weights=... config=... tokenizer=... dtype=... kv=...`: equal texts can work
-together, and of unlike ones people see what differs. No torch.
+As text in replica metadata and handoffs, `weights=... config=... tokenizer=... dtype=... scheme=... kv=...`: equal ones
+can work together, and of unlike ones people see what differs. No torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Digests of what is loaded, a word each; kv: the pool's layout, empty where it does not matter."""
+    """Digests of what is loaded, a word each. scheme: what weights and activations are rounded to, empty where they
+    are not. kv: the pool's layout, empty where it does not matter.
+    """
 
     weights: str
     config: str
     tokenizer: str
     dtype: str
+    scheme: str = ""
     kv: str = ""
 
     def __str__(self) -> str:
@@ -27,7 +30,7 @@ class ModelIdentity:
     def parse(text: str) -> ModelIdentity:
         """Of a text that `str` made; of any other, one that equals nobody else's."""
         parts = dict(part.split("=", 1) for part in text.split() if "=" in part)
-        if parts.keys() - {"kv"} != {"weights", "config", "tokenizer", "dtype"}:
+        if parts.keys() - {"scheme", "kv"} != {"weights", "config", "tokenizer", "dtype"}:
             return ModelIdentity(text, "", "", "")
         return ModelIdentity(**parts)
 

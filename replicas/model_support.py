@@ -94,13 +94,6 @@ def _position_bias(config: Any) -> str:
     return ""
 
 
-def _quantised(config: Any) -> str:
-    how = getattr(config, "quantization_config", None)
-    if not how:
-        return ""
-    return str(how.get("quant_method", "quantization_config") if isinstance(how, dict) else type(how).__name__)
-
-
 def _first_set(config: Any, *names: str) -> str:
     for name in names:
         value = getattr(config, name, None)
@@ -118,5 +111,4 @@ _UNSUPPORTED_TRAITS: dict[str, Callable[[Any], str]] = {
     "attention sinks": _sinks,
     "attention soft-capping": _soft_capping,
     "attention position biases": _position_bias,
-    "quantised weights": _quantised,
 }

@@ -26,7 +26,9 @@ def is_configured(setting: Field[Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """source: a transformers folder, a .gguf file (converted once, into cache_dir), or a Hub id."""
+    """source: a transformers folder, a .gguf file (converted once, into cache_dir), or a Hub id. quantise: to what
+    weights are rounded at load, if to anything.
+    """
 
     source: str
     cache_dir: str
@@ -34,6 +36,7 @@ class ModelSettings:
     max_model_len: int
     load_format: str  # "auto" | "dummy"
     trust_remote_code: bool
+    quantise: str | None = None  # "fp8" | "int8" | "int4"
 
 
 @dataclass(frozen=True, slots=True)

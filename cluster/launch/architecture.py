@@ -13,6 +13,7 @@ from typing import Any
 
 from cluster.text.no_torch import no_torch
 from replicas.model_support import UnsupportedModel, model_name, naming_failures, refuse_unsupported
+from replicas.quantisation.scheme_reading import chosen_scheme
 
 _LETS_ATTENTION_BE_REPLACED = re.compile(r"^\s+_supports_attention_backend\s*=\s*True\b", re.MULTILINE)
 # Found only by running them (replicas/model/attention_trace.py); tests/engines/test_architectures.py tells when a newer
@@ -25,11 +26,11 @@ _FOREIGN_ATTENTION = {
 }
 
 
-def read_architecture(file: Path, trust_remote_code: bool) -> Any | None:
+def read_architecture(file: Path, trust_remote_code: bool, quantise: str | None = None) -> Any | None:
     """The PretrainedConfig of a config.json; None where only the model's own code knows. Takes a second the first time.
 
     Raises UnsupportedModel for one that no replica would serve, and where config.json can't be read. No code of the
-    model is run.
+    model is run. quantise: as in the config.
     """
     said = _config_json(file)
     if trust_remote_code and "auto_map" in said:
@@ -47,6 +48,7 @@ def read_architecture(file: Path, trust_remote_code: bool) -> Any | None:
         stack.enter_context(naming_failures(str(file), "reading its configuration"))
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
     refuse_unsupported(config)
+    chosen_scheme(config, quantise)
     _refuse_class(config)
     return config
 

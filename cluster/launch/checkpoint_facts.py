@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,27 @@ from replicas.gguf.config import architecture_of, model_config
 from replicas.gguf.file import GgufFile, read_gguf
 from replicas.model_support import UnsupportedModel, refuse_unsupported
 from replicas.position_reach import step_dependent_reach
+from replicas.quantisation.scheme_reading import read_scheme
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+# As safetensors names them: of numbers as they are, and bytes of the others.
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
+_TYPE_BYTES = {"I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 _LONGEST_HEADER_BYTES = 100_000_000  # of safetensors itself
 
 
 def checkpoint_facts(model: ModelConfig) -> ModelFacts:
     """Of a model on this machine. Raises UnsupportedModel for one that can't be served, or is not all there."""
     if model.kind is SourceKind.BUNDLED:
-        return BUNDLED_FACTS
+        return BUNDLED_FACTS.quantised(model.quantise)
     path = model.local_path()
     assert path is not None, "a model of the Hub has been found before"
     try:
         if model.kind is SourceKind.GGUF:
-            return gguf_facts(read_gguf(path))
-        return folder_facts(path, model.trust_remote_code, has_weights=model.load_format != "dummy")
+            return gguf_facts(read_gguf(path)).quantised(model.quantise)
+        has_weights = model.load_format != "dummy"
+        return folder_facts(path, model.trust_remote_code, model.quantise, has_weights=has_weights)
     except OSError as error:
         raise UnsupportedModel(f"{error.filename or path}: can't be read: {error.strerror}") from error
 
@@ -59,24 +66,45 @@ def _facts_of_settings(file: GgufFile, num_weights: int) -> ModelFacts:
     heads = number("attention.head_count", 1)
     head_dim = number("attention.key_length", number("embedding_length") // heads)
     kv_numbers = number("block_count") * 2 * number("attention.head_count_kv", heads) * head_dim
-    return ModelFacts(number("context_length") or None, num_weights, kv_numbers or None)
+    num_tables = 1 + ("output.weight" in file.shapes)  # else head and embeddings are one
+    num_linear = num_weights - num_tables * len(file.tokens) * number("embedding_length")
+    return ModelFacts(number("context_length") or None, num_weights, kv_numbers or None, num_linear=num_linear)
 
 
-def folder_facts(folder: Path, trust_remote_code: bool, has_weights: bool = True) -> ModelFacts:
+def folder_facts(
+    folder: Path, trust_remote_code: bool, quantise: str | None = None, has_weights: bool = True
+) -> ModelFacts:
     """has_weights: false where they are made up."""
-    config = read_architecture(folder / "config.json", trust_remote_code)
+    config = read_architecture(folder / "config.json", trust_remote_code, quantise)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UnsupportedModel(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
-    num_weights = _num_weights(folder) if has_weights else None
+    counts = _counts(folder) if has_weights else None
     if config is None:
-        return ModelFacts(num_weights=num_weights)
-    return _facts(config, num_weights)
+        return ModelFacts(num_weights=None if counts is None else counts.total())
+    return _facts_of_counts(config, counts).quantised(quantise)
 
 
-def config_facts(file: Path, trust_remote_code: bool, num_weights: int | None) -> ModelFacts:
-    """By a config.json alone, where the rest is still to be fetched. Raises UnsupportedModel."""
-    config = read_architecture(file, trust_remote_code)
-    return ModelFacts(num_weights=num_weights) if config is None else _facts(config, num_weights)
+def config_facts(
+    file: Path, trust_remote_code: bool, counts: Mapping[str, int] | None, quantise: str | None = None
+) -> ModelFacts:
+    """By a config.json alone, where the rest is still to be fetched. counts: numbers in its files, by their type.
+    Raises UnsupportedModel.
+    """
+    config = read_architecture(file, trust_remote_code, quantise)
+    counted = None if counts is None else Counter(counts)
+    if config is None:
+        return ModelFacts(num_weights=None if counted is None else counted.total())
+    return _facts_of_counts(config, counted).quantised(quantise)
+
+
+def _facts_of_counts(config: Any, counts: Counter[str] | None) -> ModelFacts:
+    """counts: numbers by their type in the files. Of a quantised checkpoint, what is no plain number stays as it is."""
+    if counts is None or read_scheme(config) is None:
+        return _facts(config, None if counts is None else counts.total())
+    packed = {kind: number for kind, number in counts.items() if kind not in _PLAIN_TYPES}
+    num_bytes = sum(number * _TYPE_BYTES.get(kind, 8) for kind, number in packed.items())
+    facts = _facts(config, counts.total())
+    return replace(facts, num_linear=None, num_quantised=sum(packed.values()), quantised_bytes=num_bytes)
 
 
 def _facts(config: Any, num_weights: int | None) -> ModelFacts:
@@ -85,7 +113,17 @@ def _facts(config: Any, num_weights: int | None) -> ModelFacts:
         num_weights=num_weights,
         kv_numbers_per_token=_kv_numbers(config),
         step_reach=step_dependent_reach(config),
+        num_linear=_num_linear(config, num_weights),
     )
+
+
+def _num_linear(config: Any, num_weights: int | None) -> int | None:
+    """All but embeddings and output head: norms and biases are too few to count."""
+    sizes = [getattr(config, name, None) for name in ("vocab_size", "hidden_size")]
+    if num_weights is None or not all(isinstance(size, int) for size in sizes):
+        return None
+    num_tables = 1 if getattr(config, "tie_word_embeddings", False) else 2
+    return max(0, num_weights - num_tables * int(math.prod(sizes)))  # type: ignore[arg-type]
 
 
 def _kv_numbers(config: Any) -> int | None:
@@ -100,9 +138,9 @@ def _kv_numbers(config: Any) -> int | None:
     return int(math.prod(factors)) if all(isinstance(factor, int) for factor in factors) else None
 
 
-def _num_weights(folder: Path) -> int | None:
-    """Numbers of all tensors; None for files that do not say so in their header. Raises UnsupportedModel naming what
-    is missing or not whole.
+def _counts(folder: Path) -> Counter[str] | None:
+    """Numbers of all tensors, by their type; None for files that do not say so in their header. Raises UnsupportedModel
+    naming what is missing or not whole.
     """
     files = list(_weight_files(folder))
     if not files:
@@ -116,7 +154,7 @@ def _num_weights(folder: Path) -> int | None:
         raise UnsupportedModel(f"{folder} lacks {missing[0]}{more}, which its index lists; download the rest")
     if any(file.suffix != ".safetensors" for file in files):
         return None
-    return sum(_numbers_in(file) for file in files)
+    return sum((_numbers_in(file) for file in files), Counter[str]())
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -135,14 +173,17 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             return
 
 
-def _numbers_in(file: Path) -> int:
-    """By the header of a safetensors file, which must be all there."""
+def _numbers_in(file: Path) -> Counter[str]:
+    """Of each type, by the header of a safetensors file, which must be all there."""
     tensors = _safetensors_header(file)
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     size = file.stat().st_size
     if end > size:
         raise UnsupportedModel(f"{file} is not whole: {size} bytes of more than {end}; copy or download it again")
-    return sum(math.prod(tensor["shape"]) for tensor in tensors.values())
+    counts: Counter[str] = Counter()
+    for tensor in tensors.values():
+        counts[tensor["dtype"]] += math.prod(tensor["shape"])
+    return counts
 
 
 def _safetensors_header(file: Path) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ def disk_findings(model: ModelConfig, facts: ModelFacts) -> Iterator[Finding]:
     if not there.is_dir() or not os.access(there, os.W_OK):
         yield Finding(f"{key}, but {there} can't be written to; choose another folder: --set model.cache_dir=FOLDER")
         return
-    needed, free = facts.weights_bytes("float32"), shutil.disk_usage(there).free
+    needed, free = facts.converted_bytes(), shutil.disk_usage(there).free
     if needed > free:
         yield Finding(
             f"{key}, which takes {show_bytes(needed)}, but there are {show_bytes(free)} free; choose another folder: "

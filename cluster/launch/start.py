@@ -168,7 +168,7 @@ def _look_at(model: ModelConfig) -> tuple[ModelFacts, HubModel | None, Path | No
     except HubRefusal as refusal:
         raise ConfigError(str(refusal)) from refusal
     try:
-        return config_facts(found.config, model.trust_remote_code, found.num_weights), found, None
+        return config_facts(found.config, model.trust_remote_code, found.counts, model.quantise), found, None
     except UnsupportedModel as refusal:
         raise ConfigError(f"model.source: {refusal}") from refusal
 

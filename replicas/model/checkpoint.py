@@ -51,11 +51,11 @@ def read_checkpoint(
         raise CheckpointMismatch(
             f"a *.safetensors file of {folder} is not whole: {error}; was it copied or downloaded to its end?"
         ) from error
-    is_made_anew = _made_anew(model)
+    is_made_anew = made_anew(model)
     _refuse_mismatch(report, is_made_anew)
-    files = weight_files(_files_of(folder), getattr(config, "transformers_weights", None))
+    files = weight_files(files_of(folder), getattr(config, "transformers_weights", None))
     _refuse_number_types(number_types(files), model, is_made_anew)
-    _refuse_untied(model)
+    refuse_untied(model)
     if device.type == "cpu":
         _own_memory(model)
     loaded: nn.Module = model
@@ -99,7 +99,7 @@ class FilesAsRead:
             )
 
 
-def _made_anew(model: Any) -> re.Pattern[str]:
+def made_anew(model: Any) -> re.Pattern[str]:
     """Names of tensors in a file that count for nothing here: masks and tables, of whatever type; scales of KV, which
     `read_kv_scales` reads."""
     ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -133,7 +133,7 @@ def _refuse_mismatch(report: dict[str, Any], is_made_anew: re.Pattern[str]) -> N
         raise CheckpointMismatch(f"the checkpoint does not fit its config.json: {'; '.join(problems)}")
 
 
-def _files_of(folder_or_hub_id: str) -> Path:
+def files_of(folder_or_hub_id: str) -> Path:
     """Where its files lie; of a Hub id after they were fetched."""
     if Path(folder_or_hub_id).is_dir():
         return Path(folder_or_hub_id)
@@ -142,7 +142,7 @@ def _files_of(folder_or_hub_id: str) -> Path:
     return Path(found).parent
 
 
-def _refuse_untied(model: Any) -> None:
+def refuse_untied(model: Any) -> None:
     """A config that ties two weights which the checkpoint has, unlike each other: transformers takes the checkpoint's
     word, older versions and other programs the config's. One of the two is a mistake."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from replicas.layers.replaced_layers import before_serving, replace_layers
 from replicas.model.attention import ATTENTION_NAME, paged_attention
 from replicas.model.checkpoint import FilesAsRead, checkpoint_kv_scales, random_model, read_checkpoint
 from replicas.model.identity_digests import config_digest, config_text, tokenizer_digest
+from replicas.model.quantised_model import random_quantised, read_quantised, scheme_of
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model.remote_code import remote_code
 from replicas.model.rounding_cache import KvRounding
@@ -30,6 +33,8 @@ from replicas.model.weights_digest import digest_weights
 from replicas.model_identity import ModelIdentity
 from replicas.model_support import model_name, naming_failures, refuse_unsupported
 from replicas.position_reach import refuse_step_dependent
+from replicas.quantisation.scheme import Scheme
+from replicas.quantisation.scheme_reading import chosen_scheme
 from replicas.settings import ModelSettings
 from replicas.stored_numbers import FP8
 
@@ -41,7 +46,8 @@ class LoadedModel:
     """model is in eval mode on its device. identity: of what was loaded, without a layout.
 
     reference: what transformers alone computed with it, before it was changed to be served. kv_scales: those that came
-    with it, for KV in 8 bits (`KvLayout.scales`).
+    with it, for KV in 8 bits (`KvLayout.scales`). scheme: of quantised
+    weights.
     """
 
     model: nn.Module
@@ -54,6 +60,7 @@ class LoadedModel:
     identity: ModelIdentity
     reference: tuple[CheckedPrompt, ...]
     kv_scales: tuple[tuple[float, float], ...] = ()
+    scheme: Scheme | None = None
 
     def kv_layout(self, block_size: int, kv_dtype: str = "auto") -> KvLayout:
         """Of a pool for this model alone: in its own type, or with kv_dtype "fp8" in 8 bits."""
@@ -87,18 +94,24 @@ def load_model(settings: ModelSettings, device: torch.device, kv_dtype: str = "a
         config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
     refuse_unsupported(config)
     refuse_step_dependent(config, settings.max_model_len)
+    scheme = chosen_scheme(config, settings.quantise)
     dtype: torch.dtype = getattr(torch, settings.dtype)
     logger.info("the model's files", extra={"event": "weights_loading", "source": settings.source})
     config_said = config_text(config)  # before anything is set in it
     with naming_failures(model_name(config), "loading it"):
+        model = _load(folder, config, scheme, settings, device)
+        scheme = scheme_of(model)
         kv_scales: tuple[tuple[float, float], ...] = ()
-        if settings.load_format == "dummy":
-            model = random_model(config, dtype, device, settings.trust_remote_code)
-        else:
-            model = read_checkpoint(folder, config, dtype, device, settings.trust_remote_code)
+        if settings.load_format != "dummy":
             kv_scales = checkpoint_kv_scales(folder, config, config.num_hidden_layers)
         of_config = config_digest(config_said, remote_code(model))
-        identity = ModelIdentity(digest_weights(model), of_config, tokenizer_digest(folder), settings.dtype)
+        identity = ModelIdentity(
+            digest_weights(model),
+            of_config,
+            tokenizer_digest(folder),
+            settings.dtype,
+            scheme.describe() if scheme else "",
+        )
         files.refuse_change()
         model = model.to(device).eval().requires_grad_(False)
     with naming_failures(model_name(config), "a first forward pass"):
@@ -120,4 +133,15 @@ def load_model(settings: ModelSettings, device: torch.device, kv_dtype: str = "a
             identity=identity,
             reference=examined.reference,
             kv_scales=kv_scales,
+            scheme=scheme,
         )
+
+
+def _load(folder: str, config: Any, scheme: Scheme | None, settings: ModelSettings, device: torch.device) -> nn.Module:
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    is_random = settings.load_format == "dummy"
+    if scheme is not None:
+        quantised = random_quantised if is_random else partial(read_quantised, folder)
+        return quantised(config, scheme, dtype, device, settings.trust_remote_code)
+    whole = random_model if is_random else partial(read_checkpoint, folder)
+    return whole(config, dtype, device, settings.trust_remote_code)

@@ -16,6 +16,7 @@ from replicas.model.model_runner import ModelRunner
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model_support import UnsupportedModel
 from replicas.stored_numbers import FP8
+from replicas.quantisation.scheme import Activations
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -27,6 +28,8 @@ _TOLERANCE_LOW_PRECISION = 0.1
 # With KV in 8 bits: a key that another order of sums moves over the middle between two numbers is a sixteenth larger.
 _TOLERANCE_FLOAT32_OVER_FP8 = 0.05
 _TOLERANCE_LOW_PRECISION_OVER_FP8 = 0.25
+# Inputs of products that are rounded to 8 bits: where the last bit decides how, they come out a whole step apart.
+_TOLERANCE_ROUNDED_INPUTS = 0.1
 # In low precision rounding may send a token to another expert, which changes its logits at will: one position in so
 # many may differ then.
 _POSITIONS_PER_OTHER_EXPERT = 8
@@ -60,6 +63,8 @@ def self_check(runner: ModelRunner, loaded: LoadedModel) -> float:
         tolerance = _TOLERANCE_FLOAT32_OVER_FP8 if is_exact else _TOLERANCE_LOW_PRECISION_OVER_FP8
     else:
         tolerance = _TOLERANCE_FLOAT32 if is_exact else _TOLERANCE_LOW_PRECISION
+    if loaded.scheme is not None and loaded.scheme.activations is not Activations.NONE:
+        tolerance = max(tolerance, _TOLERANCE_ROUNDED_INPUTS)
     compared = list(_compare(runner, loaded))
     beyond = [one for one in compared if not one.is_within(tolerance)]
     has_experts = any("expert" in name for name, _ in loaded.model.named_modules())

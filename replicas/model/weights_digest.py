@@ -73,11 +73,10 @@ def _sums(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _refuse_broken(tensors: list[_Tensor]) -> None:
-    numbers = [tensor for tensor in tensors if tensor.of.numel() and tensor.of.is_floating_point()]
+    numbers = [tensor for tensor in tensors if tensor.of.numel() and _is_looked_at(tensor.of)]
     if not numbers:
         return
-    extremes = [torch.stack(torch.aminmax(tensor.of.detach())).float() for tensor in numbers]
-    lows_highs = torch.stack(extremes).cpu()
+    lows_highs = torch.stack([_extremes(tensor.of.detach()) for tensor in numbers]).cpu()
     is_finite = torch.isfinite(lows_highs).all(dim=1).tolist()
     is_zero = (lows_highs == 0).all(dim=1).tolist()
     if broken := [tensor.name for tensor, finite in zip(numbers, is_finite, strict=True) if not finite]:
@@ -87,3 +86,16 @@ def _refuse_broken(tensors: list[_Tensor]) -> None:
         raise CheckpointMismatch(
             f"weights that are nothing but zeros: {name_some(empty)}; was the file copied or downloaded whole?"
         )
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    """Numbers, and such as were rounded to 8 bits. Packed ones have scales that tell."""
+    return tensor.is_floating_point() or tensor.dtype is torch.int8
+
+
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    """float32 [2]: smallest and largest, or of an 8-bit float 0 and the largest of all without their signs."""
+    if tensor.dtype is torch.float8_e4m3fn:
+        largest = (tensor.view(torch.uint8) & 0x7F).amax()  # of what is no number the bits are the largest
+        return torch.stack((torch.zeros_like(largest), largest)).view(torch.float8_e4m3fn).float()
+    return torch.stack(torch.aminmax(tensor)).float()

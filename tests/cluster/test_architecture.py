@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cluster.config.model import ModelConfig, find_bundled_gguf
@@ -112,7 +114,7 @@ def test_a_folders_weights_are_counted(tmp_path: Path) -> None:
     files = model(LLAMA)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert checkpoint_facts(ModelConfig(source=str(tmp_path))) == ModelFacts(512, 64, 2 * 2 * 2 * 16)
+    assert checkpoint_facts(ModelConfig(source=str(tmp_path))) == ModelFacts(512, 64, 2 * 2 * 2 * 16, num_linear=0)
     (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "one.safetensors"}}))
     assert checkpoint_facts(ModelConfig(source=str(tmp_path))).num_weights == 64
@@ -128,3 +130,37 @@ def test_code_of_its_own_is_not_run(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     trusted = ModelConfig(source=str(tmp_path), trust_remote_code=True)
     assert checkpoint_facts(trusted) == ModelFacts(num_weights=64)
+
+
+def test_bytes_of_weights_that_stay_quantised(tmp_path: Path) -> None:
+    """Of a quantised folder as they are in its files, of model.quantise as they will be; the rest in the dtype."""
+    tensors = {
+        "model.embed_tokens.weight": torch.zeros(8, 16),
+        "model.layers.0.mlp.up_proj.weight": torch.zeros(32, 16, dtype=torch.int8),
+        "model.layers.0.mlp.up_proj.weight_scale": torch.zeros(32, 1),
+    }
+    said = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
+    }  # fmt: skip
+    for name, content in model(LLAMA | {"quantization_config": said}).items():
+        (tmp_path / name).write_bytes(content)
+    save_file(tensors, tmp_path / "model.safetensors")
+    facts = checkpoint_facts(ModelConfig(source=str(tmp_path)))
+    assert facts.weights_bytes("float32") == (128 + 32) * 4 + 512
+    assert facts.weights_bytes("bfloat16") == (128 + 32) * 2 + 512
+    with pytest.raises(UnsupportedModel, match="quantised as it is"):
+        checkpoint_facts(ModelConfig(source=str(tmp_path), quantise="int8"))
+    refused = said | {"format": "nvfp4-pack-quantized"}
+    (tmp_path / "config.json").write_bytes(model(LLAMA | {"quantization_config": refused})["config.json"])
+    with pytest.raises(UnsupportedModel, match=r"quantization_config\.format: 'nvfp4-pack-quantized'"):
+        checkpoint_facts(ModelConfig(source=str(tmp_path)))
+
+
+def test_bytes_of_weights_that_are_quantised_at_load() -> None:
+    of = {kind: BUNDLED_FACTS.quantised(kind).weights_bytes("float32") / 1e6 for kind in (None, "int8", "int4")}
+    assert of[None] == pytest.approx(538.1, abs=0.1)
+    # As they were measured, loaded.
+    assert of["int8"] == pytest.approx(220.2, rel=0.01)
+    assert of["int4"] == pytest.approx(174.8, rel=0.01)
+    assert BUNDLED_FACTS.quantised("int8").converted_bytes() == BUNDLED_FACTS.weights_bytes("float32")

@@ -22,10 +22,10 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
-A = str(ModelIdentity("aaaa", "c", "t", "float32", "kv"))
-B = str(ModelIdentity("bbbb", "c", "t", "float32", "kv"))
-STRANGER = str(ModelIdentity("aaaa", "c", "t2", "float32", "kv"))
-OTHER_LAYOUT = str(ModelIdentity("aaaa", "c", "t", "float32", "kv2"))
+A = str(ModelIdentity("aaaa", "c", "t", "float32", kv="kv"))
+B = str(ModelIdentity("bbbb", "c", "t", "float32", kv="kv"))
+STRANGER = str(ModelIdentity("aaaa", "c", "t2", "float32", kv="kv"))
+OTHER_LAYOUT = str(ModelIdentity("aaaa", "c", "t", "float32", kv="kv2"))
 SLOW = Script(token_s=0.01)
 
 

@@ -70,7 +70,7 @@ def test_whatever_differs_is_in_the_text() -> None:
         "3+1x2x16x8x64:bfloat16", "4x2x16x8/2x64:bfloat16", "4x2x16x8/8x64:bfloat16",
     ]  # fmt: skip
     for text in texts:
-        identity = ModelIdentity("w", "c", "t", "d", text)
+        identity = ModelIdentity("w", "c", "t", "d", kv=text)
         assert ModelIdentity.parse(str(identity)) == identity
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,13 +167,13 @@ def test_tensors_of_odd_sizes_and_types_are_digested() -> None:
 
 
 def test_its_text_tells_what_differs() -> None:
-    one = ModelIdentity("aa", "cc", "tt", "float32", "2x16:float32")
-    assert str(one) == "weights=aa config=cc tokenizer=tt dtype=float32 kv=2x16:float32"
+    one = ModelIdentity("aa", "cc", "tt", "float32", "int8-channel-token", "2x16:float32")
+    assert str(one) == "weights=aa config=cc tokenizer=tt dtype=float32 scheme=int8-channel-token kv=2x16:float32"
     assert ModelIdentity.parse(str(one)) == one
-    assert model_of(str(one)) == "weights=aa config=cc tokenizer=tt dtype=float32"
-    assert ModelIdentity.parse(model_of(str(one))) == ModelIdentity("aa", "cc", "tt", "float32")
+    assert model_of(str(one)) == "weights=aa config=cc tokenizer=tt dtype=float32 scheme=int8-channel-token"
+    assert ModelIdentity.parse(model_of(str(one))) == replace(one, kv="")
     assert ModelIdentity.parse("weights=aa config=bb tokenizer=tt dtype=x kv=y").differences(one) == (
-        "config", "dtype", "kv",
+        "config", "dtype", "scheme", "kv",
     )  # fmt: skip
     assert ModelIdentity.parse("something else") != one
     assert ModelIdentity.parse("something else") == ModelIdentity.parse("something else")

@@ -1,0 +1,57 @@
+"""Numbers rounded to few bits: activations of a product, row by row, and weights of a model that is not quantised.
+
+A number is its rounded value times a scale. Scales are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replicas.layers.packed_weights import FP8, PackedWeights, pack_int4
+
+LARGEST = {FP8: 448.0, torch.int8: 127.0}
+_LARGEST_INT4 = 15
+
+
+def round_rows(x: torch.Tensor, dtype: torch.dtype, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [R, K] -> values of this type [R, K] and scales [R, groups of group_size of K]: by the largest number of each.
+
+    A row's result depends on that row alone.
+    """
+    num_inputs = x.shape[1]
+    groups = torch.nn.functional.pad(x.float(), (0, -num_inputs % group_size)).unflatten(1, (-1, group_size))
+    scales = _scales(groups.abs().amax(2), dtype)
+    values = _rounded(groups / scales.unsqueeze(2), dtype)
+    return values.flatten(1)[:, :num_inputs], scales
+
+
+def round_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x [R, K] -> values of this type by a given scale [1]. What is larger becomes the largest."""
+    return _rounded(x.float() / scale, dtype)
+
+
+def _scales(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """1 for what is nothing but zeros."""
+    return torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
+
+
+def _rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    within = numbers.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return within.to(dtype) if dtype is FP8 else within.round().to(dtype)
+
+
+def round_weights(weight: torch.Tensor, dtype: torch.dtype) -> PackedWeights:
+    """weight [N, K] to fp8 or int8, by the largest number of each output."""
+    values, scales = round_rows(weight, dtype, weight.shape[1])
+    return PackedWeights(values.contiguous(), scales, weight.shape[1])
+
+
+def round_weights_int4(weight: torch.Tensor, group_size: int) -> PackedWeights:
+    """weight [N, K] to 4 bits: each group's range in 16 steps, zero among them. group_size divides K."""
+    groups = weight.float().unflatten(1, (-1, group_size))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    steps = (high - low) / _LARGEST_INT4
+    scales = torch.where(steps > 0, steps, 1.0)
+    zeros = (-low / scales).round()
+    values = (groups / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, _LARGEST_INT4)
+    return PackedWeights(pack_int4(values.to(torch.uint8).flatten(1)), scales, group_size, zeros.to(torch.uint8))
