@@ -36,7 +36,7 @@ class ModelSettings:
     max_model_len: int
     load_format: str  # "auto" | "dummy"
     trust_remote_code: bool
-    quantise: str | None = None  # "fp8" | "int8" | "int4"
+    quantise: str = "none"  # | "fp8" | "int8" | "int4"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,11 @@ FOREIGN = {
     "owner._modules": "torch: as above",
     "model.config._attn_implementation": "transformers: what to put back after another attention",
     "model._keys_to_ignore_on_load_unexpected": "transformers: what a model's authors know to be left over",
+    "model._init_weights": "transformers: random weights of one module, as a model's authors have them",
+    "model._keep_in_fp32_modules": "transformers: what a model's authors keep exact",
+    "_keep_in_fp32_modules_strict": "transformers: as above",
+    "torch._int_mm": "torch: a product of int8, exact in int32",
+    "torch._scaled_mm": "torch: a product of fp8; its public name is not in every release that is served with",
     "_supports_attention_backend": "transformers: whether a model's attention can be replaced",
 }
 

@@ -95,8 +95,8 @@ class ModelConfig(Section):
         default="float32",
         description="Number type of weights, activations and KV cache. float32 on CPUs; bfloat16 on GPUs",
     )
-    quantise: Literal["fp8", "int8", "int4"] | None = Field(
-        default=None,
+    quantise: Literal["none", "fp8", "int8", "int4"] = Field(
+        default="none",
         description="Round the weights of linear layers when they are loaded, of a checkpoint that is not quantised: "
         "half the memory or a quarter, and faster. fp8 (GPUs) and int8 (CPUs too): a scale an output, and inputs "
         "rounded token by token. int4: in groups, without calibration, for trying; better is a checkpoint made with "

@@ -26,7 +26,7 @@ _FOREIGN_ATTENTION = {
 }
 
 
-def read_architecture(file: Path, trust_remote_code: bool, quantise: str | None = None) -> Any | None:
+def read_architecture(file: Path, trust_remote_code: bool, quantise: str = "none") -> Any | None:
     """The PretrainedConfig of a config.json; None where only the model's own code knows. Takes a second the first time.
 
     Raises UnsupportedModel for one that no replica would serve, and where config.json can't be read. No code of the

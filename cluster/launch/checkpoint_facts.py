@@ -71,9 +71,7 @@ def _facts_of_settings(file: GgufFile, num_weights: int) -> ModelFacts:
     return ModelFacts(number("context_length") or None, num_weights, kv_numbers or None, num_linear=num_linear)
 
 
-def folder_facts(
-    folder: Path, trust_remote_code: bool, quantise: str | None = None, has_weights: bool = True
-) -> ModelFacts:
+def folder_facts(folder: Path, trust_remote_code: bool, quantise: str = "none", has_weights: bool = True) -> ModelFacts:
     """has_weights: false where they are made up."""
     config = read_architecture(folder / "config.json", trust_remote_code, quantise)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -85,7 +83,7 @@ def folder_facts(
 
 
 def config_facts(
-    file: Path, trust_remote_code: bool, counts: Mapping[str, int] | None, quantise: str | None = None
+    file: Path, trust_remote_code: bool, counts: Mapping[str, int] | None, quantise: str = "none"
 ) -> ModelFacts:
     """By a config.json alone, where the rest is still to be fetched. counts: numbers in its files, by their type.
     Raises UnsupportedModel.

@@ -43,9 +43,9 @@ class ModelFacts:
         """Of a GGUF made a folder of float32, whatever becomes of it when it is loaded; 0 when it is not known."""
         return (self.num_weights or 0) * NUMBER_BYTES["float32"]
 
-    def quantised(self, kind: str | None) -> ModelFacts:
+    def quantised(self, kind: str) -> ModelFacts:
         """The same with the weights of its linear layers rounded at load, as model.quantise says."""
-        if kind is None or self.num_linear is None:
+        if kind == "none" or self.num_linear is None:
             return self
         num_bytes = int(self.num_linear * _BYTES_MADE_HERE[kind])
         return replace(self, num_quantised=self.num_linear, quantised_bytes=num_bytes)

@@ -236,6 +236,7 @@ def _read_others(files: _Files, model: Any, dtype: torch.dtype) -> None:
     tied: dict[str, str] = {}
     if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         tied = dict(model.all_tied_weights_keys)
+    kept = model.state_dict().keys()  # other buffers are made anew
     for owner_name, module in list(model.named_modules()):
         if isinstance(module, QuantisedLinear):
             continue
@@ -246,8 +247,8 @@ def _read_others(files: _Files, model: Any, dtype: torch.dtype) -> None:
             tensor = files.numbers(name, parameter.shape).to(dtype)
             module.register_parameter(key, _frozen(tensor))
         for key, buffer in list(module.named_buffers(recurse=False)):
-            if key not in module._non_persistent_buffers_set:
-                name = f"{owner_name}.{key}" if owner_name else key
+            name = f"{owner_name}.{key}" if owner_name else key
+            if name in kept:
                 module.register_buffer(key, files.numbers(name, buffer.shape).to(buffer.dtype))
     for name, source in tied.items():
         if name in files.of and not torch.equal(model.get_parameter(name), model.get_parameter(source)):

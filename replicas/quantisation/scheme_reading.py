@@ -25,12 +25,12 @@ def read_scheme(config: Any) -> Scheme | None:
     return _READERS[method](keys)
 
 
-def chosen_scheme(config: Any, quantise: str | None) -> Scheme | None:
+def chosen_scheme(config: Any, quantise: str) -> Scheme | None:
     """The checkpoint's scheme, or the one that `model.quantise` asks for. Raises UnsupportedModel where there are both,
     and for a checkpoint whose scheme is not understood.
     """
     scheme = read_scheme(config)
-    if quantise is None:
+    if quantise == "none":
         return scheme
     if scheme is not None:
         raise UnsupportedModel(

@@ -214,7 +214,9 @@ WRONG: dict[str, Wrong] = {
     "code of its own": Wrong("{}/own-code", ("code that comes with the model", "model.trust_remote_code: true")),
     "sliding windows": Wrong("{}/mistral", ("MistralForCausalLM", "sliding-window attention", "not supported")),
     "Falcon": Wrong("{}/falcon", ("FalconForCausalLM", "does not let its attention be replaced")),
-    "quantised weights": Wrong("{}/quantised", ("quantised weights (awq)", "not supported")),
+    "quantised weights": Wrong(
+        "{}/quantised", ("quantization_config.bits: null is not supported, expected 4", "model.quantise")
+    ),
     "no text model": Wrong("{}/picture", ("(vit)", "causal language model")),
     "too long": Wrong(
         "{}/good --set model.max_model_len=4096",

@@ -162,7 +162,7 @@ def test_which_layers_are_left_alone(said: dict[str, Any], name: str, is_quantis
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
-    assert chosen_scheme(config_of(None), None) is None
+    assert chosen_scheme(config_of(None), "none") is None
     made = chosen_scheme(config_of(None), "int8")
     assert made is not None
     assert made.describe() == "int8-channel-token"

@@ -64,7 +64,7 @@ def test_each_kind(kind: str, scheme: str, folder: Path) -> None:
 
 
 def test_unlike_schemes_exchange_nothing(folder: Path) -> None:
-    texts = {str(load(folder, quantise=kind).identity) for kind in (None, "int8", "fp8")}
+    texts = {str(load(folder, quantise=kind).identity) for kind in ("none", "int8", "fp8")}
     assert len(texts) == 3
     with pytest.raises(UnlikeModels, match="weights, scheme"):
         refuse_unlike(*sorted(texts)[:2])
