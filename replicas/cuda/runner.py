@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
+from replicas.cuda.card_linear import card_linear
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
 from replicas.cuda.rotated_attention import RotatedAttention
-from replicas.cuda.skinny_linear import skinny_linear
 from replicas.cuda.slots import CudaSlots, SamplingKinds, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import TokensInFlight
@@ -70,7 +70,7 @@ class CudaRunner(ModelRunner):
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
         bind_attention(loaded.model, pool)
-        replace_layers(loaded.model, with_card_kernels(RotatedAttention, skinny_linear))
+        replace_layers(loaded.model, with_card_kernels(RotatedAttention, card_linear))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:

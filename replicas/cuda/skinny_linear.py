@@ -22,7 +22,7 @@ _BLOCK_N = 64
 _VERY_MANY_OUTPUTS, _MANY_INPUTS = 16384, 4096
 
 
-def _tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
+def tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
     """The fastest, or nearly, of ten tiles and four numbers of parts; of those that fit the 99 KB that a program has on
     compute capability 8.6 and its like."""
     if num_out >= _VERY_MANY_OUTPUTS:
@@ -58,7 +58,7 @@ def product_of_rows(
         part = part_here() if bias is None else None
         many = part.product(rows, weight) if part is not None else None
         return F.linear(x, weight, bias) if many is None else many.view(*x.shape[:-1], -1)
-    out = skinny_product(rows.contiguous(), weight, bias, _tile_of(len(rows), *weight.shape), arrived)
+    out = skinny_product(rows.contiguous(), weight, bias, tile_of(len(rows), *weight.shape), arrived)
     return out.view(*x.shape[:-1], -1)
 
 
@@ -98,7 +98,7 @@ def skinny_linear(module: nn.Module) -> SkinnyLinear | None:
 def count_apart(model: nn.Module) -> int:
     """Give these layers of a twin counts of their own, so that it may run while the other one does; how many. Mutates
     the model."""
-    layers = [module for module in model.modules() if isinstance(module, SkinnyLinear)]
+    layers = [module for module in model.modules() if isinstance(getattr(module, "arrived", None), torch.Tensor)]
     for module in layers:
         module.arrived = torch.zeros_like(module.arrived)  # type: ignore[arg-type]
     return len(layers)

@@ -5,7 +5,8 @@
     before it is served       everywhere   q, k, v; gate, up                         ProjectionPart of a JoinedLinear
                               on a CPU     a plain output head                       WideLinear
     with a pool, on a card    on a card    attention that is known to the letter     the card's JoinedAttention
-                              on a card    plain linear layers, joined ones too      the card's linear layer
+                              on a card    plain and quantised linear layers,        the card's linear layer
+                                           joined ones too
 
 A layer is put where the other stood, with the same tensors: no class, method or hook of a layer is changed. What
 attends over the pool is no layer: transformers asks for a function by name (`attention_seam`).

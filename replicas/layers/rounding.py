@@ -19,15 +19,18 @@ def round_rows(x: torch.Tensor, dtype: torch.dtype, group_size: int) -> tuple[to
     A row's result depends on that row alone.
     """
     num_inputs = x.shape[1]
+    if group_size >= num_inputs:
+        numbers = x.float()
+        scales = _scales(numbers.abs().amax(1, keepdim=True), dtype)
+        return _whole(numbers / scales, dtype), scales
     groups = torch.nn.functional.pad(x.float(), (0, -num_inputs % group_size)).unflatten(1, (-1, group_size))
     scales = _scales(groups.abs().amax(2), dtype)
-    values = _rounded(groups / scales.unsqueeze(2), dtype)
-    return values.flatten(1)[:, :num_inputs], scales
+    return _whole(groups / scales.unsqueeze(2), dtype).flatten(1)[:, :num_inputs], scales
 
 
 def round_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x [R, K] -> values of this type by a given scale [1]. What is larger becomes the largest."""
-    return _rounded(x.float() / scale, dtype)
+    return _whole((x.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype]), dtype)
 
 
 def _scales(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -35,9 +38,9 @@ def _scales(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
 
 
-def _rounded(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    within = numbers.clamp(-LARGEST[dtype], LARGEST[dtype])
-    return within.to(dtype) if dtype is FP8 else within.round().to(dtype)
+def _whole(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """numbers: none is larger than the largest of the type by more than rounding."""
+    return numbers.to(dtype) if dtype is FP8 else numbers.round().to(dtype)
 
 
 def round_weights(weight: torch.Tensor, dtype: torch.dtype) -> PackedWeights:

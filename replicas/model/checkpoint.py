@@ -64,7 +64,7 @@ def read_checkpoint(
 
 def checkpoint_kv_scales(folder: str, config: Any, num_layers: int) -> tuple[tuple[float, float], ...]:
     """Of a folder or Hub id whose weights were read: as `read_kv_scales`."""
-    return read_kv_scales(_files_of(folder), num_layers, getattr(config, "transformers_weights", None))
+    return read_kv_scales(files_of(folder), num_layers, getattr(config, "transformers_weights", None))
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:

@@ -15,8 +15,8 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ModelRunner
 from replicas.model.reference_logits import CheckedPrompt
 from replicas.model_support import UnsupportedModel
-from replicas.stored_numbers import FP8
 from replicas.quantisation.scheme import Activations
+from replicas.stored_numbers import FP8
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 

@@ -1,0 +1,98 @@
+"""A weight matrix of 4 bits times a few rows: `skinny_product` of a quarter of the bytes.
+
+Weights are made numbers of the rows' type in registers, as `replicas.layers.packed_weights` makes them in memory, so
+the product is that of the matrix unpacked. Of 32 inputs the first 16 lie in the low halves of 16 bytes and the others
+in the high ones: a tile of bytes is two tiles of weights, each with its own rows of the inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.skinny_product import ProductTile
+
+_HALF = tl.constexpr(16)
+_A_FETCH = tl.constexpr(FETCHED_BYTES)
+_NUM_FETCHED = 2
+
+
+@triton.jit
+def _numbers(values, zero, scale, dtype: tl.constexpr):
+    """(values - zero) * scale in float32, rounded once. values [N, B]; zero, scale float32 [N]."""
+    return ((values.to(tl.float32) - zero[:, None]) * scale[:, None]).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def _product(
+    x, weight, scales, zeros, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, num_groups,
+    group_size, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group."""
+    tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    is_feature, is_row = features < num_out, rows < num_rows
+    num_bytes = num_in // 2
+    weight_rows = weight + features.to(tl.int64)[:, None] * num_bytes
+    begin = part * num_steps * BLOCK_K
+    end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
+    if NUM_FETCHED > 0:
+        inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * num_bytes
+        ahead = begin // 2 + tl.arange(0, NUM_FETCHED) * _A_FETCH
+        fetch_ahead(inside + tl.minimum(ahead, num_bytes - _A_FETCH)[None, :])
+    wait_for_earlier(IS_EARLY)
+    x_rows = x + rows[None, :] * x_stride
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    of_step = tl.arange(0, BLOCK_K // 2)
+    low_of_step = of_step // _HALF * (2 * _HALF) + of_step % _HALF
+    for first in range(begin, end, BLOCK_K):
+        low = first + low_of_step
+        is_column = low < end
+        group = first // group_size
+        scale = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0).to(tl.float32)
+        zero = tl.load(zeros + features * num_groups + group, mask=is_feature, other=0).to(tl.float32)
+        is_weight = is_feature[:, None] & is_column[None, :]
+        packed = tl.load(weight_rows + (first // 2 + of_step)[None, :], mask=is_weight, other=0)
+        is_input = is_column[:, None] & is_row[None, :]
+        v_low = tl.load(x_rows + low[:, None], mask=is_input, other=0.0)
+        v_high = tl.load(x_rows + (low + _HALF)[:, None], mask=is_input, other=0.0)
+        total = tl.dot(_numbers(packed & 15, zero, scale, x.dtype.element_ty), v_low, total, input_precision="ieee")
+        total = tl.dot(_numbers(packed >> 4, zero, scale, x.dtype.element_ty), v_high, total, input_precision="ieee")
+    store_product(
+        total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS
+    )
+
+
+def int4_product(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int,
+    bias: torch.Tensor | None, tile: ProductTile, arrived: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """x [R <= 128, K] times a matrix [N, K] transposed, plus bias [N]: [R, N] in x's type, which is of 16 bits.
+
+    weight, scales, zeros and group_size as in `PackedWeights`, contiguous. Sums in float32. arrived and the rest as in
+    `skinny_product`.
+    """
+    num_rows, num_in = x.shape
+    num_out, num_groups = scales.shape
+    block_k = min(tile.block_k, group_size & -group_size)
+    num_steps = triton.cdiv(triton.cdiv(num_in, tile.num_parts), block_k)
+    num_tiles = triton.cdiv(num_out, tile.block_n)
+    is_early = launches_early(x.device)
+    # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
+    is_aligned = weight.data_ptr() % 16 == 0 and num_in % 32 == 0
+    out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
+    _product[(num_tiles * tile.num_parts,)](
+        x, weight, scales, zeros, scales if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in,
+        num_steps, x.stride(0), num_groups, group_size, HAS_BIAS=bias is not None,
+        ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        NUM_PARTS=tile.num_parts,
+        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= 2 * _A_FETCH.value else 0, IS_EARLY=is_early,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,36 @@
+"""Parts of a product added up: by the last program of an output tile to arrive, in the parts' order, as
+`skinny_product` does it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_product(
+    total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """total: float32 [features, rows], of one part of the inputs; bias is added to the sum of all of them. arrived is
+    zeros before and afterwards."""
+    is_feature = features < num_out
+    places = rows.to(tl.int64)[None, :] * num_out + features[:, None]
+    mask = is_feature[:, None] & (rows < num_rows)[None, :]
+    is_last = True
+    if NUM_PARTS > 1:
+        part_size = num_rows.to(tl.int64) * num_out
+        tl.store(partial + part * part_size + places, total, mask=mask)
+        tl.debug_barrier()  # all of the program's numbers are there before it says so
+        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == NUM_PARTS - 1
+        if is_last:
+            tl.debug_barrier()
+            total = total * 0.0
+            for number in range(NUM_PARTS):
+                total += tl.load(partial + number * part_size + places, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tile, 0)  # as the next product wants to find it
+    if is_last:
+        if HAS_BIAS:
+            total += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)

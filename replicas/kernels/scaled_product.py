@@ -1,0 +1,94 @@
+"""A weight matrix of 8 bits times a few rows of 8 bits, and their scales: `skinny_product` of half the bytes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.skinny_product import ProductTile
+
+_A_FETCH = tl.constexpr(FETCHED_BYTES)  # weights of 8 bits in a fetch
+_NUM_FETCHED = 2
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps"])
+def _product(
+    x, x_scales, weight, scales, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
+    num_groups, group_size, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+) -> None:  # fmt: skip
+    """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group."""
+    tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
+    features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, ROWS)
+    is_feature, is_row = features < num_out, rows < num_rows
+    weight_rows = weight + features.to(tl.int64)[:, None] * num_in
+    begin = part * num_steps * BLOCK_K
+    end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
+    if NUM_FETCHED > 0:
+        inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * num_in
+        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * _A_FETCH, num_in - _A_FETCH)[None, :])
+    wait_for_earlier(IS_EARLY)
+    x_rows = x + rows[None, :] * num_in
+    total = tl.zeros([BLOCK_N, ROWS], tl.int32 if IS_INT else tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        columns = first + tl.arange(0, BLOCK_K)
+        is_column = columns < end
+        w = tl.load(weight_rows + columns[None, :], mask=is_feature[:, None] & is_column[None, :], other=0.0)
+        v = tl.load(x_rows + columns[:, None], mask=is_column[:, None] & is_row[None, :], other=0.0)
+        if IS_INT:
+            total = tl.dot(w, v, total, out_dtype=tl.int32)
+        elif IS_GROUPED:
+            group = first // group_size
+            of_w = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0)
+            of_v = tl.load(x_scales + rows * num_x_groups + group, mask=is_row, other=0.0)
+            total += tl.dot(w, v, out_dtype=tl.float32) * of_w[:, None] * of_v[None, :]
+        else:
+            # Tensor cores keep few bits of long sums of fp8: each step's goes into a whole float32.
+            total = tl.dot(w, v, total, max_num_imprecise_acc=BLOCK_K, out_dtype=tl.float32)
+    product = total.to(tl.float32)
+    if not IS_GROUPED:
+        of_w = tl.load(scales + features, mask=is_feature, other=0.0)
+        of_v = tl.load(x_scales + rows * num_x_groups, mask=is_row, other=0.0)
+        product = product * of_w[:, None] * of_v[None, :]
+    store_product(
+        product, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS
+    )
+
+
+def scaled_product(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, group_size: int,
+    bias: torch.Tensor | None, tile: ProductTile, arrived: torch.Tensor, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """x [R <= 128, K] times weight [N, K] transposed, each by its scales, plus bias [N]: [R, N] of this type.
+
+    Both e4m3 or both int8, contiguous. scales: float32 [N, groups of group_size inputs], x_scales [R, the same] or
+    [R or 1, 1]. Groups are of a multiple of 32 inputs, unless there is one. Sums in float32, of integers exact before
+    they are scaled. arrived and the rest as in `skinny_product`.
+    """
+    num_rows, num_in = x.shape
+    num_out, num_groups = scales.shape
+    is_grouped = num_groups > 1 or x_scales.shape[1] > 1
+    block_k = min(tile.block_k, group_size & -group_size) if is_grouped else tile.block_k
+    if x_scales.shape[1] == 1 and (is_grouped or x_scales.shape[0] < num_rows):
+        x_scales = x_scales.expand(num_rows, num_groups).contiguous()
+    num_steps = triton.cdiv(triton.cdiv(num_in, tile.num_parts), block_k)
+    num_tiles = triton.cdiv(num_out, tile.block_n)
+    is_early = launches_early(x.device)
+    # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
+    is_aligned = weight.data_ptr() % 16 == 0 and num_in % 16 == 0
+    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
+    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
+    _product[(num_tiles * tile.num_parts,)](
+        x, x_scales, weight, scales, scales if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in,
+        num_steps, x_scales.shape[1], num_groups, group_size, HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8,
+        IS_GROUPED=is_grouped, ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        NUM_PARTS=tile.num_parts,
+        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,84 @@
+"""A quantised layer on a card computes what its definition in plain PyTorch does, with few rows and with many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.cuda.card_linear import card_linear
+from replicas.cuda.quantised_card_linear import QuantisedCardLinear
+from replicas.cuda.skinny_linear import count_apart
+from replicas.layers.packed_weights import FP8, PackedWeights
+from replicas.layers.quantised_linear import QuantisedLinear
+from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
+from tests.gpu.paged_case import TOLERANCE, relative_error
+
+pytestmark = pytest.mark.interpreted
+
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+NUM_OUT, NUM_IN = 160, 256
+
+
+def scheme(kind: WeightKind, granularity: Granularity, activations: Activations, size: int | None = None) -> Scheme:
+    return Scheme(kind, granularity, activations, Dialect.MADE_HERE, size)
+
+
+def made(name: str) -> tuple[PackedWeights, Scheme]:
+    torch.manual_seed(4)
+    weight = torch.randn(NUM_OUT, NUM_IN)
+    channel, static = Granularity.CHANNEL, torch.tensor([0.02])
+    if name == "int4":
+        return round_weights_int4(weight, 64), scheme(WeightKind.INT4, Granularity.GROUP, Activations.NONE, 64)
+    if name == "int4 in an order":
+        packed, of = made("int4")
+        return replace(packed, order=torch.randperm(NUM_IN)), of
+    if name == "int8":
+        return round_weights(weight, torch.int8), scheme(WeightKind.INT8, channel, Activations.TOKEN)
+    if name == "int8 static":
+        packed = replace(round_weights(weight, torch.int8), input_scale=static)
+        return packed, scheme(WeightKind.INT8, channel, Activations.STATIC)
+    if name == "fp8 blocks":
+        values, scales = round_rows(weight, FP8, 128)
+        of = scheme(WeightKind.FP8, Granularity.BLOCK, Activations.TOKEN_GROUP, 128)
+        return PackedWeights(values.contiguous(), scales, 128), of
+    if name == "fp8 weights alone":
+        return round_weights(weight, FP8), scheme(WeightKind.FP8, channel, Activations.NONE)
+    if name == "fp8 static":
+        packed = replace(round_weights(weight, FP8), input_scale=static)
+        return packed, scheme(WeightKind.FP8, channel, Activations.STATIC)
+    return round_weights(weight, FP8), scheme(WeightKind.FP8, channel, Activations.TOKEN)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["fp8", "fp8 static", "fp8 blocks", "fp8 weights alone", "int8", "int8 static", "int4", "int4 in an order"],
+)
+def test_equals_the_definition(name: str, has_bias: bool, device: torch.device) -> None:
+    weights, of = made(name)
+    bias = torch.nn.Parameter(torch.randn(NUM_OUT, dtype=DTYPE), requires_grad=False) if has_bias else None
+    plain = QuantisedLinear(weights, bias, of).to(device)
+    layer = card_linear(plain)
+    assert isinstance(layer, QuantisedCardLinear)
+    assert layer.values.data_ptr() == plain.values.data_ptr()
+    assert card_linear(layer) is None, "a second time there is nothing to replace"
+    for num_rows in (1, 5, 64, 70):
+        x = torch.randn(1, num_rows, NUM_IN, device=device).to(DTYPE)
+        out = layer(x)
+        assert out.shape == (1, num_rows, NUM_OUT)
+        assert out.dtype is DTYPE
+        assert relative_error(out[0], plain(x.float())[0].double().cpu()) < 2 * TOLERANCE[DTYPE], num_rows
+        assert not layer.arrived.any()
+
+
+def test_a_twin_counts_apart(device: torch.device) -> None:
+    weights, of = made("int4")
+    layer = card_linear(QuantisedLinear(weights, None, of).to(device))
+    assert layer is not None
+    before = layer.arrived
+    assert count_apart(torch.nn.Sequential(layer)) == 1
+    assert layer.arrived is not before

@@ -1,0 +1,120 @@
+"""Products of weights of few bits against the definition: sizes that no tile divides, groups, parts, bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.kernels.int4_product import int4_product
+from replicas.kernels.round_rows import round_rows
+from replicas.kernels.scaled_product import scaled_product
+from replicas.kernels.skinny_product import ProductTile
+from replicas.layers import rounding
+from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised, pack_int4
+from tests.gpu.paged_case import TOLERANCE, relative_error
+
+pytestmark = pytest.mark.interpreted
+
+# The interpreter multiplies bfloat16 as the integers it keeps them in.
+DTYPES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+
+
+def arrived_of(num_out: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(-(-num_out // 64), dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.int8])
+@pytest.mark.parametrize("group_size", [2048, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+def test_rows_are_rounded_as_by_the_definition(
+    device: torch.device, kind: torch.dtype, group_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(5, 1300).to(dtype)
+    x[1], x[2, 7], x[3] = 0.0, 1000.0, torch.arange(1300) % 255 - 127
+    values, scales = round_rows(x.to(device), kind, group_size)
+    wanted, wanted_scales = rounding.round_rows(x, kind, group_size)
+    assert torch.equal(scales.cpu(), wanted_scales)
+    assert torch.equal(values.cpu().float(), wanted.float())
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.int8])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "group_size", "num_parts"),
+    [(1, 200, 96, 96, 1), (17, 64, 576, 576, 2), (64, 100, 1000, 1000, 4), (3, 130, 320, 128, 2), (20, 70, 640, 64, 4)],
+)
+def test_scaled_products(
+    device: torch.device, kind: torch.dtype, has_bias: bool, dtype: torch.dtype, num_rows: int, num_out: int,
+    num_in: int, group_size: int, num_parts: int,
+) -> None:  # fmt: skip
+    """Scales of rows, of the whole, and of groups."""
+    if kind is torch.int8 and group_size < num_in:
+        pytest.skip("int8 has a scale an output")
+    torch.manual_seed(2)
+    x, x_scales = rounding.round_rows(torch.randn(num_rows, num_in), kind, group_size)
+    weight, scales = rounding.round_rows(torch.randn(num_out, num_in), kind, group_size)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    numbers = [
+        values.double() * by_input(of, group_size, num_in).double() for values, of in ((x, x_scales), (weight, scales))
+    ]
+    expected = numbers[0] @ numbers[1].T + (bias.double() if bias is not None else 0.0)
+    arrived = arrived_of(num_out, device)
+    outs = [
+        scaled_product(
+            x.contiguous().to(device), x_scales.to(device), weight.contiguous().to(device), scales.to(device),
+            group_size, None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
+            dtype,
+        )
+        for _ in "12"
+    ]  # fmt: skip
+    assert outs[0].dtype is dtype
+    assert relative_error(outs[0], expected) < TOLERANCE[dtype]
+    assert torch.equal(outs[0], outs[1])
+    assert not arrived.any()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "group_size", "num_parts"),
+    [(1, 200, 96, 32, 1), (17, 64, 576, 64, 2), (64, 100, 1024, 128, 4), (3, 130, 320, 320, 2), (2, 64, 192, 96, 1)],
+)
+def test_products_of_4_bits(
+    device: torch.device, has_bias: bool, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int,
+    group_size: int, num_parts: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(3)
+    values = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8)
+    scales = (torch.rand(num_out, num_in // group_size) + 0.5).half()
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8)
+    weights = PackedWeights(pack_int4(values), scales, group_size, zeros)
+    x = torch.randn(num_rows, num_in).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if has_bias else None
+    expected = x.double() @ dequantised(weights, dtype).double().T + (bias.double() if bias is not None else 0.0)
+    arrived = arrived_of(num_out, device)
+    outs = [
+        int4_product(
+            x.to(device), weights.values.to(device), scales.to(device), zeros.to(device), group_size,
+            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
+        )
+        for _ in "12"
+    ]  # fmt: skip
+    assert relative_error(outs[0], expected) < TOLERANCE[dtype]
+    assert torch.equal(outs[0], outs[1])
+    assert not arrived.any()
+
+
+def test_each_weight_of_4_bits_meets_its_input(device: torch.device) -> None:
+    """One that is not zero at a time, and inputs that are all unlike."""
+    dtype, num_in = DTYPES[0], 64
+    x = torch.arange(1, num_in + 1).to(dtype)[None]
+    values = torch.full((num_in, num_in), 8, dtype=torch.uint8) + torch.eye(num_in, dtype=torch.uint8)
+    scales, zeros = torch.ones(num_in, 1).half(), torch.full((num_in, 1), 8, dtype=torch.uint8)
+    out = int4_product(
+        x.to(device), pack_int4(values).to(device), scales.to(device), zeros.to(device), num_in, None,
+        ProductTile(64, 128, 4, 3, 1), arrived_of(num_in, device),
+    )  # fmt: skip
+    assert torch.equal(out.cpu(), x)
