@@ -128,13 +128,13 @@ def config() -> Config:
     return loaded.model_copy(update=update)
 
 
-@pytest.mark.parametrize(("pool_name", "num_keys"), [("decode", 9), ("prefill", 8)])
+@pytest.mark.parametrize(("pool_name", "num_keys"), [("decode", 9), ("prefill", 9)])
 def test_engines_are_told_every_key_that_is_changed(config: Config, pool_name: str, num_keys: int) -> None:
     pool = config.pools.deployed()[pool_name]
     settings = engine_settings(pool_name, pool, config)
     assert isinstance(settings, EngineSettings)
     assert check_arrived(settings, pool) == num_keys
-    for name, num_fields in (("kv", 1), ("transfer", 5), ("lifecycle", 2), ("logging", 2), ("testing", 2)):
+    for name, num_fields in (("kv", 2), ("transfer", 5), ("lifecycle", 2), ("logging", 2), ("testing", 2)):
         assert check_arrived(getattr(settings, name), getattr(config, name)) == num_fields
     assert settings.served_model_name == config.model.name
     assert settings.model.max_model_len == config.model.max_model_len
