@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -148,11 +149,18 @@ def test_what_is_no_address(text: str) -> None:
 
 def test_in_a_terminal_it_asks_and_ctrl_c_ends_it(server: ChatServer) -> None:
     ours, theirs = pty.openpty()
+
+    def begin() -> None:
+        """The terminal is the process's own, and Ctrl-C tells it, also where these tests run in a shell's background:
+        what such a shell starts ignores the signal."""
+        os.close(os.open(os.ttyname(0), os.O_RDWR))
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     command = [sys.executable, "-m", "cluster.serving.command_line", "chat", server.url]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment, start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+        preexec_fn=begin,
     )  # fmt: skip
     os.close(theirs)
     shown = b""

@@ -12,7 +12,7 @@ from tests.engines.local_system import LocalSystem, collect, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
-HANDOFF_S = 1.5
+HANDOFF_S = 5.0
 
 
 def test_while_handoffs_hang_decode_computes_the_prompts(tmp_path: Path, tiny_goldens: TinyGoldens) -> None:
