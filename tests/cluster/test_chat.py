@@ -151,10 +151,11 @@ def test_in_a_terminal_it_asks_and_ctrl_c_ends_it(server: ChatServer) -> None:
     ours, theirs = pty.openpty()
 
     def begin() -> None:
-        """The terminal is the process's own, and Ctrl-C tells it, also where these tests run in a shell's background:
-        what such a shell starts ignores the signal."""
+        """The terminal is the process's own, and Ctrl-C tells it, whatever this process makes of that signal: who is
+        started inherits that it is ignored or held back."""
         os.close(os.open(os.ttyname(0), os.O_RDWR))
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     command = [sys.executable, "-m", "cluster.serving.command_line", "chat", server.url]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
