@@ -1,5 +1,5 @@
-"""Parts of a product added up: by the last program of an output tile to arrive, in the parts' order, as
-`skinny_product` does it.
+"""Parts of a product added up: by the last program of an output tile to arrive, in the parts' order, so that the sum is
+the same each time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def store_product(
         is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == NUM_PARTS - 1
         if is_last:
             tl.debug_barrier()
-            total = total * 0.0
+            total = tl.zeros_like(total)
             for number in range(NUM_PARTS):
                 total += tl.load(partial + number * part_size + places, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(arrived + tile, 0)  # as the next product wants to find it

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.parts_of_product import store_product
 
 # Weights of 16 bits in a fetch, and fetches of a row.
 _A_FETCH = tl.constexpr(FETCHED_BYTES // 2)
@@ -59,24 +60,9 @@ def _product(
         w = tl.load(weight_rows + columns[None, :], mask=is_weight, other=0.0, eviction_policy=EVICTION)
         v = tl.load(x_rows + columns[:, None], mask=is_column[:, None] & is_row[None, :], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
-    places = rows.to(tl.int64)[None, :] * num_out + features[:, None]
-    mask = is_feature[:, None] & is_row[None, :]
-    is_last = True
-    if NUM_PARTS > 1:
-        part_size = num_rows.to(tl.int64) * num_out
-        tl.store(partial + part * part_size + places, total, mask=mask)
-        tl.debug_barrier()  # all of the program's numbers are there before it says so
-        is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == NUM_PARTS - 1
-        if is_last:
-            tl.debug_barrier()
-            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            for number in range(NUM_PARTS):
-                total += tl.load(partial + number * part_size + places, mask=mask, other=0.0, cache_modifier=".cg")
-            tl.store(arrived + tile, 0)  # as the next product wants to find it
-    if is_last:
-        if HAS_BIAS:
-            total += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+    store_product(
+        total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS
+    )
 
 
 def skinny_product(
