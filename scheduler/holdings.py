@@ -109,6 +109,11 @@ class Holdings:
     # -- load, as policies see it ------------------------------------------------------------------
 
     @property
+    def num_prefix_blocks(self) -> int:
+        """Blocks in which what it has computed or read can be found again, the host's included. Never changes."""
+        return self.limits.num_blocks + (self.host.num_blocks if self.host_tier is not None else 0)
+
+    @property
     def num_queued(self) -> int:
         return len(self._queue)
 

@@ -59,7 +59,8 @@ class PrefixIndex:
                 self._remove(name)
                 known = None
             if known is None:
-                max_pieces = min(max(1, metadata["num_blocks"] // PIECE_BLOCKS), MAX_RECENT_KEYS)
+                num_blocks = metadata.get("num_prefix_blocks", metadata["num_blocks"])
+                max_pieces = min(max(1, num_blocks // PIECE_BLOCKS), MAX_RECENT_KEYS)
                 self._replicas[name] = _Replica(fingerprint, epoch, max_pieces)
                 self._fingerprints[fingerprint] += 1
 

@@ -29,7 +29,12 @@ class SimulatedPool:
         """It takes work from now on; all have the same model. Mutates."""
         limits = self.limits
         peer = {"fingerprint": "", "block_bytes": limits.block_size * self.kv_bytes_per_token}
-        told = {"num_blocks": limits.num_blocks, "step_tokens": limits.max_step_tokens, "peer": peer}
+        told = {
+            "num_blocks": limits.num_blocks,
+            "num_prefix_blocks": engine.scheduler.num_prefix_blocks,
+            "step_tokens": limits.max_step_tokens,
+            "peer": peer,
+        }
         self.engines[engine.replica_id], self.table[engine.replica_id] = engine, told
 
     def retire(self, replica_id: str) -> None:

@@ -329,3 +329,15 @@ def test_each_is_asked_once_a_second_and_those_of_a_large_pool_less_often() -> N
     times_s = [now_s / 2 for now_s in range(200) if feed.due(now_s / 2, many)]
     assert times_s == [0.0, 30.0, 60.0, 90.0]
     assert KEYS_IN_PART * MAX_PARTS > 65_536
+
+
+def test_of_a_replica_that_keeps_blocks_on_its_host_as_much_more_is_believed() -> None:
+    """What has gone from its device is found there all the same."""
+    keys = list(range(6))
+    for num_host_pieces, known in ((0, 0), (3, 6)):
+        told = table("a", pieces=3)
+        told["a"]["num_prefix_blocks"] = (3 + num_host_pieces) * PIECE_BLOCKS
+        index = PrefixIndex()
+        index.present([told])
+        index.holds("a", keys)
+        assert index.expected(keys, 0.0).get("a", 0) == known

@@ -164,6 +164,10 @@ def test_what_has_gone_from_the_device_comes_back(layout: str, lag: int, tiny_go
         for _ in range(2):
             asked.push_out()
             assert asked.again() == (32, 16)
+        told, tier = asked.built.metadata(), _tier(asked.built)
+        num_host_blocks = asked.built.engine.scheduler.host.num_blocks
+        assert tier.num_saved_blocks > 0 < num_host_blocks
+        assert told["num_prefix_blocks"] == told["num_blocks"] + num_host_blocks, "so much routers may believe it has"
         assert asked.again() == (0, 16), "it is on the device again"
         _check_host(asked.built)
 
