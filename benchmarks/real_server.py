@@ -33,7 +33,7 @@ def real_server(config: dict[str, Any], folder: Path) -> Iterator[str]:
     path, log = folder / "config.yaml", folder / "server.log"
     config = {**config, "logging": {"file": str(folder / "replicas.log"), **config.get("logging", {})}}
     path.write_text(yaml.safe_dump(config))
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "cluster.serving.command_line", "serve", str(path), "--port", str(port)]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -64,7 +64,8 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.2)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
