@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cache_load import CacheLoad
-from benchmarks.gpu.campaign_record import CampaignRecord, Line
+from benchmarks.gpu.campaign_record import CampaignRecord, Line, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, Workload, serve_piece
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.goodput_search import Limits
@@ -235,6 +235,11 @@ def main() -> int:
     options = _options()
     budget = Budget(options.budget_s)
     options.out.mkdir(parents=True, exist_ok=True)
+    with held_alone(options.state), held_alone(options.out):
+        return _run(options, budget)
+
+
+def _run(options: argparse.Namespace, budget: Budget) -> int:
     record = CampaignRecord([options.state, options.out / "campaign.jsonl"], options.resume)
     kept: dict[str, Any] = json.loads(KEPT.read_text())
     known: list[Line] = [] if options.small else kept["runs"]
