@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from scheduler.capabilities import DECODE
 from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 
@@ -107,9 +109,10 @@ class BareEngine:
         sender: RecordingSender | None = None,
         lanes: LaneObjectives | None = None,
         grammars: GrammarSettings | None = None,
+        prefixes: PrefixOptions | None = None,
     ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
-        grammars: it can hold texts against some; the folder has a tokenizer."""
+        grammars: it can hold texts against some; the folder has a tokenizer. prefixes: it has a prefix cache."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
         model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
@@ -135,22 +138,35 @@ class BareEngine:
         if grammars is not None:
             opening = GrammarsOpening(model, grammars, size.device, loaded.vocab_size)
             self.grammars = opening.result(lambda duration_s: None)
-        limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
+        self._size, self._lag, self._lanes, self._num_blocks = size, lag, lanes, pool.num_blocks
+        self._assemble(sender or RecordingSender(), prefixes)
+
+    def _assemble(self, sender: RecordingSender, prefixes: PrefixOptions | None) -> None:
+        """Scheduler and engine around the runner. Mutates."""
+        size, lanes = self._size, self._lanes
+        limits = PoolLimits(self._num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         policy = AdmissionPolicy(quantile=size.quantile)
-        self.scheduler = Scheduler(limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None)
+        self.scheduler = Scheduler(limits, DECODE, policy, self._lag, size.num_host_blocks, lanes is not None, prefixes)
         parts = EngineParts(
             self.scheduler,
             self.runner,
-            FaultPoints(None, pool.tensor),
+            FaultPoints(None, self.runner.pool.tensor),
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
             4,
             objectives=lanes or LaneObjectives(),
             grammars=self.grammars,
         )
-        self.sender = sender or RecordingSender()
+        self.sender = sender
         frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
         kind = Engine if lanes is None else TwoLaneEngine
         self.engine = kind("decode", parts, frames)
+
+    def beside(self, prefixes: PrefixOptions | None) -> BareEngine:
+        """Another engine over the same runner and KV memory, to be compared with this one. Both may be entered, but
+        only one computes at a time, and what the other has cached is then no longer what it was."""
+        other = copy(self)
+        other._assemble(RecordingSender(), prefixes)
+        return other
 
     def __enter__(self) -> BareEngine:
         gc.collect()

@@ -22,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.campaign_record import CampaignRecord, Line
+from benchmarks.gpu.cache_load import CacheLoad
+from benchmarks.gpu.campaign_record import CampaignRecord, Line, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, Workload, serve_piece
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.goodput_search import Limits
@@ -71,6 +72,7 @@ SERVED = (
         (("2048/128", 4.0), ("2048/128", 8.0), ("2048/128", 12.0)),
         has_records=True,
         masks_as="colocated-masks",
+        cache_as="colocated-cache",
     ),
     # Two prompts in one step, as vLLM has them near saturation.
     ServedPiece(
@@ -90,6 +92,10 @@ SERVED = (
     ServedPiece("vllm-masks", None, _VLLM_S, (), masks_as="vllm-masks"),
     ServedPiece("colocated-masks", "gpu-colocated.yaml", _ONE_LANE_S, (), masks_as="colocated-masks"),
     ServedPiece("lanes-masks", "gpu-one-card.yaml", _TWO_LANES_S, (), masks_as="lanes-masks"),
+    # What the prefix cache brings. vLLM's has one here only: elsewhere nothing is shared, and it was measured without.
+    ServedPiece("vllm-cache", None, _VLLM_S, (), cache_as="vllm-cache"),
+    ServedPiece("colocated-cache", "gpu-colocated.yaml", _ONE_LANE_S, (), cache_as="colocated-cache"),
+    ServedPiece("lanes-cache", "gpu-one-card.yaml", _TWO_LANES_S, (), cache_as="lanes-cache"),
 )
 # Without a server: about how many seconds each takes.
 ALONE = {
@@ -105,6 +111,7 @@ ALONE = {
     "attention-long": 30.0,
     "prompt-beside-rows": 60.0,
     "masks": 90.0,
+    "cache-steps": 85.0,
 }
 NAMES = (*ALONE, *(piece.name for piece in SERVED))
 
@@ -228,6 +235,11 @@ def main() -> int:
     options = _options()
     budget = Budget(options.budget_s)
     options.out.mkdir(parents=True, exist_ok=True)
+    with held_alone(options.state), held_alone(options.out):
+        return _run(options, budget)
+
+
+def _run(options: argparse.Namespace, budget: Budget) -> int:
     record = CampaignRecord([options.state, options.out / "campaign.jsonl"], options.resume)
     kept: dict[str, Any] = json.loads(KEPT.read_text())
     known: list[Line] = [] if options.small else kept["runs"]
@@ -245,6 +257,7 @@ def main() -> int:
             _overrides(options),
             budget.is_time_for,
             Burst(4, 24, 12, 1) if options.small else Burst(num_processes=options.processes),
+            CacheLoad(96, 2, 3, 3, 40, 20, 8, 1) if options.small else CacheLoad(),
         )
         done = {}
         for name in options.only:

@@ -16,9 +16,11 @@ from urllib.request import urlopen
 
 import yaml
 
+from benchmarks.gpu import cache_load, mask_load
+from benchmarks.gpu.cache_load import CacheLoad
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
-from benchmarks.gpu.mask_load import Burst, measure_over_http, missing
+from benchmarks.gpu.mask_load import Burst
 from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
 from benchmarks.real_server import real_server
@@ -52,7 +54,8 @@ class Workload:
 class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
     it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told.
-    masks_as: the piece under which it is noted what masks cost; None: that is not measured."""
+    masks_as, cache_as: the piece under which it is noted what masks cost, and what the prefix cache brings, which vLLM
+    has then, and else not; None: that is not measured."""
 
     name: str
     config: str | None  # None: vLLM
@@ -63,6 +66,7 @@ class ServedPiece:
     reads_bytes_per_s: float | None = None
     has_records: bool = False
     masks_as: str | None = None
+    cache_as: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +84,15 @@ class Place:
     overrides: dict[str, Any]  # of every config of ours
     is_time_for: Callable[[float], bool]
     burst: Burst = field(default_factory=Burst)
+    cache_load: CacheLoad = field(default_factory=CacheLoad)
 
 
 def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> bool:
     """Whether all of it is done now. Raises what the server's start raises."""
     todo = list(todo_of(piece, place, record))
-    has_masks_todo = piece.masks_as is not None and bool(missing(piece.masks_as, place.burst, record))
-    if not todo and not has_masks_todo:
+    has_masks_todo = piece.masks_as is not None and bool(mask_load.missing(piece.masks_as, place.burst, record))
+    has_cache_todo = piece.cache_as is not None and bool(cache_load.missing(piece.cache_as, place.cache_load, record))
+    if not todo and not has_masks_todo and not has_cache_todo:
         return True
     if not place.is_time_for(piece.start_s + (_run_s(place, todo[0]) if todo else _TAIL_S)):
         return False
@@ -95,7 +101,7 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
         if piece.masks_as is not None and has_masks_todo:
-            is_done = measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
+            is_done = mask_load.measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
             if not is_done:
                 return False
         while todo := list(todo_of(piece, place, record)):
@@ -103,6 +109,10 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
             if not place.is_time_for(_run_s(place, todo[0])):
                 return False
             record.add(run_at(url, piece.name, place.workloads[workload], rate, place.num_processes))
+        if piece.cache_as is not None and has_cache_todo:
+            load = place.cache_load
+            if not cache_load.measure_over_http(url, _MODEL, piece.cache_as, load, record, place.is_time_for):
+                return False
         if piece.config is not None:
             record.add({"piece": piece.name, "workload": None, "metrics": _metrics(url)})
     if piece.has_records:
@@ -180,7 +190,8 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
         if place.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         max_model_len = max(load.num_in + load.num_out for load in place.workloads.values()) + 64
-        with vllm_server(place.vllm_site, place.folder, max_model_len, logs / "vllm.log") as url:
+        has_cache, log = piece.cache_as is not None, logs / "vllm.log"
+        with vllm_server(place.vllm_site, place.folder, max_model_len, log, has_prefix_cache=has_cache) as url:
             yield url
         return
     config = our_config(place.configs / piece.config, place.folder)

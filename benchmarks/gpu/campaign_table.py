@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.cache_rows import HEAD, cache_rows
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
@@ -45,6 +46,8 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
     parts = [table(["", "figure", "measured", "to reach", ""], rows)] if rows else []
     if costs := cost_rows(record, _verdict):
         parts.append(table(["what masks cost", "plain, ms", "held, ms", "+ %", "to reach", ""], costs))
+    if caches := cache_rows(record, _verdict):
+        parts.append(table(HEAD, caches))
     with_kept = CampaignRecord((), ())
     with_kept.lines = [*({**line, "piece": "vllm"} for line in kept["runs"]), *record.lines]
     goodputs = [row for name, load in workloads.items() if (row := _goodput(with_kept, name, load)) is not None]

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.gpu.campaign import KEPT, SERVED, WORKLOADS
-from benchmarks.gpu.campaign_record import CampaignRecord
+from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
 from benchmarks.gpu.campaign_table import as_text
+from benchmarks.real_server import free_port
 
 LOADS = {workload.name: workload for workload in WORKLOADS}
 KEPT_FIGURES: dict[str, Any] = json.loads(KEPT.read_text())
@@ -38,6 +41,27 @@ def test_lines_are_kept_and_read_again(tmp_path: Path) -> None:
     assert later.of("handoff") is None, "it went wrong: it is to be measured again"
     later.add({"piece": "handoff", "workload": None, "ms": 1.0})
     assert later.of("handoff") is not None
+
+
+def test_two_campaigns_do_not_write_to_the_same_place(tmp_path: Path) -> None:
+    state = tmp_path / "state.jsonl"
+    for path in (state, tmp_path):
+        with held_alone(path):
+            with pytest.raises(InUse, match="another campaign"), held_alone(path):
+                pass
+            with held_alone(tmp_path / "other.jsonl"):
+                pass
+        with held_alone(path):
+            pass  # free again
+
+
+def test_servers_of_two_benchmarks_get_ports_that_nobody_else_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = []
+    for process in (4711, 4712):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        ports.append(free_port())
+    assert ports[0] != ports[1]
+    assert all(20_000 <= port < 30_000 for port in ports), "not where the kernel, Ray and Serve give ports away"
 
 
 def test_the_last_run_of_a_rate_counts(tmp_path: Path) -> None:
