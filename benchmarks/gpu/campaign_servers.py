@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.gpu.goodput_search import Limits, next_rate
 from benchmarks.gpu.mask_load import Burst
 from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
+from benchmarks.gpu.spread import spread
 from benchmarks.real_server import real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
@@ -55,7 +57,8 @@ class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
     it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told.
     masks_as, cache_as: the piece under which it is noted what masks cost, and what the prefix cache brings, which vLLM
-    has then, and else not; None: that is not measured."""
+    has then, and else not; None: that is not measured. num_cards: searches begin at as many times
+    the rate; vLLM has a server on each. flags: of vLLM's command line."""
 
     name: str
     config: str | None  # None: vLLM
@@ -67,6 +70,8 @@ class ServedPiece:
     has_records: bool = False
     masks_as: str | None = None
     cache_as: str | None = None
+    num_cards: int = 1
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +134,13 @@ def todo_of(piece: ServedPiece, place: Place, record: CampaignRecord) -> Iterato
     for name in piece.searches:
         workload = place.workloads[name]
         points = record.points(piece.name, name, workload.limits)
-        if piece.config is None:
+        if piece.config is None and piece.num_cards == 1:
             kept = CampaignRecord((), ())
             kept.lines = [{**line, "piece": piece.name} for line in place.known_runs]
             rates = {point.rate for point in points}
             points += [p for p in kept.points(piece.name, name, workload.limits) if p.rate not in rates]
         num_tried = len(record.points(piece.name, name, workload.limits))
-        rate = next_rate(points, workload.first_rate)
+        rate = next_rate(points, workload.first_rate * piece.num_cards)
         if rate is not None and num_tried < place.most_runs:
             yield name, rate
 
@@ -190,9 +195,23 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
         if place.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         max_model_len = max(load.num_in + load.num_out for load in place.workloads.values()) + 64
-        has_cache, log = piece.cache_as is not None, logs / "vllm.log"
-        with vllm_server(place.vllm_site, place.folder, max_model_len, log, has_prefix_cache=has_cache) as url:
-            yield url
+        cards = [None] if piece.num_cards == 1 else range(piece.num_cards)
+        with ExitStack() as stack:
+            starts = [
+                vllm_server(
+                    place.vllm_site,
+                    place.folder,
+                    max_model_len,
+                    logs / f"vllm-{card or 0}.log",
+                    has_prefix_cache=piece.cache_as is not None,
+                    card=card,
+                    flags=piece.flags,
+                )
+                for card in cards
+            ]
+            with ThreadPoolExecutor(len(starts)) as threads:
+                urls = list(threads.map(stack.enter_context, starts))
+            yield urls[0] if len(urls) == 1 else stack.enter_context(spread(urls, logs))
         return
     config = our_config(place.configs / piece.config, place.folder)
     for key, value in {**piece.changes, **place.overrides}.items():

@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,16 +49,24 @@ def our_config(path: Path, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def vllm_server(
-    site: Path, folder: Path, max_model_len: int, log: Path, *, has_prefix_cache: bool = False
+    site: Path,
+    folder: Path,
+    max_model_len: int,
+    log: Path,
+    *,
+    has_prefix_cache: bool = False,
+    card: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yields the URL. Blocks for a minute or two. Raises RuntimeError when it is not up in time. has_prefix_cache: and
-    its usage says how much of a prompt was found there."""
+    its usage says how much of a prompt was found there. card: of several; None: the one there is. flags: further
+    ones."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--load-format", "dummy"]
     command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len)]
-    command += vllm_cache_flags(has_prefix_cache)
-    environment = own_vllm_cache(os.environ) | {
+    command += [*vllm_cache_flags(has_prefix_cache), *flags]
+    environment = own_vllm_cache(os.environ | ({} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)})) | {
         "PYTHONPATH": f"{site}",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",

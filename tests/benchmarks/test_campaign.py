@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.campaign import KEPT, SERVED, WORKLOADS
+from benchmarks.gpu.campaign import KEPT
+from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
 from benchmarks.gpu.campaign_table import as_text
@@ -113,3 +114,15 @@ def test_the_table_says_what_is_reached_and_what_went_wrong() -> None:
     assert "6 (6.79)" in text, "vLLM's goodput, by what is kept"
     assert "1.024 of the kept; as then" in text
     assert "WENT WRONG: split: ServerFailed: not ready" in text
+
+
+def test_two_cards_are_searched_at_twice_the_rate_and_not_by_what_one_gave(tmp_path: Path) -> None:
+    known = place(tmp_path, tuple(KEPT_FIGURES["runs"]))
+    (vllm,) = [piece for piece in SERVED if piece.name == "pair-vllm"]
+    assert dict(todo_of(vllm, known, CampaignRecord([], [])))["2048/128"] == 18.0
+    record = CampaignRecord([], [])
+    record.lines = [run("pair-vllm", 12.0), run("pair-vllm", 14.0, tpot_ms=11.0), run("pair-split", 16.0)]
+    text = as_text(record, LOADS, {"runs": []})
+    assert "pair-vllm" in text
+    assert "12 (13" in text, "between the two"
+    assert "16 (more)" in text
