@@ -45,10 +45,7 @@ def spread(urls: Sequence[str], folder: Path) -> Iterator[str]:
     config.write_text(_CONFIG.format(port=port, servers="\n".join(servers)))
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [get_haproxy_binary(), "-f", str(config), "-db"],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=dict(os.environ),
+            [get_haproxy_binary(), "-f", str(config), "-db"], stdout=file, stderr=subprocess.STDOUT
         )
     try:
         url = f"http://127.0.0.1:{port}"
