@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu.cache_load import KINDS, CacheLoad
-from benchmarks.gpu.campaign_record import CampaignRecord
+from benchmarks.gpu.campaign_record import CampaignRecord, Line
 
 # Engine ms of a prompt of 8,192 that is here; percent that steps, prompts and requests may take more with the cache.
 WARM_MS, MORE_PERCENT = 20.0, 0.5
 _THEIRS = "vllm-cache"
 _OURS = ("colocated-cache", "lanes-cache")
-_FIGURES = {
-    "repeated": ("cold_ttft_ms", "warm_ttft_ms"),
-    "chats": ("first_p50_ttft_ms", "later_p50_ttft_ms", "later_p90_ttft_ms", "p90_tpot_ms", "wall_s"),
-}
+_FIGURES = ("cold_ttft_ms", "warm_ttft_ms", "first_p50_ttft_ms", "later_p50_ttft_ms", "later_p90_ttft_ms")
+_FIGURES += ("p90_tpot_ms", "wall_s")
 _SHARES = ("cached_share", "later_cached_share")
 HEAD = ["prefix cache", "figure", "measured", "beside it", "ratio", "to reach", ""]
 
@@ -36,20 +33,21 @@ def cache_rows(record: CampaignRecord, verdict: Callable[[float, float], str]) -
             most = 1 + MORE_PERCENT / 100
             rows.append([*cells, f"{most:g}", verdict(ratio, most)])
     for piece in (*_OURS, _THEIRS):
-        for kind in KINDS:
-            rows += _served(record, piece, kind, verdict)
+        for line in _runs(record, piece):
+            rows += _served(line, record.of(_THEIRS, line["workload"]), verdict)
     return [list(map(str, row)) for row in rows]
 
 
-def _served(record: CampaignRecord, piece: str, kind: str, verdict: Callable[[float, float], str]) -> list[list[Any]]:
-    name = CacheLoad().name(kind)
-    line, theirs = record.of(piece, name), record.of(_THEIRS, name)
-    if line is None:
-        return []
+def _runs(record: CampaignRecord, piece: str) -> list[Line]:
+    names = dict.fromkeys(line["workload"] for line in record.lines if line["piece"] == piece and line["workload"])
+    return [line for name in names if (line := record.of(piece, name)) is not None]
+
+
+def _served(line: Line, theirs: Line | None, verdict: Callable[[float, float], str]) -> list[list[Any]]:
     rows: list[list[Any]] = []
-    for figure in (*_FIGURES[kind], *(_SHARES if kind == "chats" else ())):
-        cells = [piece, f"{name}: {figure}", line[figure]]
-        if piece == _THEIRS or theirs is None:
+    for figure in (name for name in (*_FIGURES, *_SHARES) if name in line):
+        cells = [line["piece"], f"{line['workload']}: {figure}", line[figure]]
+        if line["piece"] == _THEIRS or theirs is None:
             rows.append([*cells, "-", "-", "-", ""])
             continue
         ratio = line[figure] / theirs[figure]

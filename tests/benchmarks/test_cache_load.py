@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -55,7 +55,8 @@ class Remembering(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
-        self.wfile.write(said)
+        with suppress(ConnectionError):  # the client may have given up meanwhile
+            self.wfile.write(said)
 
     def log_message(self, *args: object) -> None: ...
 
