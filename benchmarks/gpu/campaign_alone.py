@@ -80,7 +80,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
     started_s = time.monotonic()
     path = logs / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = run_child(name, options, path, max(10.0, min(budget.left_s, _MOST_OF_EXPECTED * ALONE[name])))
+    done = run_child(name, options, path, min(max(10.0, budget.left_s), _MOST_OF_EXPECTED * ALONE[name]))
     line: Line = {"piece": name, "workload": None, "took_s": round(time.monotonic() - started_s, 1)}
     if done.returncode != 0:
         if done.figures:

@@ -87,12 +87,13 @@ class OurEngine:
         *,
         max_sequences: int = 256,
         max_model_len: int = MAX_MODEL_LEN,
+        capacity_tokens: int | None = None,
     ) -> None:
         from benchmarks.gpu.bare_engine import BareEngine, EngineSize
         from replicas.structured_log import configure_logging
 
         configure_logging("INFO", "text")  # says what the start is made of
-        capacity = None if device == "cuda" else 65_536
+        capacity = capacity_tokens if device == "cuda" else 65_536
         size = EngineSize(max_sequences, max_model_len, step_tokens, capacity_tokens=capacity, device=device)
         self.bare = BareEngine(folder, dtype, "dummy", size, bits=bits)
         self.bare.engine.start()

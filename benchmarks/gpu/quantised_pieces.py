@@ -42,6 +42,7 @@ _FP8 = {
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 # Of Llama-3.1-70B, beside what it has in common with 8B.
 _LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+_LARGE_STEP_TOKENS, _LARGE_CAPACITY_TOKENS = 2304, 40_000  # beside 75 GB of weights
 # Sizes that are asked for: its other graphs take half a minute of a start.
 _VLLM_GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
 
@@ -126,11 +127,12 @@ def _ours(piece: Piece, folder: str, options: argparse.Namespace) -> tuple[OurEn
     engine = OurEngine(
         folder,
         options.device,
-        512 if options.small else STEP_TOKENS,
+        512 if options.small else _LARGE_STEP_TOKENS if piece.is_large else STEP_TOKENS,
         options.dtype,
         FewBits(piece.quantise, piece.kv_dtype),
         max_sequences=max(4, *piece.batches),
         max_model_len=_MAX_MODEL_LEN,
+        capacity_tokens=_LARGE_CAPACITY_TOKENS if piece.is_large else None,
     )
     bare = engine.bare
     figures: Figures = {
