@@ -27,6 +27,7 @@ from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
+from replicas.model_support import UnsupportedModel
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
@@ -96,6 +97,28 @@ class EngineSize:
     device: str = "cuda"  # or cpu, to try a benchmark where there is no card
 
 
+@dataclass(frozen=True, slots=True)
+class FewBits:
+    """As `model.quantise` and `kv.dtype` of the config."""
+
+    quantise: str = "none"
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMemory:
+    """Of a card, in bytes, once a model is loaded: what it takes, and the most that it took meanwhile. 0 on a CPU."""
+
+    weights_bytes: int
+    peak_bytes: int
+
+    @staticmethod
+    def now(device: torch.device) -> LoadMemory:
+        if device.type != "cuda":
+            return LoadMemory(0, 0)
+        return LoadMemory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+
 class BareEngine:
     """A context: the engine runs within it."""
 
@@ -110,16 +133,23 @@ class BareEngine:
         lanes: LaneObjectives | None = None,
         grammars: GrammarSettings | None = None,
         prefixes: PrefixOptions | None = None,
+        bits: FewBits | None = None,
     ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
-        grammars: it can hold texts against some; the folder has a tokenizer. prefixes: it has a prefix cache."""
+        grammars: it can hold texts against some; the folder has a tokenizer. prefixes: it has a prefix cache. bits:
+        what is quantised; then a check that fails is only noted, in `failed_check`: times of random weights tell all
+        the same."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
-        model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
-        loaded = load_model(model, device)
+        few = bits or FewBits()
+        model = ModelSettings(
+            folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False, few.quantise
+        )
+        loaded = load_model(model, device, few.kv_dtype)
         _wait_for(device)
         self.load_s = time.perf_counter() - started_s
-        layout = loaded.kv_layout(size.block_size)
+        self.memory = LoadMemory.now(device)
+        layout = loaded.kv_layout(size.block_size, few.kv_dtype)
         if size.capacity_tokens is not None:
             capacity_bytes = size.capacity_tokens * layout.bytes_per_token
         else:
@@ -128,7 +158,13 @@ class BareEngine:
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None
         )
-        self.self_check_difference = self_check(self.runner, loaded)
+        self.failed_check = ""
+        try:
+            self.self_check_difference = self_check(self.runner, loaded)
+        except UnsupportedModel as error:
+            if bits is None:
+                raise
+            self.self_check_difference, self.failed_check = float("nan"), str(error)
         self.runner.warm_up()
         for share in self.runner.shares:
             self_check(self.runner.beside(share), loaded)

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cache_load import CacheLoad
+from benchmarks.gpu.campaign_alone import ALONE, Budget, measure_alone, shape_of
 from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord, Line, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, Workload, serve_piece
@@ -33,73 +30,9 @@ from benchmarks.gpu.shape_folder import make_shape_folder
 
 _ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("vllm_figures.json")
-_SHAPE = "llama-3.1-8b"
 _LOG_BYTES = 400_000  # of each, its end
 
-# Without a server: about how many seconds each takes.
-ALONE = {
-    "handoff": 25.0,
-    "steps-two": 100.0,
-    "steps-one": 75.0,
-    "shares": 70.0,
-    "share-table": 170.0,
-    "evict-first": 160.0,
-    "logits": 110.0,
-    "chunks": 60.0,
-    "attention-rows": 25.0,
-    "attention-long": 30.0,
-    "prompt-beside-rows": 60.0,
-    "masks": 90.0,
-    "cache-steps": 85.0,
-}
 NAMES = (*ALONE, *(piece.name for piece in SERVED))
-
-
-class Budget:
-    """Seconds of this call."""
-
-    def __init__(self, total_s: float) -> None:
-        self._end_s = time.monotonic() + total_s
-
-    @property
-    def left_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-    def is_time_for(self, seconds: float) -> bool:
-        return seconds <= self.left_s
-
-
-def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: CampaignRecord, budget: Budget) -> bool:
-    """Whether it is done now. In a process of its own: it leaves no memory on the card."""
-    if record.of(name) is not None:
-        return True
-    if not budget.is_time_for(ALONE[name]):
-        return False
-    command = [sys.executable, "-m", "benchmarks.gpu.card_pieces", name, "--shape", str(_shape(options))]
-    command += ["--tokenizer", str(options.tokenizer)]
-    command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]
-    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    if options.vllm_site is not None and name == "attention-long":
-        paths.insert(0, str(options.vllm_site))
-    started_s = time.monotonic()
-    path = logs / f"{name}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as log:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            timeout=max(10.0, budget.left_s),
-            cwd=_ROOT,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {path.read_text()[-1500:]}")
-    line = {"piece": name, "workload": None, "took_s": round(time.monotonic() - started_s, 1)}
-    record.add(line | json.loads(done.stdout.strip().splitlines()[-1]))
-    print(json.dumps(record.lines[-1]), flush=True)
-    return True
 
 
 def run_piece(name: str, options: argparse.Namespace, place: Place, record: CampaignRecord, budget: Budget) -> bool:
@@ -113,11 +46,6 @@ def run_piece(name: str, options: argparse.Namespace, place: Place, record: Camp
         traceback.print_exc()
         record.add({"piece": name, "workload": None, "error": f"{type(error).__name__}: {error}"[:1500]})
         return False
-
-
-def _shape(options: argparse.Namespace) -> Path:
-    path: Path = options.shapes / f"{_SHAPE}.json"
-    return path
 
 
 def _served(options: argparse.Namespace) -> Sequence[ServedPiece]:
@@ -183,7 +111,7 @@ def _run(options: argparse.Namespace, budget: Budget) -> int:
     kept: dict[str, Any] = json.loads(KEPT.read_text())
     known: list[Line] = [] if options.small else kept["runs"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_shape_folder(_shape(options), Path(temporary) / "shape", options.tokenizer)
+        folder = make_shape_folder(shape_of(options), Path(temporary) / "shape", options.tokenizer)
         place = Place(
             folder,
             Path(temporary) / "logs",

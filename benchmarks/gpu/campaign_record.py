@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu.goodput_search import Limits, RatePoint
 
 Line = dict[str, Any]
+CUT = "cut"  # the workload of figures of a piece that did not come to its end
 
 
 class InUse(Exception):

@@ -11,6 +11,7 @@ from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
 from benchmarks.gpu.mask_load import cost_rows
+from benchmarks.gpu.quantised_table import quantised_rows
 from cluster.load.tables import table
 
 _ANCHOR = ("vllm", "2048/128", 8.0)
@@ -48,6 +49,8 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
         parts.append(table(["what masks cost", "plain, ms", "held, ms", "+ %", "to reach", ""], costs))
     if caches := cache_rows(record, _verdict):
         parts.append(table(HEAD, caches))
+    if quantised := quantised_rows(record):
+        parts.append(table(["weights or KV of few bits", "ours", "vLLM", "better by", "to reach", ""], quantised))
     with_kept = CampaignRecord((), ())
     with_kept.lines = [*({**line, "piece": "vllm"} for line in kept["runs"]), *record.lines]
     goodputs = [row for name, load in workloads.items() if (row := _goodput(with_kept, name, load)) is not None]
