@@ -240,9 +240,9 @@ def cache_steps(options: argparse.Namespace) -> dict[str, Any]:
         folder = make_shape_folder(options.shape, Path(name))
         size = EngineSize(max(loads.rows), longest, step_tokens, capacity, device=options.device)
         cached = BareEngine(str(folder), options.dtype, "dummy", size, 1, prefixes=with_cache())
-    plain = cached.beside(None)
-    with cached, plain:
-        steps = CacheSteps(cached, plain, loads, 400 if options.small else 30_000)
+    plain, again = cached.beside(None), cached.beside(None)
+    with cached, plain, again:
+        steps = CacheSteps(cached, (plain, again), loads, 400 if options.small else 30_000)
         found = {"start_s": round(cached.start_s, 1), **steps.repeated(5)}
         found |= steps.nothing_shared()
     stats = cached.scheduler.prefixes.stats() if cached.scheduler.prefixes is not None else None
