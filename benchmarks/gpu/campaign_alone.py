@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.gpu.campaign_record import CUT, CampaignRecord, Line
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.quantised_pieces import PRODUCTS
+from benchmarks.gpu.served import own_vllm_cache
 from benchmarks.gpu.side_by_side import VLLM_ENVIRONMENT
 
 _ROOT = Path(__file__).parents[2]
@@ -125,7 +126,7 @@ def _environment(name: str, options: argparse.Namespace) -> dict[str, str]:
     if name in QUANTISED and QUANTISED[name].said is not None:
         if options.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
-        return os.environ | VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"}
+        return own_vllm_cache(os.environ | VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"})
     if options.vllm_site is not None and name == "attention-long":
         paths.insert(0, str(options.vllm_site))
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
