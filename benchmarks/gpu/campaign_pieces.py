@@ -32,7 +32,16 @@ SERVED = (
         "gpu-one-card.yaml",
         _TWO_LANES_S,
         (("2048/128", 8.0), ("2048/128", 12.0)),
-        ("2048/128", "512/512", "8192/256"),
+        ("2048/128", "512/512"),
+    ),
+    # Its limit of first tokens is another, so its objective is.
+    ServedPiece(
+        "lanes-8192",
+        "gpu-one-card.yaml",
+        _TWO_LANES_S,
+        (),
+        ("8192/256",),
+        changes={"pools.decode.lanes.ttft_s": 1.0},
     ),
     # Long prompts in one step each, by hand instead of by graphs: no row waits for it in two lanes.
     ServedPiece(
@@ -41,7 +50,7 @@ SERVED = (
         _TWO_LANES_S,
         (),
         ("8192/256",),
-        changes={"pools.decode.max_batch_tokens": 8448},
+        changes={"pools.decode.max_batch_tokens": 8448, "pools.decode.lanes.ttft_s": 1.0},
     ),
     ServedPiece(
         "colocated",
