@@ -1,0 +1,119 @@
+"""How long steps of rows take, by how many tokens they compute: learned from those that ran."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+_SMOOTHING = 0.1  # of a size's mean
+_NUM_SETTLING = 4  # of a size's first times the shortest counts: the first ones compile, load, warm up
+_MOST_TIMES_MEAN = 3.0  # a step that took longer than this was interrupted
+_EXACT_SIZES = 16  # sizes up to this are told apart one by one, larger ones in eighths of a doubling
+_MOST_AGE = 2048  # steps after which a time with drafts is no longer believed: nothing else would bring it down again
+_GROWTH = 0.2  # where nothing is measured, a step of twice as many tokens takes 2 ** _GROWTH times as long
+_SLOPE_MEMORY = 1.0 / 256
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about as many tokens. mean_tokens, mean_context: what they had on average."""
+
+    mean_s: float
+    mean_tokens: float
+    mean_context: float
+    num_steps: int
+    last_step: int
+
+
+class StepTimes:
+    """Seconds of a step by the most drafts that a row of it has, its tokens and the positions that it attends to.
+
+    Two curves would not do: 8 rows, and one row with 7 drafts, are both 8 tokens, but the one reads eight contexts, and
+    the other one may run a draft model first. What was not measured follows from what was: between two sizes on a line,
+    beyond them as steps without drafts grow. One thread.
+    """
+
+    def __init__(self) -> None:
+        self._curves: dict[int, dict[int, _Size]] = {}
+        self._keys: dict[int, list[int]] = {}  # of each curve, ascending
+        self._num_steps = 0
+        self._covariance = self._variance = 0.0  # of seconds and context, of context; within sizes
+
+    def count(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """A step without prompts took so long. num_tokens: of its rows and their drafts. Mutates."""
+        if seconds <= 0.0 or num_tokens <= 0:
+            return
+        self._num_steps += 1
+        curve, key = self._curves.setdefault(num_drafts, {}), _key(num_tokens)
+        size = curve.get(key)
+        if size is None or self._is_old(num_drafts, size):
+            if size is None:
+                insort(self._keys.setdefault(num_drafts, []), key)
+            curve[key] = _Size(seconds, num_tokens, num_context_tokens, 1, self._num_steps)
+            return
+        size.num_steps += 1
+        size.last_step = self._num_steps
+        if size.num_steps <= _NUM_SETTLING:
+            if seconds < size.mean_s:
+                size.mean_s, size.mean_tokens, size.mean_context = seconds, num_tokens, num_context_tokens
+            return
+        seconds = min(seconds, _MOST_TIMES_MEAN * size.mean_s)
+        off_s, off_context = seconds - size.mean_s, num_context_tokens - size.mean_context
+        self._covariance += off_s * off_context - _SLOPE_MEMORY * self._covariance
+        self._variance += off_context * off_context - _SLOPE_MEMORY * self._variance
+        size.mean_s += _SMOOTHING * off_s
+        size.mean_context += _SMOOTHING * off_context
+        size.mean_tokens += _SMOOTHING * (num_tokens - size.mean_tokens)
+
+    def seconds(self, num_drafts: int, num_tokens: int, num_context_tokens: int) -> float | None:
+        """What such a step takes; None: nothing is known about steps without drafts. O(log sizes)."""
+        plain_s = self._on_curve(0, num_tokens, num_context_tokens)
+        if plain_s is None or not num_drafts:
+            return plain_s
+        with_drafts_s = self._on_curve(num_drafts, num_tokens, num_context_tokens)
+        return plain_s if with_drafts_s is None else with_drafts_s
+
+    def _on_curve(self, num_drafts: int, num_tokens: int, num_context_tokens: int) -> float | None:
+        below, above = self._neighbours(num_drafts, num_tokens)
+        if below is None and above is None:
+            return None
+        if below is not None and above is not None:
+            below_s, above_s = self._at(below, num_context_tokens), self._at(above, num_context_tokens)
+            width = above.mean_tokens - below.mean_tokens
+            part = min(1.0, max(0.0, (num_tokens - below.mean_tokens) / width)) if width > 0.0 else 0.0
+            return below_s + part * (above_s - below_s)
+        end = above if below is None else below
+        assert end is not None
+        end_s = self._at(end, num_context_tokens)
+        if num_drafts:
+            there_s = self._on_curve(0, round(end.mean_tokens), num_context_tokens)
+            here_s = self._on_curve(0, num_tokens, num_context_tokens)
+            return end_s if there_s is None or here_s is None else end_s * here_s / there_s
+        # Fewer tokens are taken to cost as much: weights are read for them all the same.
+        return end_s * math.pow(max(1.0, num_tokens / end.mean_tokens), _GROWTH)
+
+    def _neighbours(self, num_drafts: int, num_tokens: int) -> tuple[_Size | None, _Size | None]:
+        """The nearest sizes that are believed: up to this one's, and beyond."""
+        keys, curve = self._keys.get(num_drafts, []), self._curves.get(num_drafts, {})
+        index = bisect_left(keys, _key(num_tokens))
+        if index < len(keys) and keys[index] == _key(num_tokens) and not self._is_old(num_drafts, curve[keys[index]]):
+            return curve[keys[index]], curve[keys[index]]
+        below = next((curve[k] for k in reversed(keys[:index]) if not self._is_old(num_drafts, curve[k])), None)
+        above = next((curve[k] for k in keys[index:] if not self._is_old(num_drafts, curve[k])), None)
+        return below, above
+
+    def _is_old(self, num_drafts: int, size: _Size) -> bool:
+        return num_drafts > 0 and self._num_steps - size.last_step > _MOST_AGE
+
+    def _at(self, size: _Size, num_context_tokens: int) -> float:
+        """Its mean, had it been measured with this context."""
+        slope = max(0.0, self._covariance / self._variance) if self._variance > 0.0 else 0.0
+        return max(0.5 * size.mean_s, size.mean_s + slope * (num_context_tokens - size.mean_context))
+
+
+def _key(num_tokens: int) -> int:
+    if num_tokens <= _EXACT_SIZES:
+        return num_tokens
+    shift = num_tokens.bit_length() - 4
+    return num_tokens >> shift << shift
