@@ -46,6 +46,11 @@ class DraftAcceptance:
             return self.further_hits / self.further_trials
         return (self.further_hits + weight * prior.further()) / (self.further_trials + weight)
 
+    def gains(self, prior: DraftAcceptance | None = None) -> tuple[float, ...]:
+        """How many drafts hold, on average, with each of DRAFT_COUNTS of them."""
+        first, further = self.first(prior), self.further(prior)
+        return tuple([expected_accepted(first, further, count) for count in DRAFT_COUNTS])
+
 
 def expected_accepted(first: float, further: float, num_drafts: int) -> float:
     """How many of so many drafts hold, on average."""
