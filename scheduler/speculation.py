@@ -21,20 +21,22 @@ _RETRY_TOKENS = 8  # between two probes of one row, at least: with a lag the fir
 
 @dataclass(slots=True)
 class SpeculationState:
-    """Of one request: what came of its drafts. rests_until: a position in front of which it is off."""
+    """Of one request: what came of its drafts. rests_until: it is off while its context is shorter than that."""
 
     acceptance: DraftAcceptance = field(default_factory=lambda: DraftAcceptance(_ROW_MEMORY))
     rests_until: int = LONG_AGO
-    tried_at: int = LONG_AGO  # the position of its last drafts
+    tried_at: int = LONG_AGO  # its context when it had its last drafts
     first: float = 0.0  # that its first draft holds
     gains: tuple[float, ...] = ()  # drafts that hold, with DRAFT_COUNTS of them; empty: it has drafted nothing yet
 
 
 class RowSpeculation(NamedTuple):
-    """A row of the next step. position: of its last token, or more. most: drafts that it may have; 0: none."""
+    """A row of the next step. num_context_tokens: positions that it attends to, or more. most: drafts that it may have:
+    its sequence ends, or its tokens follow rules that are not drafted for; 0: none.
+    """
 
     state: SpeculationState
-    position: int
+    num_context_tokens: int
     most: int
 
 
@@ -127,6 +129,10 @@ class SpeculationPolicy:
     margin: float = 0.02
     probe_share: float = 0.005
 
+    def may_draft(self, num_rows: int) -> bool:
+        """Whether steps of so many rows may have drafts."""
+        return self.max_rows is None or num_rows <= self.max_rows
+
     def choose(self, outlook: StepOutlook) -> DraftChoice:
         """Drafts of the next step's rows. Pure; O(rows), where it is not padded O(rows log rows).
 
@@ -134,12 +140,12 @@ class SpeculationPolicy:
         it, a probe: the fewest drafts, for all rows that do not rest.
         """
         num_rows = outlook.num_rows
-        if not num_rows or (self.max_rows is not None and num_rows > self.max_rows):
+        if not num_rows or not self.may_draft(num_rows):
             return outlook.choice(0, ())
         awake = [
             i
             for i, row in enumerate(outlook.rows)
-            if row.most >= DRAFT_COUNTS[0] and row.position >= row.state.rests_until
+            if row.most >= DRAFT_COUNTS[0] and row.num_context_tokens >= row.state.rests_until
         ]
         if not awake:
             return outlook.choice(0, ())
@@ -197,7 +203,7 @@ class SpeculationPolicy:
     def _probe(self, outlook: StepOutlook, awake: Sequence[int]) -> DraftChoice:
         """No drafts, or the fewest, of rows that have not been tried lately: of all of them, or of one."""
         count, plain_s = DRAFT_COUNTS[0], outlook.plain_s
-        states = [(i, outlook.rows[i].position - outlook.rows[i].state.tried_at) for i in awake]
+        states = [(i, outlook.rows[i].num_context_tokens - outlook.rows[i].state.tried_at) for i in awake]
         untried = [i for i, num_tokens in states if num_tokens >= _RETRY_TOKENS]
         for probed in (untried, untried[:1]):
             step_s = outlook.seconds(count, self._num_tokens(outlook, len(probed), count))

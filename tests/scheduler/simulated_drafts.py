@@ -40,7 +40,7 @@ class Text:
 
     kinds: Sequence[Kind]
     lengths: Sequence[int]
-    start: int = 200  # position
+    start: int = 200  # of its context
     num_done: int = 0
     state: SpeculationState = field(default_factory=SpeculationState)
 
@@ -93,6 +93,7 @@ def simulate(
         num_tokens, results = len(running) * (1 + step_drafts), []
         if not is_padded:
             num_tokens = len(running)
+        num_context_tokens = sum([text.start + text.num_done for text in running])
         for text, count in zip(running, counts, strict=True):
             kind = text.kind
             num_drafted = count if count and rng.random() < kind.found else 0
@@ -111,7 +112,7 @@ def simulate(
         run.chosen[step_drafts] += 1
         last = step_drafts
         noisy_s = seconds * rng.uniform(0.97, 1.05) * (rng.uniform(1.5, 8.0) if rng.random() < 0.003 else 1.0)
-        speculator.step_took(step_drafts if num_tokens > len(running) else 0, num_tokens, 1000 * len(running), noisy_s)
+        speculator.step_took(step_drafts if num_tokens > len(running) else 0, num_tokens, num_context_tokens, noisy_s)
         running = [text for text in running if text.num_left > 0]
         unsettled.append(results)
         if len(unsettled) > lag:
@@ -130,7 +131,7 @@ def by(speculator: Speculator) -> Chooser:
 
     def choose(texts: Sequence[Text]) -> Sequence[int]:
         rows = [RowSpeculation(text.state, text.start + text.num_done, min(7, text.num_left - 1)) for text in texts]
-        return speculator.choose(rows, 1000 * len(rows))
+        return speculator.choose(rows)
 
     return choose
 
