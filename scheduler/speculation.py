@@ -173,13 +173,17 @@ class SpeculationPolicy:
                 step_s = outlook.seconds(count, self._num_tokens(outlook, len(awake), count))
                 yield _Option(count, awake, outlook.num_rows + sum(gains), step_s)
                 continue
-            found, num_tokens, drafting = [], float(outlook.num_rows), []
-            for gain, index in sorted(zip(gains, awake, strict=True), key=lambda pair: -pair[0]):
-                drafting.append(index)
+            found: list[_Option] = []
+            num_tokens = float(outlook.num_rows)
+            in_order = sorted(zip(gains, awake, strict=True), key=lambda pair: -pair[0])
+            drafting = [index for _, index in in_order]
+            for number, (gain, _) in enumerate(in_order, 1):
                 num_tokens += gain
-                step_s = outlook.seconds(count, self._num_tokens(outlook, len(drafting), count))
-                found.append(_Option(count, drafting[:], num_tokens, step_s))
-            yield max(found, key=lambda option: option.rate)
+                step_s = outlook.seconds(count, self._num_tokens(outlook, number, count))
+                found.append(_Option(count, drafting, num_tokens, step_s))
+            rates = [option.rate for option in found]
+            number = rates.index(max(rates)) + 1
+            yield found[number - 1]._replace(drafting=drafting[:number])
 
     def _resting(self, outlook: StepOutlook, awake: Sequence[int]) -> frozenset[int]:
         """Rows, by index, that are off from now on."""

@@ -11,6 +11,7 @@ _NUM_SETTLING = 4  # of a size's first times the shortest counts: the first ones
 _MOST_OFF = 1.25  # a step counts as at most so many times the mean, at least a part: it was interrupted, or is not
 _EXACT_SIZES = 16  # sizes up to this are told apart one by one, larger ones in eighths of a doubling
 _MOST_AGE = 1024  # steps after which a time with drafts is no longer believed: nothing else would bring it down again
+_FORGETTING = 128  # steps between looking for such times
 _GROWTH = 0.2  # where nothing is measured, a step of twice as many tokens takes 2 ** _GROWTH times as long
 _SLOPE_MEMORY = 1.0 / 256
 
@@ -52,13 +53,14 @@ class StepTimes:
         if key not in self._outline:
             insort(self._all_keys, key)
         self._outline[key] = size.mean_s
+        if self._num_steps % _FORGETTING == 0:
+            self._forget()
 
     def _count(self, num_drafts: int, key: int, num_tokens: int, num_context_tokens: int, seconds: float) -> _Size:
         curve = self._curves.setdefault(num_drafts, {})
         size = curve.get(key)
-        if size is None or self._is_old(num_drafts, size):
-            if size is None:
-                insort(self._keys.setdefault(num_drafts, []), key)
+        if size is None:
+            insort(self._keys.setdefault(num_drafts, []), key)
             curve[key] = size = _Size(seconds, num_tokens, num_context_tokens, 1, self._num_steps)
             return size
         size.num_steps += 1
@@ -67,7 +69,8 @@ class StepTimes:
             if seconds < size.mean_s:
                 size.mean_s, size.mean_tokens, size.mean_context = seconds, num_tokens, num_context_tokens
             return size
-        seconds = min(max(seconds, size.mean_s / _MOST_OFF), size.mean_s * _MOST_OFF)
+        expected_s = self._at(size, num_context_tokens)
+        seconds = min(max(seconds, expected_s / _MOST_OFF), expected_s * _MOST_OFF)
         off_s, off_context = seconds - size.mean_s, num_context_tokens - size.mean_context
         self._covariance += off_s * off_context - _SLOPE_MEMORY * self._covariance
         self._variance += off_context * off_context - _SLOPE_MEMORY * self._variance
@@ -86,7 +89,7 @@ class StepTimes:
 
     def has(self, num_drafts: int) -> bool:
         """Whether steps with so many drafts were timed."""
-        return num_drafts in self._curves
+        return bool(self._curves.get(num_drafts))
 
     def age(self, num_tokens: int) -> int:
         """How many steps ago one without drafts, and of about so many tokens, was timed; of the nearest sizes."""
@@ -127,17 +130,25 @@ class StepTimes:
         return max(growing_s, low_s + slope_s * (num_tokens - keys[-1]))
 
     def _neighbours(self, num_drafts: int, num_tokens: int) -> tuple[_Size | None, _Size | None]:
-        """The nearest sizes that are believed: up to this one's, and beyond."""
+        """The nearest sizes: up to this one's, and beyond."""
         keys, curve = self._keys.get(num_drafts, []), self._curves.get(num_drafts, {})
         index = bisect_left(keys, _key(num_tokens))
-        if index < len(keys) and keys[index] == _key(num_tokens) and not self._is_old(num_drafts, curve[keys[index]]):
+        if index < len(keys) and keys[index] == _key(num_tokens):
             return curve[keys[index]], curve[keys[index]]
-        below = next((curve[k] for k in reversed(keys[:index]) if not self._is_old(num_drafts, curve[k])), None)
-        above = next((curve[k] for k in keys[index:] if not self._is_old(num_drafts, curve[k])), None)
+        below = curve[keys[index - 1]] if index else None
+        above = curve[keys[index]] if index < len(keys) else None
         return below, above
 
-    def _is_old(self, num_drafts: int, size: _Size) -> bool:
-        return num_drafts > 0 and self._num_steps - size.last_step > _MOST_AGE
+    def _forget(self) -> None:
+        """Sizes with drafts that were not timed lately."""
+        for num_drafts, curve in self._curves.items():
+            if num_drafts:
+                oldest = self._num_steps - _MOST_AGE
+                self._keys[num_drafts] = [key for key in self._keys[num_drafts] if curve[key].last_step >= oldest]
+                self._curves[num_drafts] = {key: curve[key] for key in self._keys[num_drafts]}
+        known = {key for curve in self._curves.values() for key in curve}
+        self._all_keys = sorted(known)
+        self._outline = {key: self._outline[key] for key in self._all_keys}
 
     def _at(self, size: _Size, num_context_tokens: int) -> float:
         """Its mean, had it been measured with this context."""

@@ -82,7 +82,8 @@ def simulate(
 ) -> Run:
     """So many texts at a time, each from the first to its last token; a text that ends makes place for the next."""
     rng = random.Random(seed)
-    waiting, running, run = deque(texts), [], Run()
+    waiting, run = deque(texts), Run()
+    running: list[Text] = []
     unsettled: deque[list[tuple[SpeculationState, int, int, int]]] = deque()
     last = 0
     while waiting or running:
