@@ -21,22 +21,22 @@ _RETRY_TOKENS = 8  # between two probes of one row, at least: with a lag the fir
 
 @dataclass(slots=True)
 class SpeculationState:
-    """Of one request: what came of its drafts. rests_until: it is off while its context is shorter than that."""
+    """Of one request: what came of its drafts. rests_until: a position in front of which it is off."""
 
     acceptance: DraftAcceptance = field(default_factory=lambda: DraftAcceptance(_ROW_MEMORY))
     rests_until: int = LONG_AGO
-    tried_at: int = LONG_AGO  # its context when it had its last drafts
+    tried_at: int = LONG_AGO  # where it had its last drafts
+    num_drafted: int = 0
+    num_accepted: int = 0
     first: float = 0.0  # that its first draft holds
     gains: tuple[float, ...] = ()  # drafts that hold, with DRAFT_COUNTS of them; empty: it has drafted nothing yet
 
 
 class RowSpeculation(NamedTuple):
-    """A row of the next step. num_context_tokens: positions that it attends to, or more. most: drafts that it may have:
-    its sequence ends, or its tokens follow rules that are not drafted for; 0: none.
-    """
+    """A row of the next step. position: of its last token, or more. most: drafts that it may have; 0: none."""
 
     state: SpeculationState
-    num_context_tokens: int
+    position: int
     most: int
 
 
@@ -145,7 +145,7 @@ class SpeculationPolicy:
         awake = [
             i
             for i, row in enumerate(outlook.rows)
-            if row.most >= DRAFT_COUNTS[0] and row.num_context_tokens >= row.state.rests_until
+            if row.most >= DRAFT_COUNTS[0] and row.position >= row.state.rests_until
         ]
         if not awake:
             return outlook.choice(0, ())
@@ -207,7 +207,7 @@ class SpeculationPolicy:
     def _probe(self, outlook: StepOutlook, awake: Sequence[int]) -> DraftChoice:
         """No drafts, or the fewest, of rows that have not been tried lately: of all of them, or of one."""
         count, plain_s = DRAFT_COUNTS[0], outlook.plain_s
-        states = [(i, outlook.rows[i].num_context_tokens - outlook.rows[i].state.tried_at) for i in awake]
+        states = [(i, outlook.rows[i].position - outlook.rows[i].state.tried_at) for i in awake]
         untried = [i for i, num_tokens in states if num_tokens >= _RETRY_TOKENS]
         for probed in (untried, untried[:1]):
             step_s = outlook.seconds(count, self._num_tokens(outlook, len(probed), count))

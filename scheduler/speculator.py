@@ -62,12 +62,14 @@ class Speculator:
         """How many tokens a row of a step brings, on average of late; at least 1."""
         return 1.0 + self._part_drafting * (self._tokens_of_drafting - 1.0)
 
-    def choose(self, rows: Sequence[RowSpeculation], most_tokens: int | None = None) -> tuple[int, ...]:
-        """Drafts of each row of the next step. most_tokens: of the step. Mutates: who drafts, and who rests."""
+    def choose(
+        self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Drafts of each row of the next step, at most its `most`. num_context_tokens: that its rows attend to.
+        most_tokens: of the step. Mutates: who drafts, and who rests."""
         none = (0,) * len(rows)
         if not rows or not self.policy.may_draft(len(rows)):
             return none
-        num_context_tokens = sum([row.num_context_tokens for row in rows])
         plain_s = self.times.seconds(0, len(rows), num_context_tokens)
         if plain_s is None or self.times.age(len(rows)) > _MOST_AGE:
             return none
@@ -90,7 +92,7 @@ class Speculator:
         self._credit_s -= choice.probe_s
         self._last = 0 if choice.probe_s else choice.step_drafts
         for index in choice.resting:
-            rows[index].state.rests_until = rows[index].num_context_tokens + choice.rest_tokens
+            rows[index].state.rests_until = rows[index].position + choice.rest_tokens
         self.counts.rested += len(choice.resting)
         self.counts.steps[choice.step_drafts] += 1
         num_drafting = 0
@@ -98,7 +100,7 @@ class Speculator:
             for row, count in zip(rows, choice.num_drafts, strict=True):
                 if count:
                     num_drafting += 1
-                    row.state.tried_at = row.num_context_tokens
+                    row.state.tried_at = row.position
         self._part_drafting += _SMOOTHING * (num_drafting / len(rows) - self._part_drafting)
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
@@ -108,6 +110,8 @@ class Speculator:
         """
         self._tokens_of_drafting += _SMOOTHING * (1.0 + num_accepted - self._tokens_of_drafting)
         self.counts.add(num_drafted, num_accepted)
+        state.num_drafted += num_drafted
+        state.num_accepted += num_accepted
         if not num_drafted and not self.policy.is_padded:
             return
         # Where it costs as much as drafts that are wrong, it is one.

@@ -40,7 +40,7 @@ class Text:
 
     kinds: Sequence[Kind]
     lengths: Sequence[int]
-    start: int = 200  # of its context
+    start: int = 200  # position
     num_done: int = 0
     state: SpeculationState = field(default_factory=SpeculationState)
 
@@ -94,7 +94,7 @@ def simulate(
         num_tokens, results = len(running) * (1 + step_drafts), []
         if not is_padded:
             num_tokens = len(running)
-        num_context_tokens = sum([text.start + text.num_done for text in running])
+        num_context_tokens = sum([text.start + text.num_done + 1 for text in running])
         for text, count in zip(running, counts, strict=True):
             kind = text.kind
             num_drafted = count if count and rng.random() < kind.found else 0
@@ -132,7 +132,7 @@ def by(speculator: Speculator) -> Chooser:
 
     def choose(texts: Sequence[Text]) -> Sequence[int]:
         rows = [RowSpeculation(text.state, text.start + text.num_done, min(7, text.num_left - 1)) for text in texts]
-        return speculator.choose(rows)
+        return speculator.choose(rows, sum([row.position + 1 for row in rows]))
 
     return choose
 

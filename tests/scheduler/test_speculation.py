@@ -29,13 +29,13 @@ EAGLE = Kind(0.7, 0.62)
 PADDED, RAGGED = SpeculationPolicy(is_padded=True), SpeculationPolicy()
 
 
-def row(kind: Kind | None, most: int = 7, context: int = 500) -> RowSpeculation:
+def row(kind: Kind | None, most: int = 7, position: int = 500) -> RowSpeculation:
     """Whose drafts have held as of this kind; None: it has had none."""
     state = SpeculationState()
     if kind is not None:
         state.first = kind.first
         state.gains = tuple(kind.expected(count, is_padded=False) for count in DRAFT_COUNTS)
-    return RowSpeculation(state, context, most)
+    return RowSpeculation(state, position, most)
 
 
 def outlook(rows: list[RowSpeculation], step_s: StepS = H200, **more: float) -> StepOutlook:
@@ -150,7 +150,7 @@ def test_rest_is_as_long_as_a_probe_is_dear() -> None:
 def test_who_rests_is_no_reason_for_drafts() -> None:
     resting = RowSpeculation(SpeculationState(rests_until=501, first=0.9, gains=(1.7, 3.0, 5.0)), 500, 7)
     assert PADDED.choose(outlook([resting] * 4, credit_s=1.0)) == DraftChoice((0,) * 4)
-    awake = resting._replace(num_context_tokens=501)
+    awake = resting._replace(position=501)
     assert PADDED.choose(outlook([awake] * 4)).step_drafts == 7
 
 
@@ -196,7 +196,7 @@ def learned(
     speculator, tried = Speculator(policy), row(None)
     speculator.step_took(0, 1, 500, 0.030)
     for _ in range(steps):
-        speculator.choose([tried])
+        speculator.choose([tried], 500)
         speculator.accepted(tried.state, 7, num_drafted, num_accepted)
     return speculator, tried
 
@@ -208,10 +208,10 @@ def test_that_nothing_is_found_costs_something_only_in_padded_steps() -> None:
 
 def test_no_drafts_before_a_step_was_timed() -> None:
     speculator = Speculator(PADDED)
-    assert speculator.choose([row(REPETITIVE)]) == (0,)
-    assert speculator.choose([]) == ()
+    assert speculator.choose([row(REPETITIVE)], 500) == (0,)
+    assert speculator.choose([], 0) == ()
     speculator.step_took(0, 1, 500, 0.0042)
-    assert speculator.choose([row(REPETITIVE)]) == (2,), "the fewest first: what more of them take is not known"
+    assert speculator.choose([row(REPETITIVE)], 500) == (2,), "the fewest first: what more of them take is not known"
 
 
 def test_one_plain_step_now_and_then() -> None:
@@ -220,7 +220,7 @@ def test_one_plain_step_now_and_then() -> None:
     speculator.step_took(0, 1, 500, 0.0042)
     chosen = []
     for _ in range(2000):
-        (count,) = speculator.choose([steady])
+        (count,) = speculator.choose([steady], 500)
         chosen.append(count)
         speculator.step_took(count, 1 + count, 500, H200(count, 1 + count))
         if count:
