@@ -14,8 +14,11 @@ import pytest
 from cluster.routing.generation import Generation
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
+from scheduler.beam_search import BeamParams
+from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
-from tests.engines.drafting_system import CountedDrafts, OracleDrafter, Texts, draft_with, drafting
+from tests.engines.drafting_system import CountedDrafts, FailingDrafter, OracleDrafter, Texts, draft_with, drafting
+from tests.engines.local_pools import ManySystem
 from tests.engines.local_system import Generated, LocalSystem
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
@@ -146,3 +149,139 @@ def test_every_way_of_choosing(system: LocalSystem, expected: list[Generated], n
         num_drafted, num_held = CountedDrafts.take()
         assert num_drafted > num_held > 50, "drafts of both kinds"
     at_rest(system)
+
+
+def test_a_second_turn_finds_what_was_drafted_in_the_first(folder: Path, plain: LocalSystem) -> None:
+    """Blocks that drafts have filled hold what counts: a prompt that goes on from an answer is computed from them."""
+    first = [plain.generation(prompt, 60, WAYS[2]) for prompt in PROMPTS[:4]]
+    answers = plain.run(first)
+    follow = [[*p, *got.token_ids[0], 7, 8, 9] for p, got in zip(PROMPTS, answers, strict=False)]
+    second = [plain.generation(prompt, 40, WAYS[4]) for prompt in follow]
+    expected = plain.run(second)
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, OracleDrafter(texts_of(first, answers), 0.7))
+        assert_same(system.run(first), answers)
+        num_drafted, num_held = CountedDrafts.take()
+        assert num_drafted > num_held > 20
+        prefixes = system.decode.engine.scheduler.prefixes
+        assert prefixes is not None
+        before = prefixes.num_found_tokens
+        assert_same(system.run(second), expected)
+        num_whole = sum((len(p) + 60 - 1) // 16 * 16 for p in PROMPTS[:4])
+        assert prefixes.num_found_tokens - before == num_whole, "all that is committed, and nothing else"
+        at_rest(system)
+
+
+def forgetful(system: LocalSystem) -> LocalSystem:
+    """Outputs were very short so far."""
+    estimator = system.decode.engine.scheduler.budget.estimator
+    assert isinstance(estimator, LengthEstimator)
+    for _ in range(100):
+        estimator.observe(20)
+    return system
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("host_memory_bytes", [1 << 26, 0], ids=["to host memory", "by replay"])
+def test_requests_that_give_way(folder: Path, plain: LocalSystem, host_memory_bytes: int, lag: int) -> None:
+    asked = [plain.generation(prompt, 130, way) for prompt in PROMPTS for way in (WAYS[1], WAYS[2])]
+    expected = plain.run(asked)
+    tight = tiny_settings("decode", folder, lag=lag, kv_capacity_tokens=960, admission=OPTIMISTIC)
+    with running(drafting(replace(tight, host_memory_bytes=host_memory_bytes))) as system:
+        draft_with(system.decode, 4, OracleDrafter(texts_of(asked, expected), 0.7))
+        CountedDrafts.take()
+        assert_same(forgetful(system).run(asked), expected)
+        num_drafted, num_held = CountedDrafts.take()
+        assert num_drafted > num_held > 50
+        preemption = system.decode.engine.scheduler.preemption
+        assert preemption.num_swapped if host_memory_bytes else preemption.num_evicted
+        at_rest(system)
+
+
+def test_an_engine_that_dies(folder: Path, plain: LocalSystem) -> None:
+    """What it had said is the prompt's end elsewhere, and a part of what drafts are looked for in."""
+    asked = [plain.generation(prompt, 100, way) for prompt in PROMPTS for way in (WAYS[0], WAYS[2], WAYS[3])]
+    expected = plain.run(asked)
+    decode = drafting(tiny_settings("decode", folder, lag=1))
+    system = ManySystem([decode] * 2, [tiny_settings("prefill", folder)])
+    try:
+        for built in system.decodes.values():
+            draft_with(built, 4, OracleDrafter(texts_of(asked, expected), 0.7))
+        CountedDrafts.take()
+        generated = system.run(asked, kill_after=300)
+        num_drafted, num_held = CountedDrafts.take()
+        assert num_drafted > num_held > 50
+        assert [got.token_ids for got in generated] == [got.token_ids for got in expected]
+    finally:
+        system.close()
+
+
+def test_beams_beside_rows_with_drafts(folder: Path, plain: LocalSystem) -> None:
+    asked = [plain.generation(p, 40, beam=BeamParams(3, 1.0, False), num_choices=2) for p in PROMPTS[:3]]
+    asked += [plain.generation(prompt, 60, way) for prompt, way in zip(PROMPTS, WAYS, strict=False)]
+    expected = plain.run(asked)
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 7, OracleDrafter(texts_of(asked[3:], expected[3:]), 0.7))
+        CountedDrafts.take()
+        assert_same(system.run(asked), expected)
+        assert CountedDrafts.take()[1] > 50
+        at_rest(system)
+
+
+def test_clients_that_leave(folder: Path, plain: LocalSystem) -> None:
+    """Rows with drafts in flight, of requests that are over."""
+
+    async def leave_early(system: LocalSystem) -> None:
+        router = await system.start_router()
+        try:
+            for number in range(12):
+                stream = router.generate(system.generation(PROMPTS[number % 6], 120, WAYS[2], num_choices=2))
+                num_tokens = 0
+                async for batch in stream:
+                    num_tokens += len(batch)
+                    if num_tokens > 5 * number:
+                        break
+                await stream.aclose()
+            await system.wait_for_baseline(20.0)
+        finally:
+            await router.stop()
+
+    asked = [plain.generation(PROMPTS[0], 60, WAYS[2])]
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 7)
+        asyncio.run(leave_early(system))
+        assert_same(system.run(asked), plain.run(asked))
+
+
+@pytest.mark.parametrize("method", ["start", "draft", "accepted"])
+def test_a_drafter_that_fails_costs_drafts_only(
+    folder: Path, expected: list[Generated], method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, FailingDrafter(method, num_before=5))
+        assert_same(system.run(asked_of(system)), expected)
+        at_rest(system)
+    assert [r.exc_info[1].args for r in caplog.records if getattr(r, "event", "") == "drafter_failed"] == [
+        ("a drafter's own bug",)
+    ]
+
+
+def test_a_step_that_fails_is_run_in_pieces_with_its_drafts(
+    folder: Path, expected: list[Generated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        asked = asked_of(system)
+        draft_with(system.decode, 4, OracleDrafter(texts_of(asked, expected), 0.7))
+        runner = system.decode.engine.runner
+        choose, calls, failed = runner.choose, iter(range(1, 1 << 30)), []
+
+        def fails_now_and_then(forwarded: Any, masks: Any = None) -> Any:
+            if next(calls) % 7 == 0 and len(forwarded.plan.slices) > 1:
+                failed.append(sum(row.num_tokens > 1 for row in forwarded.plan.rows))
+                raise RuntimeError("an injected fault")
+            return choose(forwarded, masks)
+
+        monkeypatch.setattr(runner, "choose", fails_now_and_then)
+        assert_same(system.run(asked), expected)
+        assert sum(failed) > 5, "rows with drafts among them"
+        at_rest(system)
