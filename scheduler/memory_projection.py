@@ -3,8 +3,8 @@
 Time is counted in steps. Every running sequence takes one row in each step, so what a request will use is known
 as a function of the step's number: it grows by one block per sequence whenever their position enters a new
 block, until its last row, and stays until that row's step has been committed. Nothing of it changes as steps go
-by; it changes when a request comes, starts, loses a choice, stalls, guesses or goes. One that sits out steps is taken
-to grow as if it did not, and to stay for as long as it may.
+by; it changes when a request comes, starts, loses a choice, stalls, drafts or goes. One that sits out steps is taken
+to grow as if it did not, and to stay for as long as it may. One that drafts has a pace: tokens that a step brings it.
 
 Total use only falls when somebody's blocks are released. So its peak is at one of the last steps before a
 release, or beyond all of them, and only there it is computed.
@@ -23,11 +23,11 @@ NO_END = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Blocks of one request: base + live * ((step + offset) // block_size) up to last_row, then no more growth.
+    """Blocks of one request: base + live * ((pace * step + offset) // block_size) up to last_row, then no more growth.
 
-    live: sequences that still grow, all at the same position. offset: their position minus the step's number.
-    last_row: the step of their last row. until: the last step at which the blocks are still held. is_estimate: there
-    may be rows behind the last one.
+    live: sequences that still grow, all at the same position. offset: their position minus the step's number, or that
+    times the pace. last_row: the step of their last row. until: the last step at which the blocks are still held.
+    is_estimate: there may be rows behind the last one. others: of its sequences that are elsewhere, on top.
     """
 
     base: int
@@ -36,15 +36,23 @@ class Profile:
     last_row: int
     until: int
     is_estimate: bool = False
+    pace: int = 1
+    others: tuple[Profile, ...] = ()
 
     def use_at(self, step: int, block_size: int) -> int:
         """Blocks in use after the rows of `step`, which must not lie before the profile was made."""
         if step > self.until:
             return 0
-        return self.base + self.live * ((min(step, self.last_row) + self.offset) // block_size)
+        blocks = self.base + self.live * ((self.pace * min(step, self.last_row) + self.offset) // block_size)
+        return blocks + sum([other.use_at(step, block_size) for other in self.others]) if self.others else blocks
 
     def peak(self, block_size: int) -> int:
-        return self.base + self.live * ((self.last_row + self.offset) // block_size)
+        blocks = self.own_peak(block_size)
+        return blocks + sum([other.peak(block_size) for other in self.others]) if self.others else blocks
+
+    def own_peak(self, block_size: int) -> int:
+        """Without the others."""
+        return self.base + self.live * ((self.pace * self.last_row + self.offset) // block_size)
 
 
 def constant(num_blocks: int, until: int = NO_END) -> Profile:
@@ -70,18 +78,21 @@ def growing(
     first_step: int,
     until: int,
     block_size: int,
+    pace: int = 1,
+    num_spare: int = 0,
 ) -> Profile:
     """A request that holds num_held blocks and whose num_live sequences go on at `position`, from first_step on.
 
     num_sharing: sequences that have the block of `position` in common, if it was begun: all but the last one to
-    write it copy it first (1: it has been copied already, or there is nobody else).
+    write it copy it first (1: it has been copied already, or there is nobody else). num_rows: until it grows no more.
+    num_spare: tokens behind its position that each holds blocks for, too.
     """
     if num_rows == 0:
         return Profile(num_held, 0, 0, first_step - 1, until)
     num_copies = min(num_live, num_sharing - 1) if position % block_size else 0
-    offset = position - first_step
+    offset = position + num_spare - pace * first_step
     base = num_held + num_copies - num_live * ((position - 1) // block_size)
-    return Profile(base, num_live, offset, first_step + num_rows - 1, until)
+    return Profile(base, num_live, offset, first_step + num_rows - 1, until, pace=pace)
 
 
 class MemoryProjection:
@@ -176,19 +187,24 @@ class MemoryProjection:
         block_size = self._block_size
         self._next_due = min(map(_due, self._profiles.values()), default=NO_END)
         releases = sorted({p.until for p in self._profiles.values() if p.until < NO_END})
-        by_end = sorted(self._profiles.values(), key=lambda p: p.until)
-        by_last_row = sorted(self._profiles.values(), key=lambda p: p.last_row)
+        profiles = list(self._profiles.values())
+        profiles += [other for profile in profiles if profile.others for other in profile.others]
+        by_end = sorted(profiles, key=lambda p: p.until)
+        by_last_row = sorted(profiles, key=lambda p: p.last_row)
         # From the last release backwards: who is there, and of those, who still grows.
-        held, grown = 0, _Growth(block_size)
+        held = 0
+        growths: dict[int, _Growth] = {}  # by pace
         totals = []
         for end in (NO_END, *reversed(releases)):
             while by_end and by_end[-1].until >= end:
-                held += by_end.pop().peak(block_size)
-            while by_last_row and by_last_row[-1].last_row >= end:
+                held += by_end.pop().own_peak(block_size)
+            while by_last_row and by_last_row[-1].last_row > end:
                 profile = by_last_row.pop()
-                held -= profile.peak(block_size)
-                grown.add(profile)
-            totals.append(held + grown.at(end))
+                held -= profile.own_peak(block_size)
+                if (growth := growths.get(profile.pace)) is None:
+                    growth = growths[profile.pace] = _Growth(block_size, profile.pace)
+                growth.add(profile)
+            totals.append(held + sum([growth.at(end) for growth in growths.values()]))
         self._ends = releases
         self._totals = totals[::-1]
         self._peaks = list(self._totals)
@@ -202,10 +218,10 @@ def _due(profile: Profile) -> int:
 
 
 class _Growth:
-    """The sum of profiles that still grow at a step, in O(block_size) instead of one by one."""
+    """The sum of profiles of one pace that still grow at a step, in O(block_size) instead of one by one."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, pace: int) -> None:
+        self._block_size, self._pace = block_size, pace
         self._base = self._live = 0
         self._live_of_remainder = [0] * block_size
 
@@ -216,6 +232,6 @@ class _Growth:
         self._live_of_remainder[remainder] += profile.live
 
     def at(self, step: int) -> int:
-        quotient, remainder = divmod(step, self._block_size)
+        quotient, remainder = divmod(self._pace * step, self._block_size)
         carried = sum(self._live_of_remainder[self._block_size - remainder :]) if remainder else 0
         return self._base + self._live * quotient + carried
