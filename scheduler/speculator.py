@@ -106,7 +106,7 @@ class Speculator:
         state.first, state.gains = state.acceptance.first(self.acceptance), state.acceptance.gains(self.acceptance)
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, all rows and
-        what was drafted behind them. Mutates."""
+        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, of all rows
+        and of what was drafted behind them. Mutates."""
         num_drafts = next((count for count in (0, *DRAFT_COUNTS) if count >= num_drafts), num_drafts)
         self.times.count(num_drafts, num_tokens, num_context_tokens, seconds)
