@@ -14,6 +14,11 @@ class ConstantDrafts:
 
     num_drafts: int
 
+    @property
+    def num_rests(self) -> int:
+        """None ever does."""
+        return 0
+
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
     ) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from scheduler.draft_counts import DraftCounts
 from scheduler.plan import Accepted, StepPlan
 from scheduler.request import Request
 from scheduler.request import Sequence as Choice
@@ -20,6 +21,10 @@ from scheduler.speculation import RowSpeculation, SpeculationState
 
 class ChoosesDrafts(Protocol):
     """Chooses, and learns from what comes of it: `scheduler.speculator` does."""
+
+    @property
+    def num_rests(self) -> int:
+        """Times that a row was switched off."""
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -58,6 +63,7 @@ class DraftPlanner:
 
     def __init__(self, speculation: Speculation, block_size: int, lag: int) -> None:
         self._speculation, self._block_size, self._lag = speculation, block_size, lag
+        self.counts = DraftCounts()  # for metrics; any thread may look
 
     @property
     def max_drafts(self) -> int:
@@ -83,18 +89,22 @@ class DraftPlanner:
             if count:
                 count, room = self._within(room, row.position, len(choice.block_ids), min(count, row.most))
             counts.append(count)
+        self.counts.add_step(max(counts), self._speculation.speculator.num_rests)
         return counts
 
     def settled(self, request: Request, accepted: Accepted) -> None:
-        """What came of a row that was planned with drafts. Mutates what the speculator has learned."""
+        """What came of a row that was planned with drafts. Mutates counts, and what the speculator has learned."""
         if not request.may_draft:
             return
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
+        self.counts.add(accepted.num_drafted, num_held)
+        request.speculation.num_drafted += accepted.num_drafted
+        request.speculation.num_accepted += num_held
         self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
 
     def step_took(self, plan: StepPlan, accepted: Sequence[Accepted], seconds: float) -> None:
         """A step has run, with these rows that had room for drafts. Mutates what the speculator has learned."""
-        if plan.num_prefill_tokens or plan.is_empty:
+        if plan.num_prefill_tokens or plan.is_empty or plan.swap_outs or plan.swap_ins:
             return
         is_padded = self._speculation.is_padded
         counts = [one.num_sampled - 1 if is_padded else one.num_drafted for one in accepted]

@@ -21,26 +21,9 @@ _MOST_CREDIT_STEPS = 4.0
 _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: what drafts cost is known by its time
 
 
-class DraftCounts:
-    """For metrics. drafted[i], accepted[i]: drafts at the i-th place behind a row's last token, and those that held.
-    steps: by their number of drafts, those of no row that may have any left out. rested: times that a row was off.
-    """
-
-    def __init__(self) -> None:
-        self.drafted, self.accepted = [0] * DRAFT_COUNTS[-1], [0] * DRAFT_COUNTS[-1]
-        self.steps = dict.fromkeys((0, *DRAFT_COUNTS), 0)
-        self.rested = 0
-
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Of one row. Mutates."""
-        for place in range(num_drafted):
-            self.drafted[place] += 1
-        for place in range(num_accepted):
-            self.accepted[place] += 1
-
-
 class Speculator:
-    """What an engine has learned of its drafts, and what it makes of that. One thread; others read `counts`.
+    """What an engine has learned of its drafts, and what it makes of that. One thread. num_rests: times that a row was
+    switched off.
 
     A batcher asks `choose` for each step's rows, and says what came of each by `accepted`; whoever runs the steps says
     by `step_took` how long they took. Until a step without drafts has been timed, none has any.
@@ -51,7 +34,7 @@ class Speculator:
         self.times = StepTimes()
         # Of rows that have drafted nothing yet: as if half of first drafts held, until it is known better.
         self.acceptance = DraftAcceptance(_MEMORY, 4.0, 8.0, 5.6, 8.0)
-        self.counts = DraftCounts()
+        self.num_rests = 0
         self._last = 0
         self._credit_s = 0.0
         self._part_drafting = 0.0  # of rows in steps, lately
@@ -90,11 +73,10 @@ class Speculator:
 
     def _take(self, rows: Sequence[RowSpeculation], choice: DraftChoice) -> None:
         self._credit_s -= choice.probe_s
-        self._last = 0 if choice.probe_s else choice.step_drafts
+        self._last = choice.paying
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
-        self.counts.rested += len(choice.resting)
-        self.counts.steps[choice.step_drafts] += 1
+        self.num_rests += len(choice.resting)
         num_drafting = 0
         if choice.step_drafts:
             for row, count in zip(rows, choice.num_drafts, strict=True):
@@ -109,9 +91,6 @@ class Speculator:
         That none was found costs nothing where steps are not padded: then it says nothing against drafting.
         """
         self._tokens_of_drafting += _SMOOTHING * (1.0 + num_accepted - self._tokens_of_drafting)
-        self.counts.add(num_drafted, num_accepted)
-        state.num_drafted += num_drafted
-        state.num_accepted += num_accepted
         if not num_drafted and not self.policy.is_padded:
             return
         # Where it costs as much as drafts that are wrong, it is one.
@@ -123,7 +102,7 @@ class Speculator:
         state.first, state.gains = state.acceptance.first(self.acceptance), state.acceptance.gains(self.acceptance)
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, all rows and
-        what was drafted behind them. Mutates."""
+        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, of all rows
+        and of what was drafted behind them. Mutates."""
         num_drafts = next((count for count in (0, *DRAFT_COUNTS) if count >= num_drafts), num_drafts)
         self.times.count(num_drafts, num_tokens, num_context_tokens, seconds)
