@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replicas.kv.host_pool import HostPool, MovedBlocks
@@ -147,6 +149,12 @@ class ModelRunner:
     @property
     def num_slots(self) -> int:
         return len(self._slots.sampling)
+
+    @torch.inference_mode()
+    def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:
+        """A sequence's tokens from position start on, at least one, which another runner has chosen: its next row feeds
+        the last one, which stands in front of it. Mutates the slot."""
+        self._slots.know(slot, start, ids)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
