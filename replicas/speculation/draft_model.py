@@ -6,53 +6,22 @@ parameters and rules: where its probabilities are the served model's, its drafts
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from replicas.model.model_runner import ModelRunner
 from replicas.speculation.draft_tables import DraftTables
-from replicas.speculation.drafter import DraftRow
+from replicas.speculation.drafter import NO_DRAFT, DraftRow
+from replicas.speculation.history import TokenHistory, TokenIds
 from scheduler.plan import BlockCopy, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
-
-logger = logging.getLogger(__name__)
 
 # Tokens of prompts in one step, beside its drafts: a prompt is caught up over some steps, without drafts meanwhile, so
 # that neighbours' tokens are not late.
 PROMPT_TOKENS = 256
-
-
-class DraftRunner(Protocol):
-    """What computes the draft model: a ModelRunner that nobody else has."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    def forward(self, plan: StepPlan) -> Any: ...
-
-    def choose(self, forwarded: Any) -> Any: ...
-
-    def launch(self, plan: StepPlan) -> Any: ...
-
-    def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """max_len: of a sequence, in tokens. vocab_size: of the draft model; served_vocab_size: of the served one, which
-    may have padded its table to another size.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_len: int
-    vocab_size: int
-    served_vocab_size: int
 
 
 @dataclass(slots=True)
@@ -63,7 +32,6 @@ class DraftCounts:
     no_blocks: int = 0  # the pool was full
     catching_up: int = 0  # the draft model had not read all of it yet
     beyond_reach: int = 0  # too long for it, or with a token that it does not know
-    failed: int = 0  # the draft model's own computing failed
 
 
 @dataclass(slots=True)
@@ -73,7 +41,7 @@ class _Kv:
     num_known: int = 0
     ahead: list[int] = field(default_factory=list)
 
-    def settle(self, ids: NDArray[np.int32]) -> None:
+    def settle(self, ids: TokenIds) -> None:
         """The sequence is this now: what is behind the first wrong draft is no longer there. The last token is always
         fed again, as what follows it is asked for. Mutates."""
         for token in self.ahead:
@@ -84,7 +52,7 @@ class _Kv:
         self.num_known = min(self.num_known, len(ids) - 1)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chain:
     """A row that is drafted for in this step. index: among the rows. length: of its sequence, in tokens."""
 
@@ -101,7 +69,7 @@ class _CatchUp:
     inits: list[SlotInit] = field(default_factory=list)
     writes: list[TableWrite] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    known: list[tuple[int, int, NDArray[np.int32]]] = field(default_factory=list)
+    known: list[tuple[int, int, TokenIds]] = field(default_factory=list)
     rows: list[Slice] = field(default_factory=list)
     chunks: list[Slice] = field(default_factory=list)
     of_rows: list[_Chain] = field(default_factory=list)
@@ -116,51 +84,39 @@ class _CatchUp:
 
 
 class DraftModel:
-    """A Drafter. For the runner's thread alone."""
+    """A Drafter. `start` on any thread, everything else on one."""
 
-    def __init__(self, runner: DraftRunner, history: Callable[[int], NDArray[np.int32]], limits: DraftLimits) -> None:
-        """history: the tokens of a slot's sequence so far, prompt and output, of which there is at least one."""
-        self._runner = runner
-        self._history = history
-        self._limits = limits
-        self._tables = DraftTables(runner.num_slots, limits.num_blocks, limits.block_size)
+    def __init__(
+        self, runner: ModelRunner, history: TokenHistory, max_len: int, vocab_size: int, served_vocab_size: int
+    ) -> None:
+        """runner: of the draft model, which nobody else has; its slots are the served model's. max_len: of a sequence,
+        in tokens, for the draft model. vocab_size: of its tables; served_vocab_size: of the served model's, which may
+        be padded to another size.
+        """
+        self._runner, self._history, self._max_len = runner, history, max_len
+        self._vocab_size, self._served_vocab_size = vocab_size, served_vocab_size
+        self._block_size = runner.pool.layout.block_size
+        self._tables = DraftTables(runner.num_slots, runner.pool.num_blocks, self._block_size)
         self._kv = [_Kv() for _ in range(runner.num_slots)]
         self._prompts: list[tuple[int, ...]] = [()] * runner.num_slots
-        self._fresh: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
+        self._started: deque[SlotInit] = deque()
+        self._untold: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
         self.counts = DraftCounts()
 
     def start(self, init: SlotInit) -> None:
-        """A sequence takes a slot. Mutates; computes nothing."""
-        self._take(init.slot, init.context.prompt_ids)
-        # Nobody asks the draft model what it thought of its tokens.
-        self._fresh[init.slot] = replace(init, sampling=replace(init.sampling, num_logprobs=None))
+        self._started.append(init)
 
-    def accepted(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """Nothing to do: what counted is in the history, against which the drafts are held."""
+    def accepted(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
+        """What counts is in the history, against which drafts are held."""
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow]) -> Tensor:
-        """int64 [len(rows), the most drafts of a row]; -1 where there is none. Mutates its pool. Blocks for it.
-
-        Raises nothing: where the draft model fails there are no drafts, and the step goes on.
-        """
+        """As the contract has it. Blocks until the drafts are there. Mutates its pool."""
+        while self._started:
+            self._take(self._started.popleft())
         width = max((row.num_drafts for row in rows), default=0)
-        drafts = torch.full((len(rows), width), -1, dtype=torch.int64)
+        drafts = torch.full((len(rows), width), NO_DRAFT, dtype=torch.int64)
         self._tables.next_turn([row.slot for row in rows])
-        try:
-            self._fill(drafts, rows)
-        except Exception as error:
-            self.counts.failed += len(rows)
-            extra = {"event": "draft_failed", "rows": len(rows), "reason": str(error)}
-            logger.warning("the draft model failed: no drafts in this step (%s)", error, extra=extra)
-            for row in rows:  # whatever was written by then counts for nothing
-                self._kv[row.slot] = _Kv()
-            return torch.full_like(drafts, -1)
-        return drafts
-
-    def _fill(self, drafts: Tensor, rows: Sequence[DraftRow]) -> None:
-        """Mutates drafts, and the pool."""
-        width = drafts.shape[1]
         first = _CatchUp()
         for index, row in enumerate(rows):
             self._begin(first, index, row)
@@ -174,40 +130,64 @@ class DraftModel:
             if not going_on:
                 break
             chains, tokens = going_on, self._next(going_on, drafts[:, place].tolist(), place)
+        return drafts
+
+    def _take(self, init: SlotInit) -> None:
+        """A sequence has taken a slot; what was computed of this very prompt is kept. Mutates."""
+        slot, prompt_ids = init.slot, init.context.prompt_ids
+        # Nobody asks the draft model what it thought of its tokens.
+        self._untold[slot] = replace(init, sampling=replace(init.sampling, num_logprobs=None))
+        if prompt_ids and self._prompts[slot] is prompt_ids:
+            self._kv[slot] = _Kv(min(self._kv[slot].num_known, len(prompt_ids)))
+            return
+        self._tables.release(slot)
+        self._kv[slot] = _Kv()
+        self._prompts[slot] = prompt_ids
+
+    # -- what it has not read of the sequences yet -------------------------------------------------
 
     def _begin(self, step: _CatchUp, index: int, row: DraftRow) -> None:
         """Put what is missing of a row's sequence into the step, as far as there is room. Mutates."""
-        ids, kv, limits = self._history(row.slot), self._kv[row.slot], self._limits
+        ids, kv = self._history.sequence(row.slot), self._kv[row.slot]
         kv.settle(ids)
-        num_drafts = min(row.num_drafts, limits.max_len - len(ids))
-        if num_drafts <= 0 or int(ids[kv.num_known :].max()) >= limits.vocab_size:
-            self.counts.beyond_reach += num_drafts <= 0 < row.num_drafts or num_drafts > 0
+        num_drafts = min(row.num_drafts, self._max_len - len(ids))
+        if num_drafts <= 0 or int(ids[kv.num_known :].max()) >= self._vocab_size:
+            self.counts.beyond_reach += 1
             return
-        reserved = self._tables.reserve(row.slot, len(ids) + num_drafts - 1)
-        if reserved is None:
+        if not self._reserve(step, row.slot, len(ids) + num_drafts - 1):
             self.counts.no_blocks += 1
             return
-        write, robbed = reserved
-        for slot in robbed:
-            self._kv[slot] = _Kv()
-        step.writes += [] if write is None else [write]
-        if (init := self._fresh.pop(row.slot, None)) is not None:
-            step.inits.append(init)
-            step.known.append((row.slot, 0, ids))
-        else:
-            step.known.append((row.slot, kv.num_known, ids[kv.num_known :]))
+        self._tell(step, row.slot, ids)
         if kv.num_known == 0 and not self._borrow(step, row.slot, len(ids)):
             self.counts.catching_up += 1
             return
         chain = _Chain(index, row, len(ids), num_drafts)
-        num_missing = len(ids) - kv.num_known
-        if num_missing == 1:
+        if len(ids) - kv.num_known == 1:
             step.rows.append(Slice("", row.choice, row.slot, kv.num_known))
             step.of_rows.append(chain)
-        elif self._feed(step, row.slot, row.choice, ids):
+        elif self._feed(step, row, ids):
             step.of_chunks.append(chain)
         else:
             self.counts.catching_up += 1
+
+    def _reserve(self, step: _CatchUp, slot: int, num_tokens: int) -> bool:
+        """Blocks for so many tokens, if there are enough. Mutates."""
+        reserved = self._tables.reserve(slot, num_tokens)
+        if reserved is None:
+            return False
+        write, robbed = reserved
+        step.writes += [] if write is None else [write]
+        for other in robbed:
+            self._kv[other] = _Kv()
+        return True
+
+    def _tell(self, step: _CatchUp, slot: int, ids: TokenIds) -> None:
+        """What the draft model's runner is to know of the sequence, beyond its own drafts. Mutates."""
+        start = self._kv[slot].num_known
+        if (init := self._untold.pop(slot, None)) is not None:
+            step.inits.append(init)
+            start = 0
+        step.known.append((slot, start, ids[start:]))
 
     def _borrow(self, step: _CatchUp, slot: int, length: int) -> bool:
         """Copy what another choice of the same request has of the prompt. False: it is computing it just now, and a
@@ -217,30 +197,29 @@ class DraftModel:
             return True
         if id(prompt) in step.prompts:
             return False
-        able = [other for other, theirs in enumerate(self._prompts) if theirs is prompt and other != slot]
-        source = max(able, key=lambda other: self._kv[other].num_known, default=None)
-        if source is None:
-            return True
-        num_known = min(self._kv[source].num_known, len(prompt), length - 1)
-        num_blocks = -(-num_known // self._limits.block_size)
-        pairs = zip(self._tables.table(source)[:num_blocks], self._tables.table(slot), strict=False)
-        step.copies += [BlockCopy(*pair) for pair in pairs]
-        self._kv[slot].num_known = num_known
+        others = [other for other, theirs in enumerate(self._prompts) if theirs is prompt and other != slot]
+        source = max(others, key=lambda other: self._kv[other].num_known, default=None)
+        if source is not None:
+            num_known = min(self._kv[source].num_known, len(prompt), length - 1)
+            num_blocks = -(-num_known // self._block_size)
+            pairs = zip(self._tables.table(source)[:num_blocks], self._tables.table(slot), strict=False)
+            step.copies += [BlockCopy(*pair) for pair in pairs]
+            self._kv[slot].num_known = num_known
         return True
 
-    def _feed(self, step: _CatchUp, slot: int, choice: int, ids: NDArray[np.int32]) -> bool:
+    def _feed(self, step: _CatchUp, row: DraftRow, ids: TokenIds) -> bool:
         """Several tokens of a sequence, as many as the step has room for: whether that is all. Mutates."""
-        kv = self._kv[slot]
-        count = min(len(ids) - kv.num_known, PROMPT_TOKENS - step.num_tokens)
-        if count <= 0:
+        slot, kv = row.slot, self._kv[row.slot]
+        end = min(len(ids), kv.num_known + PROMPT_TOKENS - step.num_tokens)
+        if end <= kv.num_known:
             return False
-        end = kv.num_known + count
-        targets = (SampleTarget(slot, choice),) if end == len(ids) else ()
+        is_all = end == len(ids)
+        targets = (SampleTarget(slot, row.choice),) if is_all else ()
         step.chunks.append(Slice.of_prompt("", slot, kv.num_known, tuple(ids[kv.num_known : end].tolist()), targets))
-        step.num_tokens += count
+        step.num_tokens += end - kv.num_known
         step.prompts.add(id(self._prompts[slot]))
-        kv.num_known = end if end < len(ids) else end - 1
-        return bool(targets)
+        kv.num_known = end
+        return is_all
 
     def _catch_up(self, step: _CatchUp) -> list[int]:
         """Run it: a token for each of its chains. Mutates."""
@@ -254,6 +233,8 @@ class DraftModel:
             self._kv[chain.row.slot].num_known = chain.length
         return tokens
 
+    # -- what it drafts ----------------------------------------------------------------------------
+
     def _next(self, chains: Sequence[_Chain], last_tokens: Sequence[int], place: int) -> list[int]:
         """The draft behind the one that each chain has at this place. Mutates."""
         for chain in chains:
@@ -265,26 +246,16 @@ class DraftModel:
         if not slices:
             return []
         plan = StepPlan(0, (), (), (), tuple(slices))
-        if self._limits.vocab_size == self._limits.served_vocab_size:
-            handle = self._runner.launch(plan)
-        else:
-            forwarded = self._runner.forward(plan)
-            handle = self._runner.choose(replace(forwarded, logits=self._fitted(forwarded.logits)))
-        return [token.token_id for token in handle.result().tokens]
+        if self._vocab_size == self._served_vocab_size:
+            return self._runner.launch(plan).read_tokens()
+        forwarded = self._runner.forward(plan)
+        if forwarded.logits is not None:
+            forwarded = replace(forwarded, logits=self._fitted(forwarded.logits))
+        return self._runner.choose(forwarded).read_tokens()
 
     def _fitted(self, logits: Tensor) -> Tensor:
-        """float32 [R, of the served model]: rules name tokens of that one, and only those are drafts."""
-        missing = self._limits.served_vocab_size - logits.shape[1]
+        """float32 [R, V of the served model]: rules name that one's tokens, and only those are drafts."""
+        missing = self._served_vocab_size - logits.shape[1]
         if missing <= 0:
-            return logits[:, : self._limits.served_vocab_size].contiguous()
+            return logits[:, : self._served_vocab_size].contiguous()
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-
-    def _take(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
-        """A slot is for this prompt now; what was computed of this very one is kept. Mutates."""
-        if prompt_ids and self._prompts[slot] is prompt_ids:
-            kv = self._kv[slot]
-            self._kv[slot] = _Kv(min(kv.num_known, len(prompt_ids)))
-            return
-        self._tables.release(slot)
-        self._kv[slot] = _Kv()
-        self._prompts[slot] = prompt_ids
