@@ -39,10 +39,13 @@ from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
 from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
+from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
+from scheduler.constant_drafts import ConstantDrafts
+from scheduler.draft_planner import Speculation
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
@@ -150,9 +153,14 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         recent_keys = RecentKeys(base.epoch)
         uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
+    speculation = None
+    if base.drafting is not None:
+        max_drafts = settings.speculative.max_drafts
+        speculation = Speculation(ConstantDrafts(max_drafts), max_drafts, base.runner.can_draft)
     scheduler = Scheduler(
-        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
-    )
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes,
+        prefixes, speculation,
+    )  # fmt: skip
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
@@ -180,7 +188,8 @@ class _Base:
         opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
         _log_numbers(self.layout, loaded)
-        self.limits = _limits(settings, self.layout)
+        self.drafting = Drafting.by(settings, loaded, device)
+        self.limits = _limits(settings, self.layout, 0 if self.drafting is None else self.drafting.block_bytes)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
             self.pool = KvPool(self.layout, num_blocks, device)
@@ -215,10 +224,14 @@ class _Base:
 
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
-        settings = self.settings
+        settings, drafting = self.settings, self.drafting
+        make_drafter = None
+        if drafting is not None:
+            make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
+            make_drafter=make_drafter,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False
@@ -275,10 +288,11 @@ def _log_numbers(layout: KvLayout, loaded: LoadedModel) -> None:
         logger.info("the checkpoint's scales of KV are not used: kv.dtype is auto; fp8 uses them", extra=extra)
 
 
-def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:
-    """Raises PoolTooSmall."""
+def _limits(settings: EngineSettings, layout: KvLayout, draft_block_bytes: int) -> PoolLimits:
+    """draft_block_bytes: of a draft model's KV, which comes with each block. Raises PoolTooSmall."""
     memory_bytes = None
     if settings.kv_memory_fraction is not None:
         free_bytes, _ = torch.cuda.mem_get_info()
         memory_bytes = int(free_bytes * settings.kv_memory_fraction)
-    return pool_limits(settings, settings.kv.block_size, layout.block_bytes, settings.model.max_model_len, memory_bytes)
+    block_bytes = layout.block_bytes + draft_block_bytes
+    return pool_limits(settings, settings.kv.block_size, block_bytes, settings.model.max_model_len, memory_bytes)

@@ -1,0 +1,74 @@
+"""What a replica drafts with, by its settings: a drafter for its runner, and the memory that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_runner import ModelRunner
+from replicas.model.self_check import self_check
+from replicas.model_support import naming_failures
+from replicas.settings import EngineSettings
+from replicas.speculation.draft_loading import LoadedDraft, load_draft
+from replicas.speculation.draft_model import DraftModel
+from replicas.speculation.drafter import Drafter
+from replicas.speculation.history import TokenHistory
+from replicas.speculation.ngram_drafter import NgramDrafter
+from replicas.start_step import start_step
+
+# Of a loaded model, a pool for it, slots, tokens of a sequence: what computes it.
+MakeRunner = Callable[[LoadedModel, KvPool, int, int], ModelRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """draft: the draft model, where the settings have one. As many blocks are there for its KV as for the served
+    model's: each sequence has room in both, or in neither.
+    """
+
+    settings: EngineSettings
+    draft: LoadedDraft | None = None
+    served_vocab_size: int = 0
+
+    @staticmethod
+    def by(settings: EngineSettings, served: LoadedModel, device: torch.device) -> Drafting | None:
+        """None where nothing is drafted: only where answers are decoded is anything. Blocks for a model's loading.
+        Raises as `load_draft`."""
+        speculative = settings.speculative
+        if settings.pool != "decode" or speculative.method == "none":
+            return None
+        if speculative.method != "draft_model":
+            return Drafting(settings)
+        assert speculative.model is not None, "the config has seen to it"
+        with start_step("loading the draft model"):
+            draft = load_draft(speculative.model, settings.model, served, device)
+        return Drafting(settings, draft, served.vocab_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the draft's KV, beside each block of the pool."""
+        if self.draft is None:
+            return 0
+        return self.draft.loaded.kv_layout(self.settings.kv.block_size).block_bytes
+
+    def drafter_maker(
+        self, num_blocks: int, device: torch.device, make_runner: MakeRunner
+    ) -> Callable[[TokenHistory], Drafter]:
+        """Makes the drafter when it is given the slots' history. Blocks: a draft model is checked and warmed up here.
+        Allocates its pool. Raises as `self_check`."""
+        if self.draft is None:
+            speculative = self.settings.speculative
+            return lambda history: NgramDrafter(history, speculative.ngram_min, speculative.ngram_max)
+        loaded, max_len = self.draft.loaded, self.draft.max_len
+        pool = KvPool(loaded.kv_layout(self.settings.kv.block_size), num_blocks, device)
+        runner = make_runner(loaded, pool, self.settings.max_running_sequences, max_len)
+        with start_step("self-check of the draft model"), naming_failures("speculative.model", "its self-check"):
+            self_check(runner, loaded)
+            if runner.warm_up():
+                self_check(runner, loaded)
+        pool.tensor.zero_()
+        return lambda history: DraftModel(runner, history, max_len, loaded.vocab_size, self.served_vocab_size)
