@@ -51,8 +51,8 @@ class DraftRoom(NamedTuple):
 class DraftPlanner:
     """Of one engine."""
 
-    def __init__(self, speculation: Speculation, block_size: int) -> None:
-        self._speculation, self._block_size = speculation, block_size
+    def __init__(self, speculation: Speculation, block_size: int, lag: int) -> None:
+        self._speculation, self._block_size, self._lag = speculation, block_size, lag
 
     @property
     def max_drafts(self) -> int:
@@ -60,10 +60,11 @@ class DraftPlanner:
         return self._speculation.max_drafts
 
     def may_draft(self, request: Request) -> bool:
-        """Whether its rows may ever have any. Not of a search, whose next row depends on all its beams; nor with a
-        grammar: which tokens it allows behind a draft is known when the draft is."""
+        """Whether its rows may ever have any. Not where a row waits for the tokens in front of it; nor with a grammar:
+        what it allows behind a draft is only known with the draft."""
         spec = request.spec
-        return spec.beam is None and spec.grammar is None and self._speculation.can_draft(spec.sampling)
+        is_free = not request.needs_known_tokens and spec.grammar is None
+        return is_free and self._speculation.can_draft(spec.sampling)
 
     def plan(self, rows: Sequence[tuple[Request, Choice]], room: DraftRoom) -> Sequence[int]:
         """Drafts of each row, all of which have room for their own token. Mutates what the speculator has learned."""
@@ -87,8 +88,10 @@ class DraftPlanner:
         self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
 
     def _row(self, request: Request, choice: Choice) -> RowSpeculation:
-        num_left = request.spec.max_tokens - choice.num_planned - 1  # behind the row's own token
-        most = min(self._speculation.max_drafts, num_left) if request.may_draft else 0
+        # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:
+        # as if all did, or the sequence would sit out steps at what may be its end.
+        num_left = request.spec.max_tokens - choice.num_planned - 1 - self._lag
+        most = max(0, min(self._speculation.max_drafts, num_left)) if request.may_draft else 0
         return RowSpeculation(request.speculation, request.prompt_len + choice.num_planned - 1, most)
 
     def _within(self, room: DraftRoom, position: int, num_held: int, count: int) -> tuple[int, DraftRoom]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import inf
@@ -15,6 +16,7 @@ from math import inf
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
 from scheduler.capabilities import DECODE, PREFILL
+from scheduler.draft_planner import Speculation, Speculator
 from scheduler.generated_token import Token
 from scheduler.generation_spec import GenerationSpec
 from scheduler.outcome import NeverFits, PromptDone
@@ -23,8 +25,16 @@ from scheduler.prefix_book import PrefixOptions
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.speculation import RowSpeculation, SpeculationState
 from tests.scheduler.brute_cache import SALTS
-from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
+from tests.scheduler.paged_model import (
+    BEAM_VOCAB_SIZE,
+    VOCAB_SIZE,
+    OracleDrafts,
+    reference_search,
+    reference_tokens,
+    until_stop,
+)
 from tests.scheduler.short_requests import ALL_ABLE
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
@@ -53,6 +63,8 @@ class Workload:
     two_lanes: bool = False  # each computes prompts beside its rows
     damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
+    max_drafts: int = 0  # of a row
+    right_drafts: float = 0.7  # chance of each
 
 
 class Status(Enum):
@@ -85,6 +97,23 @@ class Transfer:
     lost: bool = False
 
 
+class RandomDrafts(Speculator):
+    """Some steps none, else any numbers."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def choose(
+        self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        if self._rng.random() < 0.2:
+            return (0,) * len(rows)
+        return tuple([self._rng.choice([0, row.most, self._rng.randint(0, row.most)]) for row in rows])
+
+    def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
+        assert num_planned >= num_drafted >= num_accepted >= 0
+
+
 class SimulatedSystem:
     """`run` plays the whole workload and checks it."""
 
@@ -112,6 +141,9 @@ class SimulatedSystem:
             num_host_blocks=int(decode_blocks * workload.host_share),
             has_two_lanes=workload.two_lanes,
             prefixes=workload.prefixes,
+            speculation=None
+            if not workload.max_drafts
+            else Speculation(RandomDrafts(rng), workload.max_drafts, lambda sampling: sampling.seed % 8 != 0),
         )
         num_kept = int(prefill_blocks * workload.host_share) if workload.prefixes else 0
         source = Scheduler(prefill, PREFILL, None, workload.lag, num_kept, prefixes=workload.prefixes)
@@ -121,7 +153,10 @@ class SimulatedSystem:
             source = Scheduler(
                 prefill, ALL_ABLE, workload.admission, workload.lag, num_kept, two_lanes, workload.prefixes
             )
-        self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
+        drafts = OracleDrafts(workload.seed, workload.right_drafts) if workload.max_drafts else None
+        self.decode = SimulatedEngine(
+            scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both, drafts
+        )
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
     def run(self) -> None:
