@@ -25,7 +25,7 @@ PROMPT_TOKENS = 256
 
 
 @dataclass(slots=True)
-class DraftCounts:
+class DraftModelCounts:
     """Since the start. Rows without drafts, by their cause; a row counts in each step anew."""
 
     prompt_tokens: int = 0  # tokens of sequences that were computed, drafts apart
@@ -101,7 +101,7 @@ class DraftModel:
         self._prompts: list[tuple[int, ...]] = [()] * runner.num_slots
         self._started: deque[SlotInit] = deque()
         self._untold: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
-        self.counts = DraftCounts()
+        self.counts = DraftModelCounts()
 
     def start(self, init: SlotInit) -> None:
         self._started.append(init)
@@ -217,7 +217,8 @@ class DraftModel:
         targets = (SampleTarget(slot, row.choice),) if is_all else ()
         step.chunks.append(Slice.of_prompt("", slot, kv.num_known, tuple(ids[kv.num_known : end].tolist()), targets))
         step.num_tokens += end - kv.num_known
-        step.prompts.add(id(self._prompts[slot]))
+        if kv.num_known < len(self._prompts[slot]):
+            step.prompts.add(id(self._prompts[slot]))
         kv.num_known = end
         return is_all
 

@@ -206,7 +206,7 @@ def test_other_weights_change_no_text(
     assert 0 < sum(drafted.accepted[0]) < sum(drafted.drafted[0])
 
 
-@pytest.mark.parametrize(("name", "num_drafts"), [("near", 2), ("first layer", 4), ("near", 7)])
+@pytest.mark.parametrize(("name", "num_drafts"), [("near", 2), ("first layer", 4)])
 def test_as_many_are_accepted_as_by_transformers(
     monkeypatch: pytest.MonkeyPatch,
     served: LoadedModel,
@@ -229,7 +229,7 @@ def test_as_many_are_accepted_as_by_transformers(
     assistant.generation_config.assistant_confidence_threshold = 0.0
     for model in (target, assistant):
         model.generation_config.eos_token_id = None
-    for number in range(3):
+    for number in range(2):
         prompt = tuple(3 + (number * 97 + 13 * i) % 500 for i in range(6 + 3 * number))
         drafted = Drafted.of(served, drafts_of[name])
         drafted.begin(prompt)
@@ -259,7 +259,7 @@ def test_sampled_drafts_hold_more_often_than_the_likeliest_tokens(
             drafted.begin(PROMPT, sampling)
             if likeliest:
                 drafted.drafts.start(SlotInit(0, 0, GREEDY, None, RuleContext(PROMPT, len(PROMPT))))
-            drafted.run(2, 40, {0: 0})
+            drafted.run(2, 30, {0: 0})
             accepted += sum(drafted.accepted[0])
             drafted_in_all += sum(drafted.drafted[0])
         rates[likeliest] = accepted / drafted_in_all
@@ -316,7 +316,7 @@ def test_a_long_prompt_is_read_over_some_steps(
     drafted.begin(prompt, slots=[1])
     for _ in range(8):
         drafted.step(2, {0: 0, 1: 0}, 30)
-    assert drafted.drafted[1] == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert drafted.drafted[1] == [0, 0, 0, 0, 0, 2, 2, 2], "two tokens of each step are the neighbour's"
     assert drafted.drafts.counts.catching_up > 0
     assert all(number == 2 for number in drafted.drafted[0][-4:])
     drafted.run(2, 30, {0: 0, 1: 0})
@@ -326,8 +326,8 @@ def test_a_long_prompt_is_read_over_some_steps(
 
 def test_a_row_without_room_has_no_drafts(served: LoadedModel, drafts_of: dict[str, LoadedModel]) -> None:
     """And gets some as soon as the other sequence is over."""
-    drafted = Drafted.of(served, drafts_of["self"], num_blocks=8)
-    other = tuple((7 * i + 3) % 512 for i in range(12))
+    drafted = Drafted.of(served, drafts_of["self"], num_blocks=12)
+    other = tuple((7 * i + 3) % 512 for i in range(30))
     drafted.begin(PROMPT, slots=[0])
     drafted.begin(other, slots=[1])
     for _ in range(4):
@@ -339,8 +339,8 @@ def test_a_row_without_room_has_no_drafts(served: LoadedModel, drafts_of: dict[s
     assert drafted.output(0) == text(served, GREEDY, 20)
     for _ in range(draft_tables.IDLE_TURNS):
         drafted.drafts.draft([])
-    drafted.run(3, 20, {1: 0})
-    assert drafted.output(1) == text(served, GREEDY, 20, prompt=other)
+    drafted.run(3, 14, {1: 0})
+    assert drafted.output(1) == text(served, GREEDY, 14, prompt=other)
     assert drafted.accepted[1] == drafted.drafted[1]
     assert drafted.drafted[1][4] == 3
 
@@ -349,7 +349,7 @@ def test_rejected_drafts_leave_no_block_behind(served: LoadedModel, drafts_of: d
     """A pool that holds just what the longest sequences need."""
     num_blocks = -(-(len(PROMPT) + 40) // BLOCK_SIZE)
     drafted = Drafted.of(served, drafts_of["first layer"], num_blocks)
-    for _ in range(5):
+    for _ in range(3):
         drafted.begin(PROMPT, PARAMETERS["sampled"], [0])
         drafted.run(7, 40, {0: 0})
         assert drafted.output() == text(served, PARAMETERS["sampled"], 40)
