@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from scheduler.plan import Accepted
+from scheduler.plan import Accepted, StepPlan
 from scheduler.request import Request
 from scheduler.request import Sequence as Choice
 from scheduler.sampling_params import SamplingParams
 from scheduler.speculation import RowSpeculation, SpeculationState
 
 
-class Speculator(Protocol):
-    """Chooses, and learns from what comes of it."""
+class ChoosesDrafts(Protocol):
+    """Chooses, and learns from what comes of it: `scheduler.speculator` does."""
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -30,14 +30,19 @@ class Speculator(Protocol):
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
         """A row that was to have num_planned drafts had num_drafted, of which the first num_accepted held. Mutates."""
 
+    def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed. Mutates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters."""
+    """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters. is_padded: whether a
+    step computes all drafts that were planned, there or not."""
 
-    speculator: Speculator
+    speculator: ChoosesDrafts
     max_drafts: int
     can_draft: Callable[[SamplingParams], bool]
+    is_padded: bool = False
 
 
 class DraftRoom(NamedTuple):
@@ -86,6 +91,16 @@ class DraftPlanner:
             return
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
         self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
+
+    def step_took(self, plan: StepPlan, accepted: Sequence[Accepted], seconds: float) -> None:
+        """A step has run, with these rows that had room for drafts. Mutates what the speculator has learned."""
+        if plan.num_prefill_tokens or plan.is_empty:
+            return
+        is_padded = self._speculation.is_padded
+        counts = [one.num_sampled - 1 if is_padded else one.num_drafted for one in accepted]
+        num_context_tokens = sum([row.start + 1 for row in plan.slices])
+        num_tokens = len(plan.slices) + sum(counts)
+        self._speculation.speculator.step_took(max(counts, default=0), num_tokens, num_context_tokens, seconds)
 
     def _row(self, request: Request, choice: Choice) -> RowSpeculation:
         # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:

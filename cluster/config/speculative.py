@@ -71,5 +71,7 @@ def speculative_conflicts(speculative: SpeculativeConfig) -> Iterator[Conflict]:
         reason = f"{model} is of no use with method {method}; remove it, or set method: draft_model or eagle3"
         yield Conflict(key, reason, reads)
     if speculative.ngram_min > speculative.ngram_max:
-        reason = f"{speculative.ngram_min} is more than speculative.ngram_max, {speculative.ngram_max}; expected at most "
+        reason = (
+            f"{speculative.ngram_min} is more than speculative.ngram_max, {speculative.ngram_max}; expected at most "
+        )
         yield Conflict("speculative.ngram_min", reason + "that", ("speculative.ngram_min", "speculative.ngram_max"))

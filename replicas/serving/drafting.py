@@ -24,6 +24,10 @@ from replicas.start_step import start_step
 MakeRunner = Callable[[LoadedModel, KvPool, int, int], ModelRunner]
 
 
+class CannotDraft(Exception):
+    """The settings ask for drafts that nothing here makes; says what to set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """draft: the draft model, where the settings have one. As many blocks are there for its KV as for the served
@@ -37,12 +41,16 @@ class Drafting:
     @staticmethod
     def by(settings: EngineSettings, served: LoadedModel, device: torch.device) -> Drafting | None:
         """None where nothing is drafted: only where answers are decoded is anything. Blocks for a model's loading.
-        Raises as `load_draft`."""
+        Raises CannotDraft, and as `load_draft`."""
         speculative = settings.speculative
         if settings.pool != "decode" or speculative.method == "none":
             return None
-        if speculative.method != "draft_model":
+        if speculative.method == "ngram":
             return Drafting(settings)
+        if speculative.method != "draft_model":
+            raise CannotDraft(
+                f"speculative.method {speculative.method}: nothing here drafts so; set draft_model, ngram, or none"
+            )
         assert speculative.model is not None, "the config has seen to it"
         with start_step("loading the draft model"):
             draft = load_draft(speculative.model, settings.model, served, device)

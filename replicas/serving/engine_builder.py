@@ -44,12 +44,13 @@ from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
-from scheduler.constant_drafts import ConstantDrafts
 from scheduler.draft_planner import Speculation
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
+from scheduler.speculation import SpeculationPolicy
+from scheduler.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     speculation = None
     if base.drafting is not None:
         max_drafts = settings.speculative.max_drafts
-        speculation = Speculation(ConstantDrafts(max_drafts), max_drafts, base.runner.can_draft)
+        speculation = Speculation(Speculator(SpeculationPolicy(max_drafts)), max_drafts, base.runner.can_draft)
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes,
         prefixes, speculation,

@@ -16,7 +16,8 @@ from math import inf
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
 from scheduler.capabilities import DECODE, PREFILL
-from scheduler.draft_planner import Speculation, Speculator
+from scheduler.constant_drafts import ConstantDrafts
+from scheduler.draft_planner import Speculation
 from scheduler.generated_token import Token
 from scheduler.generation_spec import GenerationSpec
 from scheduler.outcome import NeverFits, PromptDone
@@ -97,18 +98,18 @@ class Transfer:
     lost: bool = False
 
 
-class RandomDrafts(Speculator):
+@dataclass(frozen=True)
+class RandomDrafts(ConstantDrafts):
     """Some steps none, else any numbers."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    rng: random.Random
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
     ) -> tuple[int, ...]:
-        if self._rng.random() < 0.2:
+        if self.rng.random() < 0.2:
             return (0,) * len(rows)
-        return tuple([self._rng.choice([0, row.most, self._rng.randint(0, row.most)]) for row in rows])
+        return tuple([self.rng.choice([0, row.most, self.rng.randint(0, row.most)]) for row in rows])
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
         assert num_planned >= num_drafted >= num_accepted >= 0
@@ -133,6 +134,10 @@ class SimulatedSystem:
         self.num_kept = 0  # blocks that were not read, as they were there
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
+        speculation = None
+        if workload.max_drafts:
+            drafts, most = RandomDrafts(workload.max_drafts, rng), workload.max_drafts
+            speculation = Speculation(drafts, most, can_draft=lambda sampling: sampling.seed % 8 != 0)
         scheduler = Scheduler(
             decode,
             ALL_ABLE if workload.all_able else DECODE,
@@ -141,9 +146,7 @@ class SimulatedSystem:
             num_host_blocks=int(decode_blocks * workload.host_share),
             has_two_lanes=workload.two_lanes,
             prefixes=workload.prefixes,
-            speculation=None
-            if not workload.max_drafts
-            else Speculation(RandomDrafts(rng), workload.max_drafts, lambda sampling: sampling.seed % 8 != 0),
+            speculation=speculation,
         )
         num_kept = int(prefill_blocks * workload.host_share) if workload.prefixes else 0
         source = Scheduler(prefill, PREFILL, None, workload.lag, num_kept, prefixes=workload.prefixes)
@@ -153,9 +156,9 @@ class SimulatedSystem:
             source = Scheduler(
                 prefill, ALL_ABLE, workload.admission, workload.lag, num_kept, two_lanes, workload.prefixes
             )
-        drafts = OracleDrafts(workload.seed, workload.right_drafts) if workload.max_drafts else None
+        oracle = OracleDrafts(workload.seed, workload.right_drafts) if workload.max_drafts else None
         self.decode = SimulatedEngine(
-            scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both, drafts
+            scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both, oracle
         )
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
