@@ -36,13 +36,14 @@ class ForwardHandle:
 
     logits: [num_samples, vocab_size], of the tokens that the plan samples, in their order: float32, on a card as its
     kernels give them; None when it has nothing to compute. prompts: scores of its chunks. moved: what went to host
-    memory and back, if anything did.
+    memory and back, if anything did. states: what a drafter wants of the model's hidden states, of each token.
     """
 
     plan: StepPlan
     logits: Tensor | None = None
     prompts: tuple[ChunkScores, ...] = ()
     moved: MovedBlocks | None = None
+    states: Tensor | None = None
 
 
 class StepHandle:

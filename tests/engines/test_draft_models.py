@@ -15,9 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replicas.model_support import UnsupportedModel
+from replicas.serving import engine_builder
 from replicas.serving.engine_builder import build_engine
 from replicas.settings import EngineSettings, SpeculationSettings
+from replicas.speculation.draft_loading import refuse_other_tokenizer
 from scheduler.admission import AdmissionPolicy
+from scheduler.constant_drafts import ConstantDrafts
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem
@@ -63,6 +66,12 @@ def run(system: LocalSystem) -> list[Generated]:
     )
 
 
+@pytest.fixture(autouse=True)
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever time it takes."""
+    monkeypatch.setattr(engine_builder, "Speculator", lambda policy: ConstantDrafts(policy.max_drafts))
+
+
 @pytest.fixture(scope="module")
 def plain(folders: tuple[Path, Path]) -> Iterator[list[Generated]]:
     system = LocalSystem(tiny_settings("decode", folders[0]), None)
@@ -99,7 +108,7 @@ def test_texts_are_those_without(
 def test_requests_that_give_way(folders: tuple[Path, Path], plain: list[Generated]) -> None:
     """Who comes back from host memory has drafts again, and the text that it would have had."""
     settings = with_drafts(
-        "decode", folders, 4, lag=1, kv_capacity_tokens=640, host_memory_bytes=1 << 26,
+        "decode", folders, 4, lag=1, kv_capacity_tokens=512, host_memory_bytes=1 << 26,
         admission=AdmissionPolicy(quantile=0.05, min_samples=1),
     )  # fmt: skip
     system = LocalSystem(settings, None)
@@ -118,34 +127,42 @@ def test_requests_that_give_way(folders: tuple[Path, Path], plain: list[Generate
 def test_memory_is_for_both(folders: tuple[Path, Path]) -> None:
     """Of so many bytes each block takes the draft model's part, too."""
     plain = tiny_settings("decode", folders[0], kv_capacity_tokens=None, kv_memory_bytes=4_000_000)
-    built = [
-        build_engine(settings, "decode-0") for settings in (plain, replace(plain, speculative=speculative(folders)))
-    ]
-    blocks = [engine.engine.scheduler.limits.num_blocks for engine in built]
+    blocks, names = [], []
+    for settings in (plain, replace(plain, speculative=speculative(folders))):
+        system = LocalSystem(settings, None)
+        blocks.append(system.decode.engine.scheduler.limits.num_blocks)
+        names.append(system.decode.peer.fingerprint)
+        system.close()
     assert blocks[0] == 2 * blocks[1], "both models have layers of one shape, and as many"
-    assert built[0].fingerprint == built[1].fingerprint, "who drafts is nobody else's business"
+    assert names[0] == names[1], "who drafts is nobody else's business"
 
 
 def test_another_tokenizer_is_refused_by_name(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    """Whatever differs is named; the same tokens in a file of another form are none."""
+    """Whatever differs is named; the same tokens in a file of another form do not differ."""
     served, draft = tmp_path / "served", tmp_path / "draft"
     for source, folder in zip(folders, (served, draft), strict=True):
         shutil.copytree(source, folder)
+    refuse_other_tokenizer(str(draft), str(served))
     save_tiny_tokenizer(served)
-    settings = with_drafts("decode", (served, draft), 2)
     with pytest.raises(UnsupportedModel, match=r"speculative.model: .*draft has no tokenizer"):
-        build_engine(settings, "decode-0")
+        build_engine(with_drafts("decode", (served, draft), 2), "decode-0")
     save_tiny_tokenizer(draft)
     said = json.loads((draft / "tokenizer.json").read_text())
-    (draft / "tokenizer.json").write_text(json.dumps(said, indent=3))
-    build_engine(settings, "decode-0")
+
+    def write() -> None:
+        (draft / "tokenizer.json").write_text(json.dumps(said, indent=3))
+
+    write()
+    refuse_other_tokenizer(str(draft), str(served))
     vocabulary = said["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
-    (draft / "tokenizer.json").write_text(json.dumps(said))
-    with pytest.raises(UnsupportedModel, match=r"another tokenizer than the served model: 'A' is \d+ and not \d+, 'B'"):
-        build_engine(settings, "decode-0")
+    write()
+    with pytest.raises(
+        UnsupportedModel, match=r"another tokenizer .*: 'A' is \d+ and not \d+, 'B' is \d+ and not \d+;"
+    ):
+        refuse_other_tokenizer(str(draft), str(served))
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     next(token for token in said["added_tokens"] if token["content"] == DONE)["special"] = False
-    (draft / "tokenizer.json").write_text(json.dumps(said))
+    write()
     with pytest.raises(UnsupportedModel, match="tokens 2 are special in one of them only"):
-        build_engine(settings, "decode-0")
+        refuse_other_tokenizer(str(draft), str(served))
