@@ -155,7 +155,7 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     speculation = None
-    if base.drafting is not None:
+    if base.drafting is not None and capabilities.decodes:
         max_drafts = settings.speculative.max_drafts
         speculation = Speculation(Speculator(SpeculationPolicy(max_drafts)), max_drafts, base.runner.can_draft)
     scheduler = Scheduler(
@@ -190,6 +190,8 @@ class _Base:
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
         _log_numbers(self.layout, loaded)
         self.drafting = Drafting.by(settings, loaded, device)
+        if self.drafting is not None:
+            self.layout = self.drafting.widened(self.layout)
         self.limits = _limits(settings, self.layout, 0 if self.drafting is None else self.drafting.block_bytes)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
@@ -232,7 +234,7 @@ class _Base:
         make = partial(
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
-            make_drafter=make_drafter,
+            make_drafter=make_drafter, head=None if drafting is None else drafting.head,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False

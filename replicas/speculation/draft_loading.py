@@ -15,6 +15,8 @@ from replicas.model.identity_digests import tokenizer_digest
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model_support import UnsupportedModel, naming_failures
 from replicas.settings import ModelSettings
+from replicas.speculation.eagle3_files import read_eagle3
+from replicas.speculation.eagle3_head import Eagle3Head, make_head
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,29 @@ def load_draft(source: str, served_settings: ModelSettings, served: LoadedModel,
     extra = {"event": "draft_loaded", "source": source, "identity": str(loaded.identity), "max_len": max_len}
     logger.info("draft model loaded", extra=extra)
     return LoadedDraft(loaded, max_len)
+
+
+def load_head(source: str, served: LoadedModel, device: torch.device) -> Eagle3Head:
+    """An EAGLE-3 head, a folder or Hub id, in the served model's number type, for a layer behind the model's in a block.
+
+    Blocks. Raises UnsupportedModel, which names the key and the head, OSError, HubRefusal.
+    """
+    refuse_unavailable(source, _KEY)
+    model: Any = served.model
+    try:
+        with naming_failures(source, "reading it as an EAGLE-3 head"):
+            files = read_eagle3(source, model.config)
+            head = make_head(source, files, served.num_layers, model.get_input_embeddings(), served.dtype)
+        if head.kv_shape != (served.num_kv_heads, served.head_dim):
+            heads = " x ".join(map(str, head.kv_shape))
+            raise UnsupportedModel(
+                f"{source} has keys of {heads} (heads x dimension), the served model {served.num_kv_heads} x "
+                f"{served.head_dim}: they do not fit into one block"
+            )
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{_KEY}: {error}") from error
+    logger.info("EAGLE-3 head loaded", extra={"event": "head_loaded", "source": source})
+    return head.to(device)
 
 
 def refuse_other_tokenizer(source: str, served_folder: str, trust_remote_code: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 Every step that computes a token computes the head's layer for it as well: so wherever a block goes, to another engine,
 to host memory, into the cache, it has all that the head needs. Only what it made of a sequence's last token is kept by
-slot: a sequence whose KV was read, or that has parted from its prompt's first choice, has its first
-drafts in its second row.
+slot: a sequence whose KV was read, or that has parted from its prompt's first choice, has its first drafts in its
+second row.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ _LAYER_NAMES = (("midlayer.", "layer."), ("layers.0.", "layer."))
 _IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # of training; t2d says no more than d2t
 # Of a config what a head here does not do, and the value that asks for nothing.
 _REFUSED = {"attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "sliding_window": None}
+# Kinds of positions that do not depend on the longest one of a step.
+_STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,9 @@ def _refuse_layer(source: str, of_layer: Mapping[str, Any]) -> None:
         raise UnsupportedModel(f"{source}: a layer of kind {kind!r}; llama and qwen3 are served")
     if of_layer.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"{source}: hidden_act {of_layer['hidden_act']!r}; silu is served")
+    ropes = of_layer.get("rope_scaling") or of_layer.get("rope_parameters") or {}
+    if (rope := ropes.get("rope_type", ropes.get("type", "default"))) not in _STATIC_ROPES:
+        raise UnsupportedModel(f"{source}: positions of kind {rope!r}; {', '.join(_STATIC_ROPES)} are served")
     for key, harmless in _REFUSED.items():
         found = of_layer.get(key, harmless)
         if found != harmless and not (key == "sliding_window" and not of_layer.get("use_sliding_window", True)):
@@ -161,6 +166,10 @@ def _target_ids(source: str, d2t: Tensor | None, config: Eagle3Config, served: P
             raise CheckpointMismatch(f"{source}: d2t is {list(d2t.shape)} instead of {list(ids.shape)}")
         ids = ids + d2t.long()
     vocab_size = int(served.get_text_config().vocab_size)
+    if config.layer.vocab_size != vocab_size:
+        raise UnsupportedModel(
+            f"{source} is another model's head: of {config.layer.vocab_size} tokens, the served one has {vocab_size}"
+        )
     if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise CheckpointMismatch(
             f"{source}: {config.draft_vocab_size} draft tokens{'' if d2t is not None else ', without d2t,'} are not as "

@@ -17,7 +17,9 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 
 
-def config_of(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, draft_vocab_size: int) -> dict[str, Any]:
+def config_of(
+    hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int, draft_vocab_size: int
+) -> dict[str, Any]:
     """As EAGLE's own config.json."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
