@@ -58,7 +58,8 @@ def load_draft(source: str, served_settings: ModelSettings, served: LoadedModel,
 
 
 def load_head(source: str, served: LoadedModel, device: torch.device) -> Eagle3Head:
-    """An EAGLE-3 head, a folder or Hub id, in the served model's number type, for a layer behind the model's in a block.
+    """An EAGLE-3 head, a folder or Hub id, in the served model's number type, for the layer behind the model's in each
+    block.
 
     Blocks. Raises UnsupportedModel, which names the key and the head, OSError, HubRefusal.
     """

@@ -115,16 +115,13 @@ class Reference:
         x = self._input(hidden, next_ids)
         query = self._turned(self._heads(x, "q_proj"))
         keys, values = self.keys_values(hidden, next_ids)
-        shared = query.shape[1] // keys.shape[1]
-        attended = []
-        for place in range(len(x)):
-            parts = []
-            for head in range(query.shape[1]):
-                scores = keys[: place + 1, head // shared] @ query[place, head] / query.shape[2] ** 0.5
-                parts.append(scores.softmax(0) @ values[: place + 1, head // shared])
-            attended.append(torch.cat(parts))
+        shared = [head * keys.shape[1] // query.shape[1] for head in range(query.shape[1])]
+        scores = torch.einsum("qhd,khd->hqk", query, keys[:, shared]) / query.shape[2] ** 0.5
+        is_later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(is_later, -torch.inf).softmax(dim=2)
+        attended = torch.einsum("hqk,khd->qhd", shares, values[:, shared]).flatten(1)
         residual = self.norm(hidden, "midlayer.hidden_norm.weight") if self.has_normed_residual else hidden
-        hidden = residual + torch.stack(attended) @ self.tensors["midlayer.self_attn.o_proj.weight"].T
+        hidden = residual + attended @ self.tensors["midlayer.self_attn.o_proj.weight"].T
         y = self.norm(hidden, "midlayer.post_attention_layernorm.weight")
         gate = y @ self.tensors["midlayer.mlp.gate_proj.weight"].T
         inner = gate * gate.sigmoid() * (y @ self.tensors["midlayer.mlp.up_proj.weight"].T)

@@ -318,7 +318,7 @@ def test_a_long_prompt_is_read_over_some_steps(
         drafted.step(2, {0: 0, 1: 0}, 30)
     assert drafted.drafted[1] == [0, 0, 0, 0, 0, 2, 2, 2], "two tokens of each step are the neighbour's"
     assert drafted.drafts.counts.catching_up > 0
-    assert all(number == 2 for number in drafted.drafted[0][-4:])
+    assert 0 not in drafted.drafted[0][-7:-1], "before the last token, which needs none"
     drafted.run(2, 30, {0: 0, 1: 0})
     assert drafted.output(0) == text(served, GREEDY, 30)
     assert drafted.output(1) == text(served, GREEDY, 30, prompt=prompt)
