@@ -28,7 +28,7 @@ from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 5  # of what streams: another version's is malformed
+WIRE_VERSION = 6  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -195,6 +195,9 @@ class Frame(Struct, tag=f"frame-{WIRE_VERSION}", array_like=True, forbid_unknown
     # (request id, tokens of its prompt that decode neither computed nor read), no later than its first token here; none
     # of those where it found nothing.
     cached: tuple[tuple[Name, Count], ...]
+    # (request id, drafts there were so far, those that held), no later than the tokens that held: of requests whose
+    # client said what it expects.
+    drafted: tuple[tuple[Name, Count, Count], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from scheduler.draft_counts import DraftCounts
 from scheduler.speculation import RowSpeculation, SpeculationState
 
 
@@ -13,6 +14,7 @@ class ConstantDrafts:
     """As `draft_planner.ChoosesDrafts`."""
 
     num_drafts: int
+    counts: DraftCounts = field(default_factory=DraftCounts, compare=False, kw_only=True)
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -20,7 +22,8 @@ class ConstantDrafts:
         return tuple([min(row.most, self.num_drafts) for row in rows])
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned."""
+        """Nothing is learned, all is counted."""
+        self.counts.add(num_drafted, num_accepted)
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Nothing is learned."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from scheduler.draft_counts import DraftCounts
 from scheduler.plan import Accepted, StepPlan
 from scheduler.request import Request
 from scheduler.request import Sequence as Choice
@@ -20,6 +21,10 @@ from scheduler.speculation import RowSpeculation, SpeculationState
 
 class ChoosesDrafts(Protocol):
     """Chooses, and learns from what comes of it: `scheduler.speculator` does."""
+
+    @property
+    def counts(self) -> DraftCounts:
+        """For metrics. Any thread."""
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -60,6 +65,11 @@ class DraftPlanner:
         self._speculation, self._block_size, self._lag = speculation, block_size, lag
 
     @property
+    def counts(self) -> DraftCounts:
+        """For metrics. Any thread."""
+        return self._speculation.speculator.counts
+
+    @property
     def max_drafts(self) -> int:
         """Of a row."""
         return self._speculation.max_drafts
@@ -94,13 +104,17 @@ class DraftPlanner:
 
     def step_took(self, plan: StepPlan, accepted: Sequence[Accepted], seconds: float) -> None:
         """A step has run, with these rows that had room for drafts. Mutates what the speculator has learned."""
-        if plan.num_prefill_tokens or plan.is_empty:
+        if plan.num_prefill_tokens or plan.is_empty or plan.swap_outs or plan.swap_ins:
             return
-        is_padded = self._speculation.is_padded
-        counts = [one.num_sampled - 1 if is_padded else one.num_drafted for one in accepted]
+        num_rows = len(plan.slices)
+        if self._speculation.is_padded:
+            num_drafts = max([one.num_sampled - 1 for one in accepted], default=0)
+            num_tokens = num_rows * (1 + num_drafts)
+        else:
+            num_drafts = max([one.num_drafted for one in accepted], default=0)
+            num_tokens = num_rows + sum([one.num_drafted for one in accepted])
         num_context_tokens = sum([row.start + 1 for row in plan.slices])
-        num_tokens = len(plan.slices) + sum(counts)
-        self._speculation.speculator.step_took(max(counts, default=0), num_tokens, num_context_tokens, seconds)
+        self._speculation.speculator.step_took(num_drafts, num_tokens, num_context_tokens, seconds)
 
     def _row(self, request: Request, choice: Choice) -> RowSpeculation:
         # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance
+from scheduler.draft_counts import DraftCounts
 from scheduler.speculation import (
     LONG_AGO,
     DraftChoice,
@@ -19,24 +20,6 @@ _MEMORY = 256.0  # drafts
 _SMOOTHING = 0.05
 _MOST_CREDIT_STEPS = 4.0
 _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: what drafts cost is known by its time
-
-
-class DraftCounts:
-    """For metrics. drafted[i], accepted[i]: drafts at the i-th place behind a row's last token, and those that held.
-    steps: by their number of drafts, those of no row that may have any left out. rested: times that a row was off.
-    """
-
-    def __init__(self) -> None:
-        self.drafted, self.accepted = [0] * DRAFT_COUNTS[-1], [0] * DRAFT_COUNTS[-1]
-        self.steps = dict.fromkeys((0, *DRAFT_COUNTS), 0)
-        self.rested = 0
-
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Of one row. Mutates."""
-        for place in range(num_drafted):
-            self.drafted[place] += 1
-        for place in range(num_accepted):
-            self.accepted[place] += 1
 
 
 class Speculator:
@@ -93,7 +76,7 @@ class Speculator:
         self._last = 0 if choice.probe_s else choice.step_drafts
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
-        self.counts.rested += len(choice.resting)
+        self.counts.num_rests += len(choice.resting)
         self.counts.steps[choice.step_drafts] += 1
         num_drafting = 0
         if choice.step_drafts:
@@ -123,7 +106,7 @@ class Speculator:
         state.first, state.gains = state.acceptance.first(self.acceptance), state.acceptance.gains(self.acceptance)
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
-        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, all rows and
-        what was drafted behind them. Mutates."""
+        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, of all rows
+        and of what was drafted behind them. Mutates."""
         num_drafts = next((count for count in (0, *DRAFT_COUNTS) if count >= num_drafts), num_drafts)
         self.times.count(num_drafts, num_tokens, num_context_tokens, seconds)

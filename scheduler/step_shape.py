@@ -8,8 +8,9 @@ from scheduler.plan import StepPlan
 
 
 class StepShape(NamedTuple):
-    """num_context_tokens: positions that its decode rows attend to, their own included. num_prompt_tokens: of all its
-    chunks. num_prompt_pairs: (query, key) pairs of its chunks' causal attention.
+    """num_rows: tokens of running sequences, drafts included. num_context_tokens: positions that its decode rows attend
+    to, their own included. num_prompt_tokens: of all its chunks. num_prompt_pairs: (query, key) pairs of its chunks'
+    causal attention.
     """
 
     num_rows: int = 0
@@ -24,7 +25,9 @@ class StepShape(NamedTuple):
         for chunk in plan.chunks:
             num_tokens += chunk.num_tokens
             num_pairs += prompt_pairs(chunk.start, chunk.num_tokens)
-        return StepShape(plan.num_rows, sum([row.start + row.num_tokens for row in plan.rows]), num_tokens, num_pairs)
+        rows = plan.rows
+        num_rows = sum([row.num_tokens for row in rows]) if plan.has_drafts else len(rows)
+        return StepShape(num_rows, sum([row.start + row.num_tokens for row in rows]), num_tokens, num_pairs)
 
 
 def prompt_pairs(start: int, length: int) -> int:

@@ -124,7 +124,7 @@ def _engine(
         if way == "channel":
             sender.send(channel.router_id, _LOAD, (), items)
         elif way == "frames":
-            server.stream([(_FRAME, encode(Frame("decode", "epoch", step, _LOAD, (), items, (), ())))])
+            server.stream([(_FRAME, encode(Frame("decode", "epoch", step, _LOAD, (), items, (), (), ())))])
         else:
             server.stream([(item.request_id.encode("ascii"), encode(item)) for item in items])
         used_s += time.thread_time() - begun_s

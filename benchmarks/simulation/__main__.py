@@ -16,6 +16,7 @@ from benchmarks.simulation.autoscaling import (
     compare_autoscaling,
     plot_autoscaling,
 )
+from benchmarks.simulation.drafts import BATCHES, KINDS, compare_drafts
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
 from benchmarks.simulation.lanes import LOADS, RULES, SimulatedCard, print_measured, print_rule, with_noise
 from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
@@ -56,8 +57,11 @@ def main() -> int:
     lanes.add_argument("--noise", type=float, default=0.0, help="of both rates, as a part; by the first seed")
     lanes.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     lanes.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
+    drafts = what.add_parser("drafts", help="tokens guessed ahead on one H200: what is chosen, beside fixed numbers")
+    drafts.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    drafts.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     options = parser.parse_args()
-    traces = [options.trace] if options.what != "lanes" else []
+    traces = [options.trace] if options.what not in ("lanes", "drafts") else []
     if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
         traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
@@ -72,6 +76,7 @@ def main() -> int:
         "autoscaling": _autoscaling,
         "prefixes": _prefixes,
         "lanes": _lanes,
+        "drafts": _drafts,
     }
     run = runs[options.what]
     if traces:
@@ -136,6 +141,10 @@ def _lanes(options: argparse.Namespace) -> dict[str, Any]:
     objectives = LaneObjectives(options.ttft_s, options.token_gap_s)
     print_rule(SimulatedCard(shares, objectives, RULES[options.rule]), options.seeds, options.loads, say)
     return {"lines": said}
+
+
+def _drafts(options: argparse.Namespace) -> dict[str, Any]:
+    return compare_drafts(options.kinds, options.batches, _say)
 
 
 def _share(text: str) -> LaneShare:

@@ -22,7 +22,7 @@ from cluster.simulation.simulated_system import SimulatedSystem
 from cluster.simulation.system_shape import SystemShape, shape_of
 from scheduler.lane_split import LaneLoad, LaneObjectives, LaneShare, ShareChooser, choose_share
 
-_STEP_TIMES = Path(__file__).parents[1] / "step_times" / "llama-3.1-8b-h200.json"
+STEP_TIMES = Path(__file__).parents[1] / "step_times" / "llama-3.1-8b-h200.json"
 _CONFIG = Path(__file__).parents[2] / "configs" / "gpu-one-card.yaml"
 _KV_TOKENS = 400_000
 # What a server under load keeps of the rates that it measured at start (2,048 tokens beside 16 rows of 1,024), fitted
@@ -110,7 +110,7 @@ class SimulatedCard:
     ) -> None:
         """shares: as measured at start. objectives: None: those of configs/gpu-one-card.yaml."""
         config = load_config(_CONFIG)
-        costs = load_costs(_STEP_TIMES)
+        costs = load_costs(STEP_TIMES)
         steps = costs.decode.model_copy(update={"base_s": costs.decode.base_s + _STEP_S})
         self._costs: CostModel = costs.model_copy(update={"decode": steps, "control": _HTTP})
         shape = shape_of(config, costs.kv_bytes_per_token, kv_tokens=(0, _KV_TOKENS))

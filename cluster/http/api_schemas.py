@@ -30,7 +30,17 @@ class PromptTokensDetails(_Answer):
 
 
 class CompletionTokensDetails(_Answer):
-    reasoning_tokens: int = Field(ge=0, description="Tokens that the model spent on thinking, its tags not included.")
+    reasoning_tokens: int | None = Field(
+        default=None, ge=0, description="Tokens that the model spent on thinking, its tags not included."
+    )
+    accepted_prediction_tokens: int | None = Field(
+        default=None, ge=0, description="With `prediction`: tokens of the answer that were guessed right."
+    )
+    rejected_prediction_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="With `prediction`: tokens that were guessed wrong, and are no part of the answer.",
+    )
 
 
 class UsageInfo(_Answer):
@@ -41,7 +51,7 @@ class UsageInfo(_Answer):
     total_tokens: int = Field(ge=0)
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = Field(
-        default=None, description="For models that think."
+        default=None, description="For models that think, and with `prediction`."
     )
 
 

@@ -33,6 +33,7 @@ from cluster.monitoring.ingress_metrics import (
 from replicas.metrics import metric_buckets as buckets
 from replicas.metrics.pool_metrics import (
     BLOCK_STATES,
+    DRAFT_POSITIONS,
     GRAMMAR_FAILURES,
     GRAMMAR_LOOKUPS,
     LANES,
@@ -40,6 +41,7 @@ from replicas.metrics.pool_metrics import (
     PACES,
     PREEMPTIONS,
     PREFIX_RESULTS,
+    STEP_DRAFTS,
     TRANSFER_ERRORS,
     TRANSFER_RESULTS,
 )
@@ -139,6 +141,10 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "prefilled_tokens": {"pool": None},
     "forwarded_tokens": {"pool": None},
     "surplus_tokens": {"pool": None},
+    "speculative_drafted_tokens": {"pool": None, "position": DRAFT_POSITIONS},
+    "speculative_accepted_tokens": {"pool": None, "position": DRAFT_POSITIONS},
+    "speculative_steps": {"pool": None, "drafts": STEP_DRAFTS},
+    "speculative_rests": {"pool": None},
     "preemptions": {"pool": None, "kind": PREEMPTIONS},
     "prefix_tokens": {"pool": None, "result": PREFIX_RESULTS},
     "prefix_evicted_blocks": {"pool": None},

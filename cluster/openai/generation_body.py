@@ -11,6 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJson
 from cluster.openai.answer_format import FormatFields, check_formats
 from cluster.openai.object import Integer, invalid, limit, limits_of, not_together
 from cluster.openai.output import OutputFields
+from cluster.openai.prediction import Prediction
 from cluster.openai.sampling import SamplingFields
 from cluster.openai.unsupported import NEUTRAL_VALUES
 from scheduler.sampling_params import SamplingParams
@@ -19,7 +20,6 @@ from scheduler.sampling_params import SamplingParams
 _TOLERATED = frozenset(
     {
         "metadata",
-        "prediction",
         "prompt_cache_key",
         "safety_identifier",
         "service_tier",
@@ -39,6 +39,7 @@ _NOT_WITH_BEAMS = (
     "stop",
     "logprobs",
     "prompt_logprobs",
+    "prediction",
 )
 _ONLY_WITH_BEAMS = ("length_penalty", "early_stopping")
 
@@ -110,6 +111,13 @@ class GenerationBody(SamplingFields, OutputFields, FormatFields, ABC):
         description="What the server keeps of this prompt, only requests with the same salt find; among those of one "
         "API key or client, where the server tells them apart. Not in OpenAI's API.",
         examples=["team-7"],
+    )
+
+    prediction: Prediction | None = Field(
+        default=None,
+        description="What the answer is expected to be like, for example the file that it is to change: where it is, "
+        "it comes sooner, if the server drafts by n-grams. It changes no word of it.",
+        examples=[{"type": "content", "content": "class User:\n    name: str\n"}],
     )
 
     @property

@@ -17,6 +17,7 @@ from cluster.openai.engine_params import beam_params, sampling_params
 from cluster.openai.generation_body import GenerationBody
 from cluster.openai.logprobs import LogprobsReport, TokenNames
 from cluster.openai.request import ChatCompletionBody, CompletionBody
+from cluster.openai.request_size import check_sizes
 from cluster.openai.response import Answer, ChatAnswer, CompletionAnswer, new_chat_id, new_completion_id
 from cluster.openai.served_model import check_model
 from cluster.openai.tools import ToolMode
@@ -185,11 +186,11 @@ class GenerationService:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if body.bad_words:
             bad_words = await asyncio.to_thread(self._tokenizer.bad_word_sequences, body.bad_words)
-        specs = [self._spec(body, ids, bad_words, default_max_tokens, caller, grammar) for ids in prompts]
+        predicted = await self._predicted_ids(body)
+        specs = [self._spec(body, ids, bad_words, default_max_tokens, caller, grammar, predicted) for ids in prompts]
         if thinking is not None:
             specs = [replace(spec, sampling=replace(spec.sampling, thinking=thinking)) for spec in specs]
-        self._check_product(body, specs)
-        self._check_report(body, specs)
+        check_sizes(body, specs, self._config.limits)
         echo_of_choice = [echo for spec, echo in zip(specs, echoes, strict=True) for _ in range(spec.num_answers)]
         choices = [self._choice(index, body, echo, reading) for index, echo in enumerate(echo_of_choice)]
         timeout_s, binding = self._config.ingress.request_timeout_s, ModelBinding()
@@ -197,7 +198,17 @@ class GenerationService:
         findings = [(generation.spec.prompt_len, generation.finding) for generation in generations]
         timer.prompts(findings, comes_whole=body.use_beam_search or body.max_new_tokens == 0)
         thinks = reading is not None and self._parser.reasoning is not None
-        return TextGeneration(self._source, generations, choices, timer, thinks, self._config.prefix_cache.enabled)
+        has_cache, predicts = self._config.prefix_cache.enabled, body.prediction is not None
+        return TextGeneration(self._source, generations, choices, timer, thinks, has_cache, predicts)
+
+    async def _predicted_ids(self, body: GenerationBody) -> tuple[int, ...]:
+        """Of the prediction, for who can do something with it: no longer than any answer."""
+        if body.prediction is None or self._config.speculative.method != "ngram":
+            return ()
+        text = body.prediction.content
+        return await self._threads.run(
+            len(text), self._tokenizer.encode_prediction, text, self._config.model.max_model_len
+        )
 
     def _choice(
         self, index: int, body: GenerationBody, echo: PromptEcho | None, reading: AnswerReading | None
@@ -222,6 +233,7 @@ class GenerationService:
         default_max_tokens: int | None,
         caller: Caller,
         grammar: Grammar | None,
+        predicted_ids: tuple[int, ...],
     ) -> GenerationSpec:
         max_tokens = self._max_tokens(body, len(ids), default_max_tokens)
         # A grammar says where an answer may end, and where it must: nothing else could come there.
@@ -240,6 +252,7 @@ class GenerationService:
             num_returned=0 if beam is None else body.n,
             grammar=grammar,
             cache_salt=caller.cache_salt(body.cache_salt) if self._config.prefix_cache.enabled else b"",
+            predicted_ids=predicted_ids,
         )
 
     def _sampling(
@@ -269,31 +282,3 @@ class GenerationService:
                 code="context_length_exceeded",
             )
         return max(1, wanted)  # 0: the prompt is only echoed; one token is generated and dropped
-
-    def _check_product(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
-        most = self._config.limits.max_generated_tokens
-        total = sum(body.num_generated_choices * spec.max_tokens for spec in specs)
-        if total > most:
-            several = "best_of" if body.best_of is not None else "n"
-            raise ApiError(
-                400,
-                f"{len(specs)} prompts, {several} {body.num_generated_choices} and max_tokens together ask for {total} "
-                f"tokens; at most {most} are allowed in one request",
-                param=several if body.num_generated_choices > 1 else "max_tokens",
-                code="too_many_tokens",
-            )
-
-    def _check_report(self, body: GenerationBody, specs: list[GenerationSpec]) -> None:
-        if body.num_prompt_logprobs is None:
-            return
-        most = self._config.limits.max_reported_logprobs
-        num_choices, num_each = body.num_generated_choices, body.num_prompt_logprobs + 1
-        total = sum(len(spec.prompt_ids) for spec in specs) * num_choices * num_each
-        if total > most:
-            raise ApiError(
-                400,
-                f"the prompts' tokens, {num_choices} choices and {num_each} log-probabilities each make {total} to "
-                f"report; at most {most} are allowed in one request",
-                param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
-                code="too_many_logprobs",
-            )

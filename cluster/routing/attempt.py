@@ -18,7 +18,7 @@ from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
-from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Mail, Mailboxes
+from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Drafted, Mail, Mailboxes
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import PoolClient, ReplicaLost
 from cluster.routing.pool_view import PoolView
@@ -197,6 +197,8 @@ class Attempt:
             self._leg.take_prompt(mail)
         if isinstance(mail, Cached) and self.route.prefill_id is None:  # else prefill says what nobody had to compute
             self._found(mail.num_tokens)
+        if isinstance(mail, Drafted):
+            self._leg.generation.drafts.tell(self._request_id, mail.num_drafted, mail.num_accepted)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.monitoring.cache_finding import CacheFinding
+from cluster.monitoring.draft_finding import DraftFinding
 from cluster.monitoring.request_trace import RequestTrace
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.model_binding import ModelBinding
@@ -28,6 +29,7 @@ class Generation:
     trace: RequestTrace = field(default_factory=RequestTrace, compare=False, repr=False)
     binding: ModelBinding = field(default_factory=ModelBinding, compare=False, repr=False)
     finding: CacheFinding = field(default_factory=CacheFinding, compare=False, repr=False)
+    drafts: DraftFinding = field(default_factory=DraftFinding, compare=False, repr=False)
 
 
 # For the client, in order within each choice; what the model thought of the prompt, all of it, before any token.

@@ -23,13 +23,21 @@ class Cached:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """So many drafts there were at decode so far, and of these so many held. Comes before the tokens that held."""
+
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class ChannelLost:
     """Frames of this replica are gone for good: what it sent can't be trusted to be complete."""
 
     detail: str
 
 
-Mail = Admitted | Cached | PromptLogprobs | Token | ChannelLost
+Mail = Admitted | Cached | Drafted | PromptLogprobs | Token | ChannelLost
 
 
 class Mailbox:
@@ -113,6 +121,10 @@ class Mailboxes:
             box = boxes.get(request_id)
             if box is not None and box.replica_id == replica_id:
                 box.put(Cached(num_tokens))
+        for request_id, num_drafted, num_accepted in frame.drafted:
+            box = boxes.get(request_id)
+            if box is not None and box.replica_id == replica_id:
+                box.put(Drafted(num_drafted, num_accepted))
         for items in (frame.prompts, frame.tokens):
             for item in items:
                 box = boxes.get(item.request_id)

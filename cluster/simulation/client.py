@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -35,6 +36,7 @@ _FIRST_HASHED, _FIRST_OWN = 2, 1 << 31
 class Job:
     """What one client asks for. output_len: where its answer stops; max_tokens: what it asked for, at least that.
 
+    acceptance: how often the first of the tokens that are drafted holds, and one behind another that did.
     hash_ids: of its prompt's blocks of block_tokens: two prompts begin alike as far as theirs agree. Without any it is
     like no other.
     """
@@ -46,6 +48,7 @@ class Job:
     max_tokens: int
     hash_ids: tuple[int, ...] = ()
     block_tokens: int = 1
+    acceptance: tuple[float, float] = (0.0, 0.0)
 
     def prompt_ids(self) -> tuple[int, ...]:
         """Made anew each time: what a trace has in all does not fit into memory."""
@@ -115,6 +118,7 @@ class Attempt:
     # Tokens of its prompt that were in the caches of its engines.
     prefill_found: int = 0
     decode_found: int = 0
+    _rng: random.Random | None = field(default=None, repr=False)
 
     @property
     def computed_tokens(self) -> int:
@@ -139,6 +143,15 @@ class Attempt:
         """As one engine's scheduler keeps it."""
         spec = spec_of(self.client.job, self.prompt_len, self.max_tokens)
         return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
+
+    def num_held(self, num_drafts: int) -> int:
+        """Of so many drafts. Mutates: each time by chance, as the job's index has it."""
+        if self._rng is None:
+            self._rng = random.Random(f"drafts {self.request_id}")
+        count, (first, further) = 0, self.client.job.acceptance
+        while count < num_drafts and self._rng.random() < (further if count else first):
+            count += 1
+        return count
 
     def token(self, num_known: int) -> int:
         """What is sampled when so many are known."""

@@ -46,12 +46,15 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
         duration_s=options.duration_s,
         max_tokens=options.max_tokens,
         seed=options.seed,
+        acceptance=tuple(options.acceptance),
     )
     try:
         goodput = parse_goodput(options.goodput)
         jobs = trace_jobs(read_trace(options.trace), scale, shape.max_model_len)
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
+    if any(options.acceptance) and shape.decode.drafts is None:
+        raise UserError("--acceptance: nothing is guessed with speculative.method none; set it in the config")
     if not jobs:
         raise UserError(f"{options.trace}: no request is left to simulate")
     system = SimulatedSystem(shape, costs, may_skip=not options.step_by_step)

@@ -30,10 +30,26 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, help="what every client asks for; its answer still ends where the trace says"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the copies that --rate-scale makes")
+    parser.add_argument(
+        "--acceptance",
+        type=_probability,
+        nargs=2,
+        default=(0.0, 0.0),
+        metavar=("FIRST", "FURTHER"),
+        help="how often the first token that is guessed ahead is right, and one behind another that was; with a config "
+        "whose speculative.method is not none",
+    )
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits on ttft, tpot, e2el")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="write a picture to this file (.png, .svg, .pdf)")
     parser.add_argument("--step-by-step", action="store_true", help="take every decode step singly: slow, same result")
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is no probability: expected 0 to 1")
+    return value
 
 
 def add_fit_options(parser: argparse.ArgumentParser) -> None:

@@ -70,6 +70,8 @@ def as_text(summary: dict[str, Any]) -> str:
         f"{summary['decode_steps']} decode steps, {summary['skipped_steps']} of them taken many at once; cost of a "
         f"decision: routing {summary['routing_us']:.0f} us, scheduling {summary['scheduling_us']:.0f} us",
     ]
+    if summary["drafted_tokens"]:
+        lines.append(f"guessed ahead: {summary['drafted_tokens']} tokens, {summary['accepted_tokens']} of them right")
     return "\n".join(lines)
 
 
@@ -117,11 +119,14 @@ def _costs(system: SimulatedSystem, duration_s: float) -> dict[str, Any]:
     decodes, prefills = list(system.decodes.values()), list(system.prefills.values())
     num_routed = sum(router.counts.num_decisions for router in system.routers)
     num_planned = sum(engine.counts.num_decisions for engine in decodes)
+    drafts = [engine.scheduler.drafts.counts for engine in decodes if engine.scheduler.drafts is not None]
     return {
         "decode_steps": sum(engine.counts.num_steps for engine in decodes),
         "skipped_steps": sum(engine.counts.num_skipped_steps for engine in decodes),
         "decode_busy": _ratio(math.fsum(e.counts.busy_s for e in decodes), len(decodes) * duration_s),
         "prefill_busy": _ratio(math.fsum(e.counts.busy_s for e in prefills), len(prefills) * duration_s),
+        "drafted_tokens": sum(sum(counts.drafted) for counts in drafts),
+        "accepted_tokens": sum(sum(counts.accepted) for counts in drafts),
         "mean_rows": _ratio(sum(e.counts.num_rows for e in decodes), sum(e.counts.num_steps for e in decodes)),
         "routing_us": 1e6 * _ratio(math.fsum(r.counts.decision_s for r in system.routers), num_routed),
         "scheduling_us": 1e6 * _ratio(math.fsum(e.counts.decision_s for e in decodes), num_planned),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from cluster.simulation.client import Attempt
 from cluster.simulation.engine_outlet import EngineOutlet
@@ -14,7 +14,7 @@ from replicas.messages import EngineLoad
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.generated_token import Token
 from scheduler.lane import Lane
-from scheduler.plan import SampledToken, StepOutput
+from scheduler.plan import Accepted, SampledToken, StepOutput
 from scheduler.request import Request, RequestState
 
 
@@ -62,14 +62,28 @@ class SimulatedCalls:
 
     def output_of(self, step: StepInFlight) -> StepOutput:
         """The tokens that it samples."""
-        tokens = []
-        for request_id in step.request_ids:
-            request = self._scheduler.get(request_id)
+        tokens: list[SampledToken] = []
+        accepted: list[Accepted] = []
+        for request_id, num_drafts in zip_longest(step.request_ids, step.num_drafts, fillvalue=0):
+            assert isinstance(request_id, str), "every row samples"
+            request, attempt = self._scheduler.get(request_id), self.by_id[request_id]
             num_known = request.sequences[0].num_known if request is not None else 0
             if request is not None and not num_known:
                 self._note_found(request)
-            tokens.append(SampledToken(request_id, 0, self.by_id[request_id].token(num_known)))
-        return StepOutput(step.step_id, tuple(tokens))
+            num_held = attempt.num_held(num_drafts) if num_drafts else 0
+            tokens += [
+                SampledToken(request_id, 0, attempt.token(known))
+                for known in range(num_known, num_known + 1 + num_held)
+            ]
+            if num_drafts:
+                accepted.append(Accepted(request_id, 0, 1 + num_held, 1 + num_drafts, num_drafts))
+        return StepOutput(step.step_id, tuple(tokens), accepted=tuple(accepted))
+
+    def ran(self, step: StepInFlight, output: StepOutput, now_s: float, lane: Lane | None = None) -> None:
+        """A step has run, and given this. lane: as `EngineCore.commit`."""
+        if step.plan is not None and self._scheduler.drafts is not None:
+            self._scheduler.drafts.step_took(step.plan, output.accepted, step.step_s)
+        self.stepped(output, now_s, lane)
 
     def stepped(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> None:
         """A step's tokens are known: commit them, and pass on what follows. lane: as `EngineCore.commit`."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.simulation.cost_model import CostModel
+from cluster.simulation.draft_shape import DraftShape
 from cluster.simulation.engine_counts import EngineCounts
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
@@ -16,26 +17,39 @@ from scheduler.step_shape import StepShape
 
 @dataclass(slots=True)
 class StepInFlight:
-    """request_ids: of its rows, then of the prompts that it completes. end_s: when the device is done with it."""
+    """request_ids: of its rows, then of the prompts that it completes. end_s: when the device is done with it.
+    num_drafts: of each of its rows, where they may have some, with the plan, and how long it takes."""
 
     step_id: int
     request_ids: tuple[str, ...]
     end_s: float
+    num_drafts: tuple[int, ...] = ()
+    plan: StepPlan | None = None
+    step_s: float = 0.0
 
 
 class SimulatedDevice:
     """One step after another. steps: how long they take. counts: its engine's."""
 
     def __init__(
-        self, pool: str, key: int, steps: StepModel, costs: CostModel, machine: SharedMachine, block_size: int
+        self,
+        pool: str,
+        key: int,
+        steps: StepModel,
+        costs: CostModel,
+        machine: SharedMachine,
+        block_size: int,
+        drafts: DraftShape | None = None,
     ) -> None:
-        """pool, key: of its engine: what shares the machine with other pools, and its number among all."""
+        """pool, key: of its engine: what shares the machine with other pools, and its number among all. drafts: None:
+        its rows have none."""
         self.steps = steps
         self.is_shared = costs.is_shared
         self.free_s = 0.0  # when the last step ends
         self.counts = EngineCounts()
         self._pool, self._key, self._machine = pool, key, machine
         self._costs, self._block_size = costs, block_size
+        self._drafts, self._is_padded = drafts is not None, drafts is not None and drafts.is_padded
         self._prompt_clock = StepClock()  # only steps that compute prompts
 
     @property
@@ -45,7 +59,7 @@ class SimulatedDevice:
 
     def launch(self, plan: StepPlan, now_s: float, goes_on: bool) -> StepInFlight:
         """Behind the steps before it. Mutates. goes_on: another step follows, as far as can be told now."""
-        shape = StepShape.of(plan)
+        shape = self._shape_of(plan)
         step_s = self._step_s(plan, shape)
         start_s = max(now_s, self.free_s)
         end_s = start_s + step_s
@@ -54,15 +68,27 @@ class SimulatedDevice:
         self.free_s = end_s
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
-        return self._until(end_s, plan, shape)
+        return self._until(end_s, plan, shape, end_s - start_s)
 
-    def _until(self, end_s: float, plan: StepPlan, shape: StepShape) -> StepInFlight:
-        """A step that ends then. Mutates: counts it."""
+    def _until(self, end_s: float, plan: StepPlan, shape: StepShape, step_s: float) -> StepInFlight:
+        """A step that ends then, and takes so long. Mutates: counts it."""
         request_ids = [part.request_id for part in plan.slices if part.num_sampled]
         self.counts.num_steps += 1
-        self.counts.num_rows += shape.num_rows
+        self.counts.num_rows += plan.num_rows if self._drafts else shape.num_rows
         self.counts.num_prompt_tokens += shape.num_prompt_tokens
-        return StepInFlight(plan.step_id, tuple(request_ids), end_s)
+        step = StepInFlight(plan.step_id, tuple(request_ids), end_s)
+        if self._drafts:
+            step.num_drafts, step.plan, step.step_s = tuple([row.num_drafts for row in plan.rows]), plan, step_s
+        return step
+
+    def _shape_of(self, plan: StepPlan) -> StepShape:
+        """Drafts are tokens of their rows, which attend to the same context; where steps are padded each row has as
+        many as any."""
+        shape = StepShape.of(plan)
+        if plan.has_drafts and self._is_padded:
+            most = max([row.num_drafts for row in plan.rows], default=0)
+            return shape._replace(num_rows=plan.num_rows * (1 + most))
+        return shape
 
     def steps_passed(self, count: int, num_rows: int, free_s: float) -> None:
         """So many steps of so many rows each have run, the last one until free_s. Mutates."""
@@ -73,6 +99,8 @@ class SimulatedDevice:
     def _step_s(self, plan: StepPlan, shape: StepShape) -> float:
         """Of the step with nothing else on the device: swaps come before its pass, cached blocks move beside it."""
         pass_s = 0.0 if plan.is_empty else self.steps.step_s(*shape)
+        if plan.has_drafts:
+            pass_s += self.steps.drafting_s
         return max(pass_s + self._copy_s(plan.swap_outs, plan.swap_ins), self._copy_s(plan.fetches, plan.saves))
 
     def _copy_s(self, out: Sequence[BlockSwap], back: Sequence[BlockSwap]) -> float:

@@ -48,7 +48,7 @@ class SimulatedEngine:
         self.core: EngineCore[StepInFlight] = core or EngineCore(scheduler)
         self.counts = device.counts
         self._device, self._queue = device, queue
-        self._may_skip = may_skip and scheduler.capabilities.decodes
+        self._may_skip = may_skip and scheduler.capabilities.decodes and scheduler.drafts is None
         self.calls = SimulatedCalls(replica_id, self.core, outlet, self.load)
         self._handoffs = SimulatedHandoffs(key, scheduler, costs, queue, outlet, self._post)
         self._stretches = SteadyStretches(self.core, device, self.calls)
@@ -129,7 +129,7 @@ class SimulatedEngine:
     def _commit(self, step: StepInFlight, now_s: float) -> None:
         output = self.calls.output_of(step)
         started = time.thread_time()
-        self.calls.stepped(output, now_s)
+        self.calls.ran(step, output, now_s)
         self.counts.decision_s += time.thread_time() - started
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.simulation.cost_model import CostModel
+from cluster.simulation.draft_shape import DraftShape
 from cluster.simulation.engine_outlet import EngineOutlet
 from cluster.simulation.event_queue import EventQueue
 from cluster.simulation.shared_machine import SharedMachine, slowed_s
@@ -26,9 +27,16 @@ class DividedDevice(SimulatedDevice):
     """
 
     def __init__(
-        self, pool: str, key: int, steps: StepModel, costs: CostModel, machine: SharedMachine, block_size: int
+        self,
+        pool: str,
+        key: int,
+        steps: StepModel,
+        costs: CostModel,
+        machine: SharedMachine,
+        block_size: int,
+        drafts: DraftShape | None = None,
     ) -> None:
-        super().__init__(pool, key, steps, costs, machine, block_size)
+        super().__init__(pool, key, steps, costs, machine, block_size, drafts)
         self.clock = LaneClock()
         self._prompts_free_s = self._busy_until_s = 0.0
         self._share = ALONE  # of the prompts launched last
@@ -52,7 +60,7 @@ class DividedDevice(SimulatedDevice):
 
     def launch_rows(self, plan: StepPlan, now_s: float) -> StepInFlight:
         """Behind the rows before. Mutates."""
-        shape = StepShape.of(plan)
+        shape = self._shape_of(plan)
         start_s = max(now_s, self.free_s)
         alone_s = self._step_s(plan, shape)
         beside_s = max(0.0, self._prompts_free_s - start_s)
@@ -65,7 +73,7 @@ class DividedDevice(SimulatedDevice):
         self.clock.count_lane(plan, end_s - start_s, share)
         self.counts.busy_s += max(0.0, end_s - max(start_s, self._busy_until_s))
         self._busy_until_s = max(self._busy_until_s, end_s)
-        return self._until(end_s, plan, shape)
+        return self._until(end_s, plan, shape, end_s - start_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class SimulatedTwoLanes(SimulatedEngine):
             if step.end_s <= now_s:
                 lane = core.lane_of(step, step.end_s)
                 assert lane is not None, "a step ended before the one in front of it"
-                self.calls.stepped(self.calls.output_of(step), now_s, lane)
+                self.calls.ran(step, self.calls.output_of(step), now_s, lane)
         turn = core.turn(now_s, rows_step_s=device.rows_step_s(now_s))
         self.counts.num_decisions += 1
         self.calls.turned(turn)

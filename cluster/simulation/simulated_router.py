@@ -147,7 +147,7 @@ class SimulatedRouter:
 
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A decode replica's load."""
-        self.view.heard(Frame(replica_id, "", 0, load, (), (), (), ()))
+        self.view.heard(Frame(replica_id, "", 0, load, (), (), (), (), ()))
 
     def due(self, pool: str, now_s: float) -> list[str]:
         """Replicas that it asks now. Mutates: it has asked them."""

@@ -61,7 +61,8 @@ def shipped_decode(shape: SystemShape, prefixes: PrefixOptions | None) -> Schedu
     """The decode scheduler as replicas.serving.engine_builder makes it."""
     has_two_lanes, num_host_blocks = shape.decode.lanes is not None, shape.num_host_blocks
     limits, lag = shape.decode.limits, shape.decode.lag
-    return Scheduler(limits, DECODE, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes)
+    speculation = None if shape.decode.drafts is None else shape.decode.drafts.speculation()
+    return Scheduler(limits, DECODE, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes, speculation)
 
 
 def _shipped_prefill(pool: PoolShape, num_host_blocks: int, prefixes: PrefixOptions | None) -> Scheduler:
@@ -133,7 +134,8 @@ class SimulatedSystem:
 
     def _engine_around(self, scheduler: Scheduler, pool: SimulatedPool, name: str, key: int) -> SimulatedEngine:
         shape = self.shape.decode
-        of_device = pool.name, key, pool.steps, self.costs, self._machine, pool.limits.block_size
+        drafts = shape.drafts if scheduler.drafts is not None else None
+        of_device = pool.name, key, pool.steps, self.costs, self._machine, pool.limits.block_size, drafts
         of_engine = self.costs, self.queue, self.network
         if scheduler.has_two_lanes and shape.lanes is not None:
             divided = DividedDevice(*of_device)

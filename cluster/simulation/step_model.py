@@ -25,10 +25,11 @@ class StepModel(Section):
     """
 
     base_s: Cost = Field(description="Every step")
-    row_s: Cost = Field(default=0.0, description="Each sequence that gets a token")
+    row_s: Cost = Field(default=0.0, description="Each sequence that gets a token, and each of its drafts")
     few_row_s: Cost = Field(default=0.0, description=f"Each of the first {FEW_ROWS} of them, more")
     context_token_s: Cost = Field(default=0.0, description="Each position that such a sequence attends to")
     prompt_token_s: Cost = Field(default=0.0, description="Each prompt token computed")
+    drafting_s: Cost = Field(default=0.0, description="Each step whose sequences have drafts: what makes these")
     prompt_pair_s: Cost = Field(default=0.0, description="Each pair of the prompts' causal attention")
     overhead_s: Cost = Field(
         default=0.0, description="Host work between two steps; with lag 1 it is hidden behind the step in flight"

@@ -11,6 +11,7 @@ from cluster.config.root import Config
 from cluster.policies.routing_policy import RoutingRules
 from cluster.same_names import by_names
 from cluster.simulation.cost_model import LaneShareCosts
+from cluster.simulation.draft_shape import DraftShape
 from cluster.simulation.router_times import RouterTimes
 from cluster.user_error import ConfigError
 from replicas.pool_size import PoolTooSmall, num_host_blocks, pool_limits
@@ -25,7 +26,7 @@ _MEASURED_PROCESSORS = 132
 @dataclass(frozen=True, slots=True)
 class PoolShape:
     """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
-    ways to divide a replica's card. chooser: of one of them."""
+    ways to divide a replica's card. chooser: of one of them. drafts: None: none."""
 
     num_replicas: int
     limits: PoolLimits
@@ -33,6 +34,7 @@ class PoolShape:
     lanes: LaneObjectives | None = None
     shares: tuple[LaneShare, ...] = ()
     chooser: ShareChooser = choose_share
+    drafts: DraftShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def shape_of(
         raise ConfigError(f"--replicas {num_prefill} {num_decode} does not fit layout {config.layout} of the config")
     prefill_tokens, decode_tokens = kv_tokens or (None, None)
     decode = _pool_shape("decode", pools.decode, num_decode, config, block_bytes, decode_tokens)
+    decode = replace(decode, drafts=DraftShape.of(config))
     policy = admission_policy(pools.decode.admission)
     host_bytes = pools.decode.host_memory_bytes
     if config.layout == "two_lanes":

@@ -22,7 +22,8 @@ class TraceScale:
 
     rate: 2.5 sends every request twice and every second one a third time, in the same time; 0.5 leaves out every
     second one: by chance, but the first copy keeps its time. length: a factor on prompts and outputs. max_tokens: what
-    every client asks for, though its answer stops at the trace's length; None: exactly that length.
+    every client asks for, though its answer stops at the trace's length; None: exactly that length. acceptance: of
+    drafts, as a Job has it.
     """
 
     rate: float = 1.0
@@ -31,6 +32,7 @@ class TraceScale:
     duration_s: float | None = None
     max_tokens: int | None = None
     seed: int = 0
+    acceptance: tuple[float, float] = (0.0, 0.0)
 
 
 def trace_jobs(entries: Sequence[TraceEntry], scale: TraceScale, max_model_len: int) -> list[Job]:
@@ -72,4 +74,6 @@ def _job(index: int, arrival_s: float, entry: TraceEntry, copy: int, scale: Trac
     # Copies share with each other what the recorded requests share, and nothing with those.
     hash_ids = tuple([hash_id + copy * _COPY_STRIDE for hash_id in entry.hash_ids])
     block_tokens = max(1, round(entry.block_tokens * scale.length))
-    return Job(index, arrival_s, prompt_len, min(output_len, max_tokens), max_tokens, hash_ids, block_tokens)
+    return Job(
+        index, arrival_s, prompt_len, min(output_len, max_tokens), max_tokens, hash_ids, block_tokens, scale.acceptance
+    )

@@ -35,14 +35,15 @@ class TextGeneration:
         timer: RequestTimer,
         thinks: bool = False,
         has_cache: bool = False,
+        has_prediction: bool = False,
     ) -> None:
         """thinks: whether usage has tokens that were spent on thinking. has_cache: whether it has those that were found
-        in a prefix cache."""
+        in a prefix cache. has_prediction: whether it has those that the client's prediction had right."""
         self._source = source
         self._generations = generations
         self._choices = choices
         self._timer = timer
-        self._thinks, self._has_cache = thinks, has_cache
+        self._thinks, self._has_cache, self._has_prediction = thinks, has_cache, has_prediction
 
     @property
     def _specs(self) -> list[GenerationSpec]:
@@ -79,11 +80,14 @@ class TextGeneration:
     @property
     def usage(self) -> Usage:
         """A prompt counts once, however many choices it has."""
+        drafts = [one.drafts for one in self._generations] if self._has_prediction else None
         return Usage(
             prompt_tokens=sum(len(spec.prompt_ids) for spec in self._specs),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(one.finding.num_tokens for one in self._generations) if self._has_cache else None,
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices) if self._thinks else None,
+            accepted_prediction_tokens=sum(of.num_accepted for of in drafts) if drafts is not None else None,
+            rejected_prediction_tokens=sum(of.num_rejected for of in drafts) if drafts is not None else None,
         )
 
     def deltas(self) -> AsyncGenerator[list[TextDelta], None]:

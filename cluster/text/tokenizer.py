@@ -144,6 +144,13 @@ class Tokenizer:
         ids = _last(self.encode(rendered, add_special_tokens=False), keep_last)
         return self._accept(ids, max_tokens, "messages")
 
+    def encode_prediction(self, text: str, max_tokens: int) -> tuple[int, ...]:
+        """The first ids of what an answer is expected to be, at most max_tokens: as a model writes a text, without
+        control tokens, and up to one that the model does not have."""
+        ids = self.encode(text, add_special_tokens=False)[:max_tokens]
+        unknown = next((index for index, id_ in enumerate(ids) if id_ >= self.vocab_size), len(ids))
+        return tuple(ids[:unknown])
+
     def bad_word_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that write these words, each with and without a space in front; none twice.
 

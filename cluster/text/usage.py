@@ -12,12 +12,16 @@ class Usage:
 
     cached_tokens: how many of the prompts' tokens were found in a prefix cache; None where there is no prefix cache.
     reasoning_tokens: how many of the completion's the model spent on thinking; None for a model that does not.
+    accepted_prediction_tokens: how many of the completion's were drafted; rejected_prediction_tokens: drafts that were
+    not what came. None where the client predicted nothing.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -27,6 +31,8 @@ class Usage:
         }
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-        if self.reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        of_completion = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+        details = {name: count for name in of_completion if (count := getattr(self, name)) is not None}
+        if details:
+            usage["completion_tokens_details"] = details
         return usage

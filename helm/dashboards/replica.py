@@ -19,6 +19,7 @@ def replica() -> dashboard.Dashboard:
     board = board.with_variable(variable("replica", "Replica", query))
     rows = {
         "Work": _work(),
+        "Guessed tokens": _drafts(),
         "KV memory": _memory(),
         "KV handoff": _handoff(),
         "Ingress": _ingress(),
@@ -43,6 +44,23 @@ def _work() -> list[Panel]:
         lines("Prompt tokens computed", "ops", {_NAME: ONE.rate("prefilled_tokens_total", _BY)}),
         lines("Output tokens computed", "ops", {_NAME: ONE.rate("forwarded_tokens_total", _BY)}),
         lines("Surplus tokens", "ops", {_NAME: ONE.rate("surplus_tokens_total", _BY)}, "Sampled and dropped."),
+    ]
+
+
+def _drafts() -> list[Panel]:
+    drafted, accepted = "speculative_drafted_tokens_total", "speculative_accepted_tokens_total"
+    by_place = f"{ONE.rate(accepted, 'position')} / ({ONE.rate(drafted, 'position')} > 0)"
+    each = f"{ONE.rate(accepted, _BY)} / ({ONE.rate('forwarded_tokens_total', _BY)} > 0)"
+    return [
+        lines("Guessed right, by place", "percentunit", {"{{position}}": by_place}, "Behind the last known token."),
+        lines("Output tokens that were guessed", "percentunit", {_NAME: each}),
+        lines(
+            "Steps by their guesses",
+            "ops",
+            {"{{drafts}}": ONE.rate("speculative_steps_total", "drafts")},
+            "The most for one sequence; 0: it would not have paid.",
+            stacked=True,
+        ),
     ]
 
 

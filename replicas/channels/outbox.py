@@ -17,32 +17,35 @@ from replicas.messages import PromptLogprobs, Token, TokenLogprobs
 NUM_ENTRIES = 4096
 
 Cached = tuple[tuple[str, int], ...]
-Parts = tuple[tuple[str, ...], tuple[Token, ...], tuple[PromptLogprobs, ...], Cached]
+Drafted = tuple[tuple[str, int, int], ...]
+Parts = tuple[tuple[str, ...], tuple[Token, ...], tuple[PromptLogprobs, ...], Cached, Drafted]
 
 
 @dataclass(slots=True)
 class Outbox:
     """admitted: request ids. In the order of these fields they are to leave: no token before its prompt's scores.
     cached: of prompts whose first tokens are among these, how many were found; they leave before all tokens.
+    drafted: of requests that are told so, how many drafts there were and how many held; likewise.
     """
 
     admitted: list[str] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     cached: list[tuple[str, int]] = field(default_factory=list)
+    drafted: list[tuple[str, int, int]] = field(default_factory=list)
 
     def parts(self) -> Iterator[Parts]:
-        """(admitted, tokens, prompts, cached) of each frame. Very many tokens come from a beam search."""
-        admitted, cached = tuple(self.admitted), tuple(self.cached)
+        """(admitted, tokens, prompts, cached, drafted) of each frame. Very many tokens come from a beam search."""
+        admitted, cached, drafted = tuple(self.admitted), tuple(self.cached), tuple(self.drafted)
         for prompt in self.prompts:
             for part in prompt_parts(prompt):
-                yield admitted, (), (part,), cached
-                admitted, cached = (), ()
+                yield admitted, (), (part,), cached, drafted
+                admitted, cached, drafted = (), (), ()
         for start, end in _cuts([item.logprobs for item in self.tokens]):
-            yield admitted, tuple(self.tokens[start:end]), (), cached
-            admitted, cached = (), ()
-        if admitted:
-            yield admitted, (), (), cached
+            yield admitted, tuple(self.tokens[start:end]), (), cached, drafted
+            admitted, cached, drafted = (), (), ()
+        if admitted or drafted:
+            yield admitted, (), (), cached, drafted
 
 
 def prompt_parts(prompt: PromptLogprobs) -> Iterator[PromptLogprobs]:

@@ -141,11 +141,12 @@ class TokenSender:
         tokens: Sequence[Token] = (),
         prompts: Sequence[PromptLogprobs] = (),
         cached: Sequence[tuple[str, int]] = (),
+        drafted: Sequence[tuple[str, int, int]] = (),
     ) -> int:
         """Queue one frame and send what can be sent. Returns the frame's seq. Raises KeyError: no such channel open."""
         channel = self._channels[router_id]
         seq = channel.ring.next_seq
-        items = (tuple(admitted), tuple(tokens), tuple(prompts), tuple(cached))
+        items = (tuple(admitted), tuple(tokens), tuple(prompts), tuple(cached), tuple(drafted))
         payload = encode(Frame(self._replica_id, self._epoch, seq, load, *items))
         with self._lock:
             channel.ring.keep(payload, is_owed=bool(admitted or tokens or prompts))

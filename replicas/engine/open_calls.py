@@ -167,6 +167,9 @@ class OpenCalls:
             except Exception as error:
                 self.fail(prompt.request_id, error)
         events = self._core.commit(output, now_s, lane)
+        for accepted in output.accepted:
+            if (opened := self.by_id.get(accepted.request_id)) is not None and self._frames is not None:
+                self._frames.add_drafts(opened)
         self.constrained.took(events.tokens)
         for token in events.tokens:
             try:

@@ -46,13 +46,20 @@ class TokenFrames:
             opened.first_token_s = time.monotonic()
         self._outbox[opened.router_id].tokens.append(token)
 
+    def add_drafts(self, opened: OpenCall) -> None:
+        """How its drafts turned out so far, if its client said what it expects."""
+        request = opened.request
+        if request.spec.predicted_ids:
+            counts = (request.request_id, request.speculation.num_drafted, request.speculation.num_accepted)
+            self._outbox[opened.router_id].drafted.append(counts)
+
     def flush(self, load: EngineLoad, now_s: float, give_up: Callable[[str, CallStatus, str], None]) -> None:
         """A frame or some per router that has something, or that has not heard of us for a while. give_up: is told of
         routers that don't take them, and calls `close`.
         """
         for router_id, sent_s in list(self._last_sent_s.items()):
             if router_id not in self._outbox and now_s - sent_s >= self._idle_frame_s:
-                self._send(router_id, load, (((), (), (), ()),), now_s, give_up)
+                self._send(router_id, load, (((), (), (), (), ()),), now_s, give_up)
         for router_id, outbox in self._outbox.items():
             self._send(router_id, load, outbox.parts(), now_s, give_up)
         self._outbox.clear()

@@ -12,6 +12,7 @@ from replicas.metrics.engine_status import EngineStatus, StepClock
 from replicas.metrics.lane_clock import LaneClock
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.pool_metrics import LANES, PACES, PoolMetrics
+from scheduler.draft_counts import DraftCounts
 from scheduler.prefix_book import PrefixStats
 
 
@@ -60,6 +61,15 @@ class EngineMetrics:
         self._pool.preemptions.count_to(num_swapped, kind="swap")
         self._pool.preemptions.count_to(num_evicted, kind="recompute")
         self._pool.host_blocks.set(num_host_blocks)
+
+    def drafted(self, counts: DraftCounts) -> None:
+        """Drafts so far. On the event loop."""
+        for place, (drafted, accepted) in enumerate(zip(counts.drafted, counts.accepted, strict=True), 1):
+            self._pool.drafted_tokens.count_to(drafted, position=str(place))
+            self._pool.accepted_tokens.count_to(accepted, position=str(place))
+        for count, num_steps in counts.steps.items():
+            self._pool.drafted_steps.count_to(num_steps, drafts=str(count))
+        self._pool.draft_rests.count_to(counts.num_rests)
 
     def prefixes_looked_up(self, stats: PrefixStats) -> None:
         """In the prefix cache. On the event loop."""

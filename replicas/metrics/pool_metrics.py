@@ -8,6 +8,7 @@ from replicas.kv.handoff_actions import LossReason, SourceOutcome
 from replicas.kv.pair_rate import Pace
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
+from scheduler.draft_acceptance import DRAFT_COUNTS
 
 BLOCK_STATES = ("free", "cached", "reserved", "active", "leased")
 PREEMPTIONS = ("swap", "recompute")
@@ -22,6 +23,8 @@ TRANSFER_RESULTS = (
 )
 TRANSFER_ERRORS = ("malformed", "unreachable", "read", "probe", "poll", "callback", "refused", "disputed", "internal")
 PACES = tuple(Pace)
+DRAFT_POSITIONS = tuple(str(position) for position in range(1, DRAFT_COUNTS[-1] + 1))
+STEP_DRAFTS = tuple(str(count) for count in (0, *DRAFT_COUNTS))
 GRAMMAR_LOOKUPS = ("hit", "miss")
 # refused: not compiled; limit: took too much work in mid-answer; strayed: the answer was none of it, a bug.
 GRAMMAR_FAILURES = ("refused", "limit", "strayed")
@@ -40,6 +43,7 @@ class PoolMetrics(MetricSet):
         self._add_pairs({"backend": backend})
         self._add_times()
         self._add_tokens()
+        self._add_drafts()
         self._add_lanes()
         self._add_grammars()
 
@@ -166,6 +170,31 @@ class PoolMetrics(MetricSet):
         )
         self.prefilled_tokens = self.counter(
             "splitserve_prefilled_tokens", "Prompt tokens computed", fixed=self.of_pool
+        )
+
+    def _add_drafts(self) -> None:
+        self.drafted_tokens = self.counter(
+            "splitserve_speculative_drafted_tokens",
+            "Tokens guessed ahead, by their place behind the last one that was known",
+            {"position": DRAFT_POSITIONS},
+            fixed=self.of_pool,
+        )
+        self.accepted_tokens = self.counter(
+            "splitserve_speculative_accepted_tokens",
+            "Of these, those that the model itself chose there",
+            {"position": DRAFT_POSITIONS},
+            fixed=self.of_pool,
+        )
+        self.drafted_steps = self.counter(
+            "splitserve_speculative_steps",
+            "Steps whose guesses were chosen, by the most for one sequence; 0: it would not have paid",
+            {"drafts": STEP_DRAFTS},
+            fixed=self.of_pool,
+        )
+        self.draft_rests = self.counter(
+            "splitserve_speculative_rests",
+            "Times that guessing was given up for a sequence, for some tokens, as it was wrong too often",
+            fixed=self.of_pool,
         )
 
     def _add_lanes(self) -> None:

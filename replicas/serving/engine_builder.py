@@ -115,6 +115,8 @@ class BuiltEngine:
         if batch is not None:
             preemption = scheduler.preemption
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
+        if scheduler.drafts is not None:
+            self.metrics.drafted(scheduler.drafts.counts)
         if scheduler.prefixes is not None:
             stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
             self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))

@@ -72,6 +72,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, parse_special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
+    def encode_prediction(self, text: str, max_tokens: int) -> tuple[int, ...]:
+        return tuple(text.encode())[:max_tokens]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         names = self.visible_bytes if skip_special_tokens else self.bytes_of_token
         return b"".join(names.get(token_id, b"") for token_id in ids).decode(errors="replace")

@@ -86,7 +86,8 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Script:
     """How one attempt goes. answer_s: from handoff to prefill's answer; reply_s: from last frame to decode's reply.
-    cached: of the prompt, what decode finds, and what prefill does.
+    cached: of the prompt, what decode finds, and what prefill does. drafted: with each of decode's tokens,
+    drafts so far and those that held.
     """
 
     fault: Fault | None = None
@@ -97,6 +98,7 @@ class Script:
     token_s: float = 0.0
     reply_s: float = 0.0
     cached: tuple[int, int] = (0, 0)
+    drafted: tuple[tuple[int, int], ...] = ()
 
 
 PLAIN = Script()

@@ -235,7 +235,8 @@ class FakeDecode(FakePool):
             now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
             sent.update(item.choice for item in now)
             cached = ((call.request_id, script.cached[0]),) if step == 0 and script.cached[0] else ()
-            await replica.send(call.channel, tokens=tuple(now), cached=cached)
+            drafted = tuple((call.request_id, *counts) for counts in script.drafted[step : step + 1])
+            await replica.send(call.channel, tokens=tuple(now), cached=cached, drafted=drafted)
             await asyncio.sleep(script.token_s)
 
     @asynccontextmanager

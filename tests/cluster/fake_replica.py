@@ -64,19 +64,20 @@ class FakeReplica:
         admitted: tuple[str, ...] = (),
         tokens: tuple[Token, ...] = (),
         cached: tuple[tuple[str, int], ...] = (),
+        drafted: tuple[tuple[str, int, int], ...] = (),
     ) -> None:
         await self.thaw.wait()
         if self.death.done():
             return
         if self.sender is not None:
             self.sender.open(channel)
-            self.sender.send(channel.router_id, self.load, admitted, tokens, cached=cached)
+            self.sender.send(channel.router_id, self.load, admitted, tokens, cached=cached, drafted=drafted)
             while self.sender.has_unsent:
                 await asyncio.sleep(0.001)
                 self.sender.flush()
             return
         ring = self.rings[channel.router_id]
-        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, (), cached)
+        frame = Frame(self.replica_id, EPOCH, len(ring), self.load, admitted, tokens, (), cached, drafted)
         ring.append(frame)
         self._on_wire(self, frame)
 

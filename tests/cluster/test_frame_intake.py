@@ -49,7 +49,7 @@ async def test_a_replica_that_left_is_shut_out_when_it_has_nothing_of_ours() -> 
     mailboxes.close("request")
     intake.admit(_table("c"))
     assert _keys(intake.receiver) == {"key of c"}
-    frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), (), (), ())
+    frame = Frame("a", "epoch of a", 0, EngineLoad(0, 0, 0, 1, 1, 0.0), (), (), (), (), ())
     intake.receiver.deliver_replayed([frame])
     assert intake.receiver.counts.forgotten == 1
 

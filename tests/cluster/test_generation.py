@@ -223,7 +223,7 @@ def test_logprobs_of_a_prompt_that_are_missing_or_unasked_for_are_a_bug() -> Non
 
 
 def frame(replica_id: str, admitted: tuple[str, ...] = (), tokens: tuple[Token, ...] = ()) -> Frame:
-    return Frame(replica_id, "e", 0, LOAD, admitted, tokens, (), ())
+    return Frame(replica_id, "e", 0, LOAD, admitted, tokens, (), (), ())
 
 
 def contents(box: Mailbox) -> list[Mail]:

@@ -28,7 +28,7 @@ def load(free: int = 100, queued: int = 0, tokens: int = 0, **more: Any) -> Engi
 
 
 def frame(replica_id: str, of: EngineLoad) -> Frame:
-    return Frame(replica_id, "e", 0, of, (), (), (), ())
+    return Frame(replica_id, "e", 0, of, (), (), (), (), ())
 
 
 class Pools:

@@ -40,18 +40,21 @@ def test_frames_of_a_step_admissions_first_and_tokens_last() -> None:
     top = tuple((token_id, -1.0) for token_id in range(20))
     tokens = [Token("b", 0, index, 9, None, TokenLogprobs(-0.5, top)) for index in range(1000)]
     prompts = [PromptLogprobs("b", 0, scores(600, 20)), PromptLogprobs("c", 3, scores(2, 0))]
-    parts = list(Outbox(["a", "b"], prompts, tokens, [("b", 32), ("c", 16)]).parts())
-    assert [admitted for admitted, _, _, _ in parts] == [("a", "b"), *[()] * (len(parts) - 1)]
-    assert [cached for _, _, _, cached in parts] == [(("b", 32), ("c", 16)), *[()] * (len(parts) - 1)]
-    assert [item for _, items, _, _ in parts for item in items] == tokens
-    assert max(len(items) for _, items, _, _ in parts) <= NUM_ENTRIES // 21
-    positions = tuple(p for _, _, of_prompts, _ in parts for part in of_prompts for p in part.positions)
+    outbox = Outbox(["a", "b"], prompts, tokens, [("b", 32), ("c", 16)], [("b", 9, 7)])
+    parts = list(outbox.parts())
+    assert [admitted for admitted, _, _, _, _ in parts] == [("a", "b"), *[()] * (len(parts) - 1)]
+    assert [cached for _, _, _, cached, _ in parts] == [(("b", 32), ("c", 16)), *[()] * (len(parts) - 1)]
+    assert [drafted for _, _, _, _, drafted in parts] == [(("b", 9, 7),), *[()] * (len(parts) - 1)]
+    assert [item for _, items, _, _, _ in parts for item in items] == tokens
+    assert max(len(items) for _, items, _, _, _ in parts) <= NUM_ENTRIES // 21
+    positions = tuple(p for _, _, of_prompts, _, _ in parts for part in of_prompts for p in part.positions)
     assert positions == (*prompts[0].positions, *prompts[1].positions)
-    first_token = next(index for index, (_, items, _, _) in enumerate(parts) if items)
-    assert not any(of_prompts for _, _, of_prompts, _ in parts[first_token:])
+    first_token = next(index for index, (_, items, _, _, _) in enumerate(parts) if items)
+    assert not any(of_prompts for _, _, of_prompts, _, _ in parts[first_token:])
     plain = [Token("b", 0, index, 9, None) for index in range(300)]
-    assert list(Outbox(["a"], [], plain).parts()) == [(("a",), tuple(plain), (), ())]
-    assert list(Outbox(["a"]).parts()) == [(("a",), (), (), ())]
+    assert list(Outbox(["a"], [], plain).parts()) == [(("a",), tuple(plain), (), (), ())]
+    assert list(Outbox(["a"]).parts()) == [(("a",), (), (), (), ())]
+    assert list(Outbox(drafted=[("b", 1, 0)]).parts()) == [((), (), (), (), (("b", 1, 0),))]
 
 
 def test_scores_in_a_reply_are_parts_that_can_be_decoded_one_by_one() -> None:

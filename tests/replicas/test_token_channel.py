@@ -30,7 +30,7 @@ async def test_frames_arrive_in_order_and_whole() -> None:
                 assert sender.send("router", LOAD, (f"admitted-{seq}",), items(seq % 5, seq)) == seq
             await until(lambda: len(router.frames) == 200, sender)
             assert router.frames == [
-                Frame("decode", "e1", seq, LOAD, (f"admitted-{seq}",), items(seq % 5, seq), (), ())
+                Frame("decode", "e1", seq, LOAD, (f"admitted-{seq}",), items(seq % 5, seq), (), (), ())
                 for seq in range(200)
             ]
             assert not sender.has_unsent
@@ -198,7 +198,7 @@ async def test_a_lost_connection_shows_as_a_gap_and_replay_fills_it() -> None:
             channel = sender._channels["router"]
             token_sender._close(channel, linger_ms=0)
             channel.socket, channel.monitor = sender._connect(channel.address)
-            lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq), (), ()) for seq in (1, 2)]
+            lost = [Frame("decode", "e1", seq, LOAD, (), items(3, seq), (), (), ()) for seq in (1, 2)]
             for frame in lost:
                 channel.ring.keep(encode(frame), is_owed=True)
                 channel.ring.sent()
@@ -332,7 +332,7 @@ async def test_large_frames_leave_the_event_loop_its_turn() -> None:
     """Frames that cost as much as one may: a turn takes two of them, not as many as there are."""
     top = tuple((token_id, -1.0) for token_id in range(20))
     (part,) = prompt_parts(PromptLogprobs("r", 0, tuple(TokenLogprobs(-0.5, top) for _ in range(195))))
-    size = len(encode(Frame("decode", "e1", 0, LOAD, (), (), (part,), ())))
+    size = len(encode(Frame("decode", "e1", 0, LOAD, (), (), (part,), (), ())))
     assert token_receiver.BYTES_PER_TURN / 4 < size < token_receiver.BYTES_PER_TURN
     turns_of: list[int] = []  # the turn of the loop in which each frame came
     turn = 0

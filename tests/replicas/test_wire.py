@@ -60,6 +60,7 @@ frames = st.builds(
     st.lists(items, max_size=5).map(tuple),
     st.lists(prompts, max_size=2).map(tuple),
     st.lists(st.tuples(names, counts), max_size=3).map(tuple),
+    st.lists(st.tuples(names, counts, counts), max_size=3).map(tuple),
 )
 handoffs = st.builds(
     Handoff,
@@ -86,6 +87,7 @@ FRAME = Frame(
     (Token("r1", 0, 3, 42, FinishReason.STOP),),
     (),
     (("r1", 32),),
+    (("r1", 12, 9),),
 )
 HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),))
 NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")

@@ -68,7 +68,7 @@ def items(count: int, start: int = 0) -> tuple[Token, ...]:
 
 
 def frame_of(seq: int, replica_id: str = "decode", epoch: str = "e1") -> Frame:
-    return Frame(replica_id, epoch, seq, LOAD, (), items(1, seq), (), ())
+    return Frame(replica_id, epoch, seq, LOAD, (), items(1, seq), (), (), ())
 
 
 @contextmanager

@@ -51,6 +51,17 @@ def test_kv_in_fp8_is_half_of_what_the_steps_were_measured_with(
     assert "KV cache in" not in capsys.readouterr().out
 
 
+def test_tokens_guessed_ahead(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ngram.yaml"
+    config.write_text(Path(LOCAL).read_text().replace("\n  method: none\n", "\n  method: ngram\n"))
+    command = ["simulate", str(config), "--trace", trace, "--steps", STEPS, "--length-scale", "4"]
+    assert main([*command, "--acceptance", "0.9", "0.9"]) == 0
+    assert "guessed ahead: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*command, "--acceptance", "0.9", "1.5"])
+    assert "no probability" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "wanted"),
     [
@@ -59,6 +70,7 @@ def test_kv_in_fp8_is_half_of_what_the_steps_were_measured_with(
         (["--goodput", "speed:5"], "goodput"),
         (["--kv-tokens", "512", "512"], "max_model_len"),
         (["--duration-s", "-1"], "no request is left"),
+        (["--acceptance", "0.6", "0.8"], "speculative.method none"),
     ],
 )
 def test_wrong_options_are_named(trace: str, extra: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
