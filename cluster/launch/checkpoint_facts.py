@@ -76,7 +76,7 @@ def folder_facts(folder: Path, trust_remote_code: bool, quantise: str = "none", 
     config = read_architecture(folder / "config.json", trust_remote_code, quantise)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UnsupportedModel(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files there")
-    counts = count_numbers(folder) if has_weights else None
+    counts = _counts(folder) if has_weights else None
     if config is None:
         return ModelFacts(num_weights=None if counts is None else counts.total())
     return _facts_of_counts(config, counts).quantised(quantise)
@@ -109,7 +109,7 @@ def _facts(config: Any, num_weights: int | None) -> ModelFacts:
     return ModelFacts(
         max_positions=getattr(config, "max_position_embeddings", None),
         num_weights=num_weights,
-        kv_numbers_per_token=kv_numbers_of(config),
+        kv_numbers_per_token=_kv_numbers(config),
         step_reach=step_dependent_reach(config),
         num_linear=_num_linear(config, num_weights),
     )
@@ -124,9 +124,8 @@ def _num_linear(config: Any, num_weights: int | None) -> int | None:
     return max(0, num_weights - num_tables * int(math.prod(sizes)))  # type: ignore[arg-type]
 
 
-def kv_numbers_of(config: Any) -> int | None:
-    """Keys and values of a token, by the config, whose names differ: of real keys only a replica knows
-    (replicas/model/attention_trace.py)."""
+def _kv_numbers(config: Any) -> int | None:
+    """By the config, whose names differ: of real keys only a replica knows (replicas/model/attention_trace.py)."""
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "hidden_size", None)
@@ -137,7 +136,7 @@ def kv_numbers_of(config: Any) -> int | None:
     return int(math.prod(factors)) if all(isinstance(factor, int) for factor in factors) else None
 
 
-def count_numbers(folder: Path) -> Counter[str] | None:
+def _counts(folder: Path) -> Counter[str] | None:
     """Numbers of all tensors, by their type; None for files that do not say so in their header. Raises UnsupportedModel
     naming what is missing or not whole.
     """

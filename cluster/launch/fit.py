@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
 from cluster.launch.machine import ENGINE_BYTES, RAY_BYTES, Gpu, Machine, show_bytes, show_cores
-from cluster.launch.model_facts import DraftFacts, ModelFacts
+from cluster.launch.model_facts import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class Finding:
 def machine_findings(config: Config, machine: Machine) -> Iterator[Finding]:
     """What is known without the model."""
     yield from _gpu_count(config, machine)
-    yield from _drafting_device(config)
     pools = [pool for pool in config.pools.deployed().values() if pool.device == "cpu"]
     threads = sum(pool.first_replicas * pool.num_threads for pool in pools)
     if threads > max(1.0, machine.num_cores):
@@ -34,16 +33,14 @@ def machine_findings(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding(f"{text}slow; give them less", is_error=False)
 
 
-def model_findings(
-    config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None = None
-) -> Iterator[Finding]:
-    """What the model adds to that, and a model that drafts for it."""
+def model_findings(config: Config, machine: Machine, model: ModelFacts) -> Iterator[Finding]:
+    """What the model adds to that."""
     yield from _length(config, model)
     for name, pool in config.pools.deployed().items():
-        yield from _holds_one_request(name, pool, config, model, draft)
+        yield from _holds_one_request(f"pools.{name}", pool, config, model)
         if pool.device == "cuda" and machine.gpus and all(gpu.memory_bytes for gpu in machine.gpus):
             yield from _card_memory(f"pools.{name}", pool, config, machine.gpus, model)
-    yield from _host_memory(config, machine, model, draft)
+    yield from _host_memory(config, machine, model)
     yield from _swapped_blocks(config, machine)
 
 
@@ -69,15 +66,6 @@ def _gpu_count(config: Config, machine: Machine) -> Iterator[Finding]:
         return
 
 
-def _drafting_device(config: Config) -> Iterator[Finding]:
-    on_cards = [name for name, pool in config.pools.deployed().items() if pool.device == "cuda"]
-    if config.speculative.drafts_by_model and on_cards:
-        yield Finding(
-            f"speculative.method: {config.speculative.method} is computed on CPUs so far, but pools.{on_cards[0]} has "
-            "device: cuda; set ngram, or none"
-        )
-
-
 def _length(config: Config, model: ModelFacts) -> Iterator[Finding]:
     length, most = config.model.max_model_len, model.longest_request()
     if most is None or length <= most:
@@ -90,40 +78,23 @@ def _length(config: Config, model: ModelFacts) -> Iterator[Finding]:
     yield Finding(text)
 
 
-def _kv_bytes_per_token(name: str, config: Config, model: ModelFacts, draft: DraftFacts | None) -> int:
-    """Of a pool's replica: what the served model keeps, and what drafts for it."""
-    own = model.kv_bytes_per_token(config.kv_dtype)
-    if draft is None or not draft.is_in(name):
-        return own
-    return own + draft.kv_bytes_per_token(config.model.dtype, config.kv_dtype)
-
-
-def _weights_bytes(name: str, config: Config, model: ModelFacts, draft: DraftFacts | None) -> int:
-    """Likewise."""
-    own = model.weights_bytes(config.model.dtype)
-    return own if draft is None or not draft.is_in(name) else own + draft.weights_bytes(config.model.dtype)
-
-
-def _holds_one_request(
-    name: str, pool: PoolConfig, config: Config, model: ModelFacts, draft: DraftFacts | None
-) -> Iterator[Finding]:
-    per_token = _kv_bytes_per_token(name, config, model, draft) if model.kv_numbers_per_token else 0
+def _holds_one_request(key: str, pool: PoolConfig, config: Config, model: ModelFacts) -> Iterator[Finding]:
+    per_token = model.kv_bytes_per_token(config.kv_dtype)
     if pool.kv_memory_bytes is None or not per_token:
         return
     block_size, length = config.kv.block_size, config.model.max_model_len
     needed = -(-length // block_size) * block_size * per_token
     if pool.kv_memory_bytes < needed:
         yield Finding(
-            f"pools.{name}.kv_memory_bytes: {pool.kv_memory_bytes} bytes cannot hold one request of "
-            f"model.max_model_len {length} in {config.kv_dtype}; expected at least {needed} here, or a shorter one"
+            f"{key}.kv_memory_bytes: {pool.kv_memory_bytes} bytes cannot hold one request of model.max_model_len "
+            f"{length} in {config.kv_dtype}; expected at least {needed} here, or a shorter one"
         )
 
 
-def _kv_bytes(name: str, config: Config, model: ModelFacts, draft: DraftFacts | None = None) -> int:
-    """Of one replica of a pool; 0 for a share of a card's memory."""
-    pool = config.pools.deployed()[name]
+def _kv_bytes(pool: PoolConfig, config: Config, model: ModelFacts) -> int:
+    """Of one replica; 0 for a share of a card's memory."""
     if pool.kv_capacity_tokens is not None:
-        return pool.kv_capacity_tokens * _kv_bytes_per_token(name, config, model, draft)
+        return pool.kv_capacity_tokens * model.kv_bytes_per_token(config.kv_dtype)
     return pool.kv_memory_bytes or 0
 
 
@@ -131,26 +102,25 @@ def _size_key(pool: PoolConfig) -> str:
     return "kv_capacity_tokens" if pool.kv_capacity_tokens is not None else "kv_memory_bytes"
 
 
-def _host_memory(config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None) -> Iterator[Finding]:
+def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterator[Finding]:
     """Weights and KV of all replicas on CPUs."""
     pools = {name: pool for name, pool in config.pools.deployed().items() if pool.device == "cpu"}
-    weights = {name: pool.first_replicas * _weights_bytes(name, config, model, draft) for name, pool in pools.items()}
-    kv = {name: pool.first_replicas * _kv_bytes(name, config, model, draft) for name, pool in pools.items()}
+    weights = model.weights_bytes(config.model.dtype)
+    kv = {name: pool.first_replicas * _kv_bytes(pool, config, model) for name, pool in pools.items()}
     num_replicas = sum(pool.first_replicas for pool in pools.values())
-    needed = sum(weights.values()) + sum(kv.values())
+    needed = num_replicas * weights + sum(kv.values())
     beside = RAY_BYTES + num_replicas * ENGINE_BYTES
     if not pools or needed + beside <= machine.available_bytes:
         return
     is_error = needed > machine.memory_bytes
     room = machine.memory_bytes if is_error else machine.available_bytes
-    if sum(weights.values()) > room:
+    if num_replicas * weights > room:
         key, fix = "model.source", _less_weights(config)
     else:
         largest = max(kv, key=lambda name: kv[name])
         key, fix = f"pools.{largest}.{_size_key(pools[largest])}", "give less"
     limit = f" ({machine.memory_limit})" if machine.memory_limit else ""
-    sums = f"{_show_weights(config, model, num_replicas)} + {_show_drafts(config, model, draft)}"
-    sums += f"KV cache {show_bytes(sum(kv.values()))}"
+    sums = f"weights {num_replicas} x {show_bytes(weights)} + KV cache {show_bytes(sum(kv.values()))}"
     has = f"has {show_bytes(room)} of memory{limit}" if is_error else f"has {show_bytes(room)} of memory free now"
     also = "" if is_error else f", beside some {show_bytes(beside)} of everything else"
     yield Finding(f"{key}: {sums} = {show_bytes(needed)}{also}, but this machine {has}; {fix}", is_error)
@@ -170,37 +140,15 @@ def _swapped_blocks(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding(f"{text}{show_bytes(room)} of memory{free}; give less", is_error)
 
 
-def _show_weights(config: Config, model: ModelFacts, num_replicas: int) -> str:
-    return f"weights {num_replicas} x {show_bytes(model.weights_bytes(config.model.dtype))}"
-
-
-def _show_drafts(config: Config, model: ModelFacts, draft: DraftFacts | None) -> str:
-    """Of all replicas, with a plus behind it; empty where no model drafts."""
-    if draft is None:
-        return ""
-    pools = {name: pool for name, pool in config.pools.deployed().items() if draft.is_in(name)}
-    weights = sum(pool.first_replicas for pool in pools.values()) * draft.weights_bytes(config.model.dtype)
-    kv = sum(
-        pool.first_replicas * (_kv_bytes(name, config, model, draft) - _kv_bytes(name, config, model))
-        for name, pool in pools.items()
-    )
-    if not weights:
-        return "what drafts (not known before it is loaded) + "
-    of_kv = (
-        f" (its KV cache, {show_bytes(kv)}, is a part of the next)" if kv else " (its KV cache is a part of the next)"
-    )
-    return f"what drafts {show_bytes(weights)}{of_kv} + "
-
-
-def describe_memory(config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None = None) -> str:
+def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
     """What weights and KV weigh, beside what the machine has, in a line."""
     pools = config.pools.deployed()
-    kv = sum(pool.first_replicas * _kv_bytes(name, config, model, draft) for name, pool in pools.items())
+    weights = model.weights_bytes(config.model.dtype)
+    kv = sum(pool.first_replicas * _kv_bytes(pool, config, model) for pool in pools.values())
     num_replicas = sum(pool.first_replicas for pool in pools.values())
-    is_known = model.weights_bytes(config.model.dtype) > 0
-    parts = [_show_weights(config, model, num_replicas) if is_known else "weights not known before they are loaded"]
-    if drafts := _show_drafts(config, model, draft):
-        parts.append(drafts.removesuffix(" + "))
+    parts = [
+        f"weights {num_replicas} x {show_bytes(weights)}" if weights else "weights not known before they are loaded"
+    ]
     if kv:
         parts.append(f"KV cache {show_bytes(kv)}{' in fp8' if config.kv_dtype == 'fp8' else ''}")
     if any(pool.device == "cuda" for pool in pools.values()) and machine.gpus:
@@ -244,7 +192,7 @@ def _card_memory(
                 f"{show_bytes(free * pool.kv_memory_fraction)} for it ({of_each}, weights {show_bytes(weights)}, "
                 f"kv_memory_fraction {pool.kv_memory_fraction:g}); expected at most about {held}"
             )
-    elif (kv := _kv_bytes(key.removeprefix("pools."), config, model)) > free:
+    elif (kv := _kv_bytes(pool, config, model)) > free:
         yield Finding(
             f"{key}.{_size_key(pool)}: a KV cache of {show_bytes(kv)} and weights of {show_bytes(weights)} do not fit "
             f"on {of_each}; expected at most {show_bytes(max(free, 0))} for the KV cache"

@@ -11,32 +11,6 @@ _BYTES_MADE_HERE = {"fp8": 1.005, "int8": 1.005, "int4": 0.5 + 5 / 64}
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFacts:
-    """A small model that drafts beside the served one, where answers are decoded; or a head (is_head), which is there
-    wherever tokens are computed, with its keys and values in the served model's blocks. None: not known.
-    """
-
-    num_weights: int | None = None
-    kv_numbers_per_token: int | None = None
-    is_head: bool = False
-
-    @staticmethod
-    def of_model(facts: ModelFacts) -> DraftFacts:
-        return DraftFacts(facts.num_weights, facts.kv_numbers_per_token)
-
-    def is_in(self, pool: str) -> bool:
-        return self.is_head or pool == "decode"
-
-    def weights_bytes(self, dtype: str) -> int:
-        """In the memory of one replica."""
-        return (self.num_weights or 0) * NUMBER_BYTES.get(dtype, 0)
-
-    def kv_bytes_per_token(self, dtype: str, kv_dtype: str) -> int:
-        """dtype: of the model, in which a small one keeps its own; kv_dtype: of the blocks."""
-        return (self.kv_numbers_per_token or 0) * KV_NUMBER_BYTES.get(kv_dtype if self.is_head else dtype, 0)
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """None: not known before a replica loads it. max_positions: what it was trained for. num_weights: numbers, those of
     a quantised GGUF taken apart. num_linear: those of them in linear layers, which can be quantised. num_quantised: of

@@ -16,7 +16,6 @@ from cluster.http.server_address import check_address
 from cluster.launch.checkpoint_facts import checkpoint_facts, config_facts
 from cluster.launch.choice_lines import describe
 from cluster.launch.disk import disk_findings
-from cluster.launch.draft_facts import DRAFT_KEY, FoundDraft, find_draft
 from cluster.launch.fit import Finding, describe_memory, machine_findings, model_findings
 from cluster.launch.machine import Machine
 from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
@@ -48,8 +47,7 @@ class Typed:
 @dataclass(frozen=True, slots=True)
 class Start:
     """chosen: lines on what was chosen; empty where a config file says all. memory: a line. hub: where the model has
-    still to be fetched from. folder: a copy of a model of the Hub that can be served as it is. draft: likewise what
-    drafts.
+    still to be fetched from. folder: a copy of a model of the Hub that can be served as it is.
     """
 
     config: Config
@@ -58,7 +56,6 @@ class Start:
     warnings: tuple[str, ...]
     hub: HubModel | None = None
     folder: Path | None = None
-    draft: FoundDraft | None = None
 
     def as_yaml(self) -> str:
         """A config file that serves the same, wherever it is put."""
@@ -92,31 +89,23 @@ def ready_to_serve(start: Start) -> Config:
     """
     server = start.config.server
     check_address(server.host, server.port, _PORT_PATIENCE_S)
-    with_weights = start.config.model.load_format != "dummy"
-    folder = start.folder if start.hub is None else _fetched(start.hub, with_weights)
-    given: dict[str, object] = {}
-    if folder is not None:
-        # The name that clients send stays that of the Hub.
-        given = {"model.source": str(folder), "model.name": start.config.model.name}
-    if (draft := start.draft) is not None:
-        of_draft = draft.folder if draft.hub is None else _fetched(draft.hub, with_weights)
-        given |= {} if of_draft is None else {DRAFT_KEY: str(of_draft)}
-    if not given:
+    folder = start.folder
+    if start.hub is not None:
+        try:
+            with_weights = start.config.model.load_format != "dummy"
+            size = start.hub.num_bytes if with_weights else None
+            with Steps() as steps, steps.step(f"fetching {start.hub.hub_id} from the Hub", size, "bytes") as step:
+                folder = fetch(start.hub, with_weights, step.reached)
+        except HubRefusal as refusal:
+            raise ConfigError(str(refusal)) from refusal
+    if folder is None:
         return start.config
-    config = config_of_values(start.config.model_dump(mode="json", exclude_unset=True), given)
+    values = start.config.model_dump(mode="json", exclude_unset=True)
+    # The name that clients send stays that of the Hub.
+    given = {"model.source": str(folder), "model.name": start.config.model.name}
+    config = config_of_values(values, given)
     _facts_of_files(config.model)  # what was fetched is all there
-    find_draft(config)
     return config
-
-
-def _fetched(hub: HubModel, with_weights: bool) -> Path:
-    """Its folder. Blocks, and shows how far it is. Raises ConfigError."""
-    try:
-        size = hub.num_bytes if with_weights else None
-        with Steps() as steps, steps.step(f"fetching {hub.hub_id} from the Hub", size, "bytes") as step:
-            return fetch(hub, with_weights, step.reached)
-    except HubRefusal as refusal:
-        raise ConfigError(str(refusal)) from refusal
 
 
 def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
@@ -138,23 +127,16 @@ def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
 def _checked(
     config: Config, machine: Machine, model: ModelFacts, hub: HubModel | None, folder: Path | None, chosen: str
 ) -> Start:
-    draft = find_draft(config)
-    of_draft = None if draft is None else draft.facts
     findings = [
         *_without_model(config, machine),
-        *model_findings(config, machine, model, of_draft),
+        *model_findings(config, machine, model),
         *disk_findings(config.model, model),
     ]
     _refuse(findings)
     warnings = [finding.text for finding in findings]
     if folder is not None:
         warnings.append(f"model.source: the Hub can't be reached; what an earlier start fetched is used ({folder})")
-    if draft is not None and draft.folder is not None:
-        warnings.append(
-            f"{DRAFT_KEY}: the Hub can't be reached; what an earlier start fetched is used ({draft.folder})"
-        )
-    memory = describe_memory(config, machine, model, of_draft)
-    return Start(config, chosen, memory, tuple(warnings), hub, folder, draft)
+    return Start(config, chosen, describe_memory(config, machine, model), tuple(warnings), hub, folder)
 
 
 def _without_model(config: Config, machine: Machine) -> list[Finding]:

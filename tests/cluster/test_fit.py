@@ -11,7 +11,7 @@ from cluster.config.file import config_of
 from cluster.config.root import Config
 from cluster.launch.fit import describe_memory, machine_findings, model_findings
 from cluster.launch.machine import Gpu, Machine
-from cluster.launch.model_facts import BUNDLED_FACTS, DraftFacts, ModelFacts
+from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 
 GB = 10**9
 LAPTOP = Machine(2, 24 * GB, 20 * GB, no_gpu="no NVIDIA driver found")
@@ -132,48 +132,6 @@ def test_findings(name: str) -> None:
         for text, begin in zip(found, expected, strict=True):
             assert text.startswith(begin), text
             assert "\n" not in text
-
-
-SMALL = DraftFacts(10**9, 16 * 2 * 8 * 64)
-HEAD = DraftFacts(4 * 10**8, 2 * 8 * 128, is_head=True)
-
-
-def test_what_drafts_takes_memory() -> None:
-    """A small model where answers are decoded, a head everywhere; both count, and are named."""
-    by_model = config(**{"speculative.method": "draft_model", "speculative.model": "org/small"})
-    shown = describe_memory(by_model, LAPTOP, BUNDLED_FACTS, SMALL)
-    assert shown.startswith(
-        "weights 2 x 538 MB + what drafts 4.0 GB (its KV cache, 537 MB, is a part of the next) + KV cache 1.3 GB; this"
-    )
-    assert not list(model_findings(by_model, LAPTOP, BUNDLED_FACTS, SMALL))
-    by_head = config(**{"speculative.method": "eagle3", "speculative.model": "org/head"})
-    shown = describe_memory(by_head, LAPTOP, BUNDLED_FACTS, HEAD)
-    assert shown.startswith(
-        "weights 2 x 538 MB + what drafts 3.2 GB (its KV cache, 134 MB, is a part of the next) + KV"
-    )
-    little = Machine(2, 5 * GB, 5 * GB)
-    (finding,) = [f for f in model_findings(by_model, little, BUNDLED_FACTS, SMALL) if f.is_error]
-    assert "weights 2 x 538 MB + what drafts 4.0 GB" in finding.text
-    assert describe_memory(by_model, LAPTOP, BUNDLED_FACTS, DraftFacts()).startswith(
-        "weights 2 x 538 MB + what drafts (not known before it is loaded) + KV cache 755 MB"
-    )
-
-
-def test_a_request_needs_room_for_what_drafts_too() -> None:
-    needed = 2048 * (BUNDLED_FACTS.kv_bytes_per_token("float32") + SMALL.kv_bytes_per_token("float32", "float32"))
-    pool = {"kv_memory_bytes": needed - 1}
-    of = config(**{"speculative.method": "draft_model", "speculative.model": "org/small", "pools.decode": pool})
-    (finding,) = model_findings(of, LAPTOP, BUNDLED_FACTS, SMALL)
-    assert finding.text.startswith(f"pools.decode.kv_memory_bytes: {needed - 1} bytes cannot hold one request")
-    assert f"expected at least {needed}" in finding.text
-    assert not list(model_findings(of, LAPTOP, BUNDLED_FACTS))
-
-
-def test_models_that_draft_are_for_cpus() -> None:
-    of = config(**ON_ONE, **{"speculative.method": "draft_model", "speculative.model": "org/small"})
-    (finding,) = machine_findings(of, CARD)
-    assert finding.is_error
-    assert finding.text.startswith("speculative.method: draft_model is computed on CPUs so far, but pools.decode has ")
 
 
 def test_memory_is_shown_beside_what_there_is() -> None:
