@@ -58,7 +58,7 @@ class Config(ServingConfig):
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
             lifecycle_conflicts(self.lifecycle),
-            speculative_conflicts(self.speculative),
+            speculative_conflicts(self.speculative, self.layout, self.pools),
             prefix_cache_conflicts(self.prefix_cache, self.auth, self.fairness),
             host_memory_conflicts(self.prefix_cache, self.pools),
             resource_conflicts(self.ray, self.reserved_cpus),

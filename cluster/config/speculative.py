@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config.conflicts import Conflict
 from cluster.config.model import SourceKind, source_kind
+from cluster.config.pool import PoolsConfig
 from cluster.config.section import Section, absolute_path, base_dir_of
 
 _MODEL_METHODS = ("draft_model", "eagle3")
@@ -61,7 +62,7 @@ class SpeculativeConfig(Section):
         return self.method in _MODEL_METHODS
 
 
-def speculative_conflicts(speculative: SpeculativeConfig) -> Iterator[Conflict]:
+def speculative_conflicts(speculative: SpeculativeConfig, layout: str, pools: PoolsConfig) -> Iterator[Conflict]:
     key, reads = "speculative.model", ("speculative.model", "speculative.method")
     method, model = speculative.method, speculative.model
     if speculative.drafts_by_model and model is None:
@@ -70,6 +71,12 @@ def speculative_conflicts(speculative: SpeculativeConfig) -> Iterator[Conflict]:
     if not speculative.drafts_by_model and model is not None:
         reason = f"{model} is of no use with method {method}; remove it, or set method: draft_model or eagle3"
         yield Conflict(key, reason, reads)
+    key, around = "speculative.method", ("speculative.method", "layout", "pools")
+    if method == "eagle3" and layout == "two_lanes":
+        reason = "eagle3 needs prompts and answers in the same lane; set layout: colocated or split, or method: ngram"
+        yield Conflict(key, reason, around)
+    if speculative.drafts_by_model and any(pool.device == "cuda" for pool in pools.deployed().values()):
+        yield Conflict(key, f"{method} is for CPUs so far; with device cuda set ngram or none", around)
     if speculative.ngram_min > speculative.ngram_max:
         reason = (
             f"{speculative.ngram_min} is more than speculative.ngram_max, {speculative.ngram_max}; expected at most "

@@ -152,7 +152,7 @@ def _counts(folder: Path) -> Counter[str] | None:
         raise UnsupportedModel(f"{folder} lacks {missing[0]}{more}, which its index lists; download the rest")
     if any(file.suffix != ".safetensors" for file in files):
         return None
-    return sum((_numbers_in(file) for file in files), Counter[str]())
+    return sum((safetensors_counts(file) for file in files), Counter[str]())
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
@@ -171,8 +171,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             return
 
 
-def _numbers_in(file: Path) -> Counter[str]:
-    """Of each type, by the header of a safetensors file, which must be all there."""
+def safetensors_counts(file: Path) -> Counter[str]:
+    """Numbers of each type, by the header of a safetensors file, which must be all there. Raises UnsupportedModel."""
     tensors = _safetensors_header(file)
     end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     size = file.stat().st_size

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cluster.config.pool import PoolConfig
 from cluster.config.root import Config
+from cluster.launch.draft_facts import DraftFacts
 from cluster.launch.machine import ENGINE_BYTES, RAY_BYTES, Gpu, Machine, show_bytes, show_cores
 from cluster.launch.model_facts import ModelFacts
 
@@ -33,14 +34,18 @@ def machine_findings(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding(f"{text}slow; give them less", is_error=False)
 
 
-def model_findings(config: Config, machine: Machine, model: ModelFacts) -> Iterator[Finding]:
-    """What the model adds to that."""
+def model_findings(
+    config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None = None
+) -> Iterator[Finding]:
+    """What the model adds to that, and what drafts for it."""
     yield from _length(config, model)
+    if draft is not None:
+        yield from draft_findings(config, draft)
     for name, pool in config.pools.deployed().items():
         yield from _holds_one_request(f"pools.{name}", pool, config, model)
         if pool.device == "cuda" and machine.gpus and all(gpu.memory_bytes for gpu in machine.gpus):
             yield from _card_memory(f"pools.{name}", pool, config, machine.gpus, model)
-    yield from _host_memory(config, machine, model)
+    yield from _host_memory(config, machine, model, draft)
     yield from _swapped_blocks(config, machine)
 
 
@@ -78,6 +83,35 @@ def _length(config: Config, model: ModelFacts) -> Iterator[Finding]:
     yield Finding(text)
 
 
+def draft_findings(config: Config, draft: DraftFacts) -> Iterator[Finding]:
+    """What is wrong with what drafts."""
+    source, length, most = config.speculative.model, config.model.max_model_len, draft.facts.max_positions
+    if draft.unlike:
+        yield Finding(
+            f"speculative.model: {source} has other tokens than {config.model.name}: {draft.unlike}; choose a model of "
+            "the same family, or set method: ngram"
+        )
+    if config.speculative.method == "draft_model" and most is not None and most < length:
+        text = f"speculative.model: {source} reaches {most} tokens, model.max_model_len is {length}: beyond them "
+        yield Finding(f"{text}nothing is drafted", is_error=False)
+
+
+def _draft_bytes(config: Config, model: ModelFacts, draft: DraftFacts | None) -> tuple[int, int]:
+    """Of all replicas: its weights, and its KV. A draft model has as many blocks as the served model where answers are
+    decoded; a head has a layer of each block of every pool."""
+    if draft is None:
+        return 0, 0
+    is_head = config.speculative.method == "eagle3"
+    pools = [pool for name, pool in config.pools.deployed().items() if is_head or name == "decode"]
+    per_token = draft.facts.kv_bytes_per_token(config.kv_dtype if is_head else config.model.dtype)
+    of_served = model.kv_bytes_per_token(config.kv_dtype)
+    num_tokens = 0
+    for pool in pools:
+        in_bytes = (pool.kv_memory_bytes or 0) // of_served if of_served else 0
+        num_tokens += pool.first_replicas * (pool.kv_capacity_tokens or in_bytes)
+    return len(pools) * draft.facts.weights_bytes(config.model.dtype), num_tokens * per_token
+
+
 def _holds_one_request(key: str, pool: PoolConfig, config: Config, model: ModelFacts) -> Iterator[Finding]:
     per_token = model.kv_bytes_per_token(config.kv_dtype)
     if pool.kv_memory_bytes is None or not per_token:
@@ -102,13 +136,14 @@ def _size_key(pool: PoolConfig) -> str:
     return "kv_capacity_tokens" if pool.kv_capacity_tokens is not None else "kv_memory_bytes"
 
 
-def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterator[Finding]:
-    """Weights and KV of all replicas on CPUs."""
+def _host_memory(config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None) -> Iterator[Finding]:
+    """Weights and KV of all replicas on CPUs, and of what drafts there."""
     pools = {name: pool for name, pool in config.pools.deployed().items() if pool.device == "cpu"}
     weights = model.weights_bytes(config.model.dtype)
     kv = {name: pool.first_replicas * _kv_bytes(pool, config, model) for name, pool in pools.items()}
     num_replicas = sum(pool.first_replicas for pool in pools.values())
-    needed = num_replicas * weights + sum(kv.values())
+    of_draft = sum(_draft_bytes(config, model, draft)) if config.pools.decode.device == "cpu" else 0
+    needed = num_replicas * weights + sum(kv.values()) + of_draft
     beside = RAY_BYTES + num_replicas * ENGINE_BYTES
     if not pools or needed + beside <= machine.available_bytes:
         return
@@ -121,6 +156,7 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts) -> Iterato
         key, fix = f"pools.{largest}.{_size_key(pools[largest])}", "give less"
     limit = f" ({machine.memory_limit})" if machine.memory_limit else ""
     sums = f"weights {num_replicas} x {show_bytes(weights)} + KV cache {show_bytes(sum(kv.values()))}"
+    sums += f" + drafts {show_bytes(of_draft)}" if of_draft else ""
     has = f"has {show_bytes(room)} of memory{limit}" if is_error else f"has {show_bytes(room)} of memory free now"
     also = "" if is_error else f", beside some {show_bytes(beside)} of everything else"
     yield Finding(f"{key}: {sums} = {show_bytes(needed)}{also}, but this machine {has}; {fix}", is_error)
@@ -140,7 +176,7 @@ def _swapped_blocks(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding(f"{text}{show_bytes(room)} of memory{free}; give less", is_error)
 
 
-def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
+def describe_memory(config: Config, machine: Machine, model: ModelFacts, draft: DraftFacts | None = None) -> str:
     """What weights and KV weigh, beside what the machine has, in a line."""
     pools = config.pools.deployed()
     weights = model.weights_bytes(config.model.dtype)
@@ -151,6 +187,10 @@ def describe_memory(config: Config, machine: Machine, model: ModelFacts) -> str:
     ]
     if kv:
         parts.append(f"KV cache {show_bytes(kv)}{' in fp8' if config.kv_dtype == 'fp8' else ''}")
+    draft_weights, draft_kv = _draft_bytes(config, model, draft)
+    if draft is not None:
+        name = "head" if config.speculative.method == "eagle3" else "draft model"
+        parts.append(f"{name} {show_bytes(draft_weights)}, its KV cache {show_bytes(draft_kv)}")
     if any(pool.device == "cuda" for pool in pools.values()) and machine.gpus:
         card = min(gpu.memory_bytes for gpu in machine.gpus)
         has = f"{len(machine.gpus)} x {show_bytes(card)} on GPUs" if card else f"{len(machine.gpus)} GPUs"

@@ -16,7 +16,8 @@ from cluster.http.server_address import check_address
 from cluster.launch.checkpoint_facts import checkpoint_facts, config_facts
 from cluster.launch.choice_lines import describe
 from cluster.launch.disk import disk_findings
-from cluster.launch.fit import Finding, describe_memory, machine_findings, model_findings
+from cluster.launch.draft_facts import draft_facts
+from cluster.launch.fit import Finding, describe_memory, draft_findings, machine_findings, model_findings
 from cluster.launch.machine import Machine
 from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from cluster.launch.packages import missing_packages
@@ -47,7 +48,8 @@ class Typed:
 @dataclass(frozen=True, slots=True)
 class Start:
     """chosen: lines on what was chosen; empty where a config file says all. memory: a line. hub: where the model has
-    still to be fetched from. folder: a copy of a model of the Hub that can be served as it is.
+    still to be fetched from; draft_hub: likewise what drafts for it. folder: a copy of a model of the Hub that can be
+    served as it is.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class Start:
     warnings: tuple[str, ...]
     hub: HubModel | None = None
     folder: Path | None = None
+    draft_hub: HubModel | None = None
 
     def as_yaml(self) -> str:
         """A config file that serves the same, wherever it is put."""
@@ -91,21 +94,30 @@ def ready_to_serve(start: Start) -> Config:
     check_address(server.host, server.port, _PORT_PATIENCE_S)
     folder = start.folder
     if start.hub is not None:
-        try:
-            with_weights = start.config.model.load_format != "dummy"
-            size = start.hub.num_bytes if with_weights else None
-            with Steps() as steps, steps.step(f"fetching {start.hub.hub_id} from the Hub", size, "bytes") as step:
-                folder = fetch(start.hub, with_weights, step.reached)
-        except HubRefusal as refusal:
-            raise ConfigError(str(refusal)) from refusal
-    if folder is None:
+        folder = _fetched(start.hub, with_weights=start.config.model.load_format != "dummy")
+    # The name that clients send stays that of the Hub.
+    given = {} if folder is None else {"model.source": str(folder), "model.name": start.config.model.name}
+    if start.draft_hub is not None:
+        given["speculative.model"] = str(_fetched(start.draft_hub))
+    if not given:
         return start.config
     values = start.config.model_dump(mode="json", exclude_unset=True)
-    # The name that clients send stays that of the Hub.
-    given = {"model.source": str(folder), "model.name": start.config.model.name}
     config = config_of_values(values, given)
+    if start.draft_hub is not None:
+        draft = draft_facts(config.speculative, config.model)  # now with its tokens
+        _refuse(() if draft is None else draft_findings(config, draft))
     _facts_of_files(config.model)  # what was fetched is all there
     return config
+
+
+def _fetched(hub: HubModel, *, with_weights: bool = True) -> Path:
+    """Blocks. Raises ConfigError."""
+    try:
+        size = hub.num_bytes if with_weights else None
+        with Steps() as steps, steps.step(f"fetching {hub.hub_id} from the Hub", size, "bytes") as step:
+            return fetch(hub, with_weights, step.reached)
+    except HubRefusal as refusal:
+        raise ConfigError(str(refusal)) from refusal
 
 
 def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
@@ -127,16 +139,18 @@ def _of_file(file: str, typed: Typed, machine: Machine) -> Start:
 def _checked(
     config: Config, machine: Machine, model: ModelFacts, hub: HubModel | None, folder: Path | None, chosen: str
 ) -> Start:
+    draft = draft_facts(config.speculative, config.model)
     findings = [
         *_without_model(config, machine),
-        *model_findings(config, machine, model),
+        *model_findings(config, machine, model, draft),
         *disk_findings(config.model, model),
     ]
     _refuse(findings)
     warnings = [finding.text for finding in findings]
     if folder is not None:
         warnings.append(f"model.source: the Hub can't be reached; what an earlier start fetched is used ({folder})")
-    return Start(config, chosen, describe_memory(config, machine, model), tuple(warnings), hub, folder)
+    memory = describe_memory(config, machine, model, draft)
+    return Start(config, chosen, memory, tuple(warnings), hub, folder, draft.hub if draft is not None else None)
 
 
 def _without_model(config: Config, machine: Machine) -> list[Finding]:
