@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from replicas.model_support import naming_failures
 from replicas.settings import EngineSettings
 from replicas.speculation.draft_loading import LoadedDraft, load_draft, load_head
 from replicas.speculation.draft_model import DraftModel
+from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.speculation.drafter import Drafter
 from replicas.speculation.eagle3_head import Eagle3Head
 from replicas.speculation.history import TokenHistory
@@ -41,6 +42,7 @@ class Drafting:
     draft: LoadedDraft | None = None
     served_vocab_size: int = 0
     head: Eagle3Head | None = None
+    counts: DraftModelCounts = field(default_factory=DraftModelCounts)  # of the draft model
 
     @staticmethod
     def by(settings: EngineSettings, served: LoadedModel, device: torch.device) -> Drafting | None:
@@ -95,4 +97,5 @@ class Drafting:
             if runner.warm_up():
                 self_check(runner, loaded)
         pool.tensor.zero_()
-        return lambda history: DraftModel(runner, history, max_len, loaded.vocab_size, self.served_vocab_size)
+        sizes = (max_len, loaded.vocab_size, self.served_vocab_size)
+        return lambda history: DraftModel(runner, history, *sizes, self.counts)

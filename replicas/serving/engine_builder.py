@@ -42,6 +42,7 @@ from replicas.serving.device_runner import make_runner
 from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
+from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.draft_planner import Speculation
@@ -74,6 +75,7 @@ class BuiltEngine:
     metrics: EngineMetrics
     grammars: Grammars | None
     recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
+    draft_model: DraftModelCounts | None = None  # what came of it; None: there is none
 
     def start(self) -> None:
         self.engine.start()
@@ -117,6 +119,8 @@ class BuiltEngine:
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         if scheduler.drafts is not None:
             self.metrics.drafted(scheduler.drafts.counts)
+        if self.draft_model is not None:
+            self.metrics.undrafted(self.draft_model.undrafted)
         if scheduler.prefixes is not None:
             stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
             self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))
@@ -167,7 +171,9 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return replace(base.built(engine), recent_keys=recent_keys)
+    drafting = base.drafting
+    counts = None if drafting is None or drafting.draft is None else drafting.counts
+    return replace(base.built(engine), recent_keys=recent_keys, draft_model=counts)
 
 
 class _Base:

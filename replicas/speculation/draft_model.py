@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from replicas.model.model_runner import ModelRunner
+from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.speculation.draft_tables import DraftTables
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
 from replicas.speculation.history import TokenHistory, TokenIds
@@ -22,16 +23,6 @@ from scheduler.plan import BlockCopy, SampleTarget, Slice, SlotInit, StepPlan, T
 # Tokens of prompts in one step, beside its drafts: a prompt is caught up over some steps, without drafts meanwhile, so
 # that neighbours' tokens are not late.
 PROMPT_TOKENS = 256
-
-
-@dataclass(slots=True)
-class DraftModelCounts:
-    """Since the start. Rows without drafts, by their cause; a row counts in each step anew."""
-
-    prompt_tokens: int = 0  # tokens of sequences that were computed, drafts apart
-    no_blocks: int = 0  # the pool was full
-    catching_up: int = 0  # the draft model had not read all of it yet
-    beyond_reach: int = 0  # too long for it, or with a token that it does not know
 
 
 @dataclass(slots=True)
@@ -87,11 +78,17 @@ class DraftModel:
     """A Drafter. `start` on any thread, everything else on one."""
 
     def __init__(
-        self, runner: ModelRunner, history: TokenHistory, max_len: int, vocab_size: int, served_vocab_size: int
+        self,
+        runner: ModelRunner,
+        history: TokenHistory,
+        max_len: int,
+        vocab_size: int,
+        served_vocab_size: int,
+        counts: DraftModelCounts | None = None,
     ) -> None:
         """runner: of the draft model, which nobody else has; its slots are the served model's. max_len: of a sequence,
         in tokens, for the draft model. vocab_size: of its tables; served_vocab_size: of the served model's, which may
-        be padded to another size.
+        be padded to another size. counts: that somebody else reads, too.
         """
         self._runner, self._history, self._max_len = runner, history, max_len
         self._vocab_size, self._served_vocab_size = vocab_size, served_vocab_size
@@ -101,7 +98,7 @@ class DraftModel:
         self._prompts: list[tuple[int, ...]] = [()] * runner.num_slots
         self._started: deque[SlotInit] = deque()
         self._untold: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
-        self.counts = DraftModelCounts()
+        self.counts = counts or DraftModelCounts()
 
     def start(self, init: SlotInit) -> None:
         self._started.append(init)

@@ -82,8 +82,9 @@ class Layer(nn.Module):
         self._has_normed_residual = config.has_normed_residual
         self.self_attn = Attention(config, layer_idx, has_head_norms)
         self.mlp = Mlp(layer.hidden_size, layer.intermediate_size)
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            self.add_module(name, Norm(layer.hidden_size, layer.rms_norm_eps))
+        self.input_layernorm = Norm(layer.hidden_size, layer.rms_norm_eps)
+        self.hidden_norm = Norm(layer.hidden_size, layer.rms_norm_eps)
+        self.post_attention_layernorm = Norm(layer.hidden_size, layer.rms_norm_eps)
 
     def forward(self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], step: PagedStep) -> Tensor:
         normed = self.hidden_norm(hidden)
@@ -140,14 +141,17 @@ class Eagle3Head(nn.Module):
         embedded = self.embed_tokens(next_ids)[None].to(hidden.dtype)
         angles = self.rotary_emb(hidden[None], step.inputs.positions[None])
         output: Tensor = self.layer(embedded, hidden[None], angles, step)[0]
-        return self.norm(output) if self.config.is_fed_normed else output
+        if self.config.is_fed_normed:
+            output = self.norm(output)
+        return output
 
     def logits(self, output: Tensor, vocab_size: int) -> Tensor:
         """float32 [n, vocab_size] of the served model's tokens: -inf of those that it never drafts."""
         normed = output if self.config.is_fed_normed else self.norm(output)
         known = self.lm_head(normed).float()
         logits = known.new_full((len(output), vocab_size), -torch.inf)
-        return logits.index_copy_(1, self.target_ids, known)
+        logits[:, self.target_ids] = known
+        return logits
 
 
 def make_head(source: str, files: Eagle3Files, layer_idx: int, embeddings: nn.Module, dtype: torch.dtype) -> Eagle3Head:
