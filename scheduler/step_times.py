@@ -85,7 +85,19 @@ class StepTimes:
         if plain_s is None or not num_drafts:
             return plain_s
         with_drafts_s = self._on_curve(num_drafts, num_tokens, num_context_tokens)
-        return plain_s if with_drafts_s is None else with_drafts_s
+        return self._untried_s(num_drafts, num_tokens, plain_s) if with_drafts_s is None else with_drafts_s
+
+    def _untried_s(self, num_drafts: int, num_tokens: int, plain_s: float) -> float:
+        """Of a number of drafts that was never timed: rather too short, so that it is tried. What makes drafts is in
+        the times of fewer, and is no reason to take it that more tokens cost as much again.
+        """
+        for fewer in sorted((kind for kind in self._curves if 0 < kind < num_drafts), reverse=True):
+            keys = [key for key in self._keys[fewer] if key <= num_tokens]
+            if keys:
+                nearest = self._curves[fewer][keys[-1]]
+                growth = math.pow(num_tokens / nearest.mean_tokens, _GROWTH)
+                return min(plain_s, nearest.mean_s * growth)
+        return plain_s
 
     def has(self, num_drafts: int) -> bool:
         """Whether steps with so many drafts were timed."""

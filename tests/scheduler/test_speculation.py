@@ -296,6 +296,14 @@ def test_near_the_best(kinds: list[Kind], batch: int, share: float) -> None:
     assert ours.num_switches <= 0.12 * ours.num_steps, "it flaps"
 
 
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_what_makes_drafts_is_no_reason_for_fewer(batch: int) -> None:
+    """A draft model's time is in each step with drafts: the first that is timed must not stand for all."""
+    slower = times((1, 4.2), (16, 5.2), (32, 6.1), (64, 7.3), (128, 9.9), (256, 16.0), drafting_s=0.0016)
+    ideal, ours = compared([EAGLE], batch, slower, PADDED, ideal=True)
+    assert ideal.seconds / ours.seconds >= 0.94
+
+
 @pytest.mark.parametrize(("kind", "batch"), [(REPETITIVE, 1), (EAGLE, 1), (EAGLE, 4)])
 def test_near_the_best_where_time_goes_with_tokens(kind: Kind, batch: int) -> None:
     ideal, ours = compared([kind], batch, CPU, RAGGED, ideal=True)

@@ -38,7 +38,12 @@ def test_between_and_beyond() -> None:
 
 def test_time_that_goes_with_tokens_is_taken_to_go_on() -> None:
     step_times = timed({(0, 16): 0.080, (2, 48): 0.213})
-    assert step_times.seconds(7, 128, 1000) == pytest.approx(0.213 + 80 * (0.213 - 0.080) / 32, rel=0.05)
+    expected_s = 0.213 + 80 * (0.213 - 0.080) / 32
+    assert step_times.seconds(0, 128, 1000) == pytest.approx(expected_s, rel=0.05)
+    assert step_times.seconds(2, 128, 1000) == pytest.approx(expected_s, rel=0.05)
+    untried_s = step_times.seconds(7, 128, 1000)  # rather too short, so that it is tried
+    assert untried_s is not None
+    assert 0.213 < untried_s < expected_s
 
 
 def test_a_first_step_that_compiles_is_forgotten() -> None:
