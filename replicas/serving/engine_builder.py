@@ -37,16 +37,16 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
-from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
+from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks
 from replicas.serving.device_runner import make_runner
 from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
+from replicas.serving.kv_pool_size import limits_of, log_numbers
 from replicas.settings import EngineSettings
 from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.draft_planner import Speculation
-from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
@@ -196,11 +196,11 @@ class _Base:
         logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
         opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
-        _log_numbers(self.layout, loaded)
+        log_numbers(self.layout, loaded)
         self.drafting = Drafting.by(settings, loaded, device)
         if self.drafting is not None:
             self.layout = self.drafting.widened(self.layout)
-        self.limits = _limits(settings, self.layout, 0 if self.drafting is None else self.drafting.block_bytes)
+        self.limits = limits_of(settings, self.layout, 0 if self.drafting is None else self.drafting.block_bytes)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
             self.pool = KvPool(self.layout, num_blocks, device)
@@ -285,25 +285,3 @@ class _Base:
     def built(self, engine: Engine) -> BuiltEngine:
         peer = engine.transfers.start()
         return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics, self.grammars)
-
-
-def _log_numbers(layout: KvLayout, loaded: LoadedModel) -> None:
-    """How KV is stored, where that is not as the model has it, and what of the checkpoint does not count."""
-    has_scales = bool(loaded.kv_scales)
-    if layout.dtype is not loaded.dtype:
-        scales = "the checkpoint's scales" if has_scales else "scale 1.0, as the checkpoint has none"
-        extra = {"event": "kv_dtype", "numbers": layout.numbers, "kv_bytes_per_token": layout.bytes_per_token}
-        logger.info("KV is stored as %s with %s", layout.numbers, scales, extra=extra)
-    elif has_scales:
-        extra = {"event": "kv_scales_unused"}
-        logger.info("the checkpoint's scales of KV are not used: kv.dtype is auto; fp8 uses them", extra=extra)
-
-
-def _limits(settings: EngineSettings, layout: KvLayout, draft_block_bytes: int) -> PoolLimits:
-    """draft_block_bytes: of a draft model's KV, which comes with each block. Raises PoolTooSmall."""
-    memory_bytes = None
-    if settings.kv_memory_fraction is not None:
-        free_bytes, _ = torch.cuda.mem_get_info()
-        memory_bytes = int(free_bytes * settings.kv_memory_fraction)
-    block_bytes = layout.block_bytes + draft_block_bytes
-    return pool_limits(settings, settings.kv.block_size, block_bytes, settings.model.max_model_len, memory_bytes)

@@ -148,7 +148,7 @@ class Eagle3Head(nn.Module):
     def logits(self, output: Tensor, vocab_size: int) -> Tensor:
         """float32 [n, vocab_size] of the served model's tokens: -inf of those that it never drafts."""
         normed = output if self.config.is_fed_normed else self.norm(output)
-        known = self.lm_head(normed).float()
+        known: Tensor = self.lm_head(normed).float()
         logits = known.new_full((len(output), vocab_size), -torch.inf)
         logits[:, self.target_ids] = known
         return logits
