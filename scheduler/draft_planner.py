@@ -106,15 +106,11 @@ class DraftPlanner:
         """A step has run, with these rows that had room for drafts. Mutates what the speculator has learned."""
         if plan.num_prefill_tokens or plan.is_empty or plan.swap_outs or plan.swap_ins:
             return
-        num_rows = len(plan.slices)
-        if self._speculation.is_padded:
-            num_drafts = max([one.num_sampled - 1 for one in accepted], default=0)
-            num_tokens = num_rows * (1 + num_drafts)
-        else:
-            num_drafts = max([one.num_drafted for one in accepted], default=0)
-            num_tokens = num_rows + sum([one.num_drafted for one in accepted])
+        is_padded = self._speculation.is_padded
+        counts = [one.num_sampled - 1 if is_padded else one.num_drafted for one in accepted]
         num_context_tokens = sum([row.start + 1 for row in plan.slices])
-        self._speculation.speculator.step_took(num_drafts, num_tokens, num_context_tokens, seconds)
+        num_tokens = len(plan.slices) + sum(counts)
+        self._speculation.speculator.step_took(max(counts, default=0), num_tokens, num_context_tokens, seconds)
 
     def _row(self, request: Request, choice: Choice) -> RowSpeculation:
         # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance
@@ -41,12 +42,14 @@ class RowSpeculation(NamedTuple):
 
 
 class DraftChoice(NamedTuple):
-    """num_drafts: of each row. step_drafts: the most that a row of the step may have; 0: none has any. resting: rows,
-    by index, that rest from now on, each for rest_tokens. probe_s: what is spent to learn, and not because it pays.
+    """num_drafts: of each row. step_drafts: the most that a row of the step may have; 0: none has any. paying: of those
+    that are there because they pay, likewise. resting: rows, by index, that rest from now on, each for rest_tokens.
+    probe_s: what is spent to learn, and not because it pays.
     """
 
     num_drafts: tuple[int, ...]
     step_drafts: int = 0
+    paying: int = 0
     resting: tuple[int, ...] = ()
     rest_tokens: int = 0
     probe_s: float = 0.0
@@ -102,21 +105,24 @@ class StepOutlook:
             place -= 1
         return (row.state.gains or self.prior)[place]
 
-    def choice(self, count: int, drafting: Iterable[int], probe_s: float = 0.0) -> DraftChoice:
+    def choice(self, option: _Option, probed: Iterable[int] = (), probe_s: float = 0.0) -> DraftChoice:
+        """What an option comes to, and the fewest drafts for those that are probed."""
         num_drafts = [0] * len(self.rows)
-        for index in drafting:
-            num_drafts[index] = min(count, self.rows[index].most)
-        return DraftChoice(tuple(num_drafts), count, probe_s=probe_s)
+        for index in option.drafting:
+            num_drafts[index] = min(option.step_drafts, self.rows[index].most)
+        for index in probed:
+            num_drafts[index] = DRAFT_COUNTS[0]
+        step_drafts = max(option.step_drafts, DRAFT_COUNTS[0] if probe_s else 0)
+        return DraftChoice(tuple(num_drafts), step_drafts, option.step_drafts, probe_s=probe_s)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPolicy:
-    """max_drafts: of a row in a step. max_rows: steps of more have no drafts (None: any may). is_padded: a step with
-    drafts computes as many for every row, there or not, as a graph of a card does; else only those that were found.
+    """max_drafts: of a row in a step. max_rows, max_tokens: steps of more have no drafts (None: any may). is_padded:
+    drafts that were not found are computed all the same, as places of a graph are; else nothing is.
 
     off_below, rest_tokens: a row whose first draft holds more rarely than that, and whose drafts would not pay if all
-    rows were like it, rests for so many tokens, or for fewer where it costs little to try again: it is no reason for
-    drafts, though in a padded step that has some for others it has its own, which cost nothing. margin: what
+    rows were like it, drafts nothing for so many tokens, or for fewer where it costs little to try again. margin: what
     another number of drafts must bring to be chosen instead of the last one. probe_share: of all time, what may be
     spent to learn whether rows can be drafted again.
     """
@@ -124,6 +130,7 @@ class SpeculationPolicy:
     max_drafts: int = 7
     max_rows: int | None = None
     is_padded: bool = False
+    max_tokens: int | None = None
     off_below: float = 0.3
     rest_tokens: int = 64
     margin: float = 0.02
@@ -134,21 +141,21 @@ class SpeculationPolicy:
         return self.max_rows is None or num_rows <= self.max_rows
 
     def choose(self, outlook: StepOutlook) -> DraftChoice:
-        """Drafts of the next step's rows. Pure; O(rows), where it is not padded O(rows log rows).
+        """Drafts of the next step's rows. Pure; O(rows log rows).
 
-        What brings most tokens a second, of all rows together. Where that is no drafts at all, and the credit allows
-        it, a probe: the fewest drafts, for all rows that do not rest.
+        What brings most tokens a second, of all rows together; and where the credit allows it, a probe: the fewest
+        drafts for rows that do not rest, and for which they do not pay as far as is known.
         """
         num_rows = outlook.num_rows
         if not num_rows or not self.may_draft(num_rows):
-            return outlook.choice(0, ())
+            return DraftChoice((0,) * num_rows)
         awake = [
             i
             for i, row in enumerate(outlook.rows)
             if row.most >= DRAFT_COUNTS[0] and row.position >= row.state.rests_until
         ]
         if not awake:
-            return outlook.choice(0, ())
+            return DraftChoice((0,) * num_rows)
         resting = self._resting(outlook, awake)
         awake = [i for i in awake if i not in resting]
         options = [option for option in self._options(outlook, awake) if self._may_be(outlook, option)]
@@ -156,34 +163,22 @@ class SpeculationPolicy:
         plain_s = min([outlook.plain_s, *[option.step_s for option in options]])
         options.append(_Option(0, (), num_rows, plain_s))
         best = max(options, key=lambda option: option.rate * (1.0 + self.margin * (option.step_drafts == outlook.last)))
-        # Drafts of rows that rest are computed anyway, and bring news of them.
-        drafting = range(num_rows) if self.is_padded else best.drafting
-        choice = outlook.choice(best.step_drafts, drafting) if best.step_drafts else self._probe(outlook, awake)
+        choice = self._with_probe(outlook, awake, best)
         if not resting:
             return choice
         return choice._replace(resting=tuple(sorted(resting)), rest_tokens=self._rest_tokens(outlook))
 
     def _options(self, outlook: StepOutlook, awake: Sequence[int]) -> Iterator[_Option]:
-        """The best that can be made of each number of drafts: of all rows awake, or of those that gain the most."""
+        """Each number of drafts for some numbers of rows, those that gain the most."""
         for place, count in enumerate(DRAFT_COUNTS):
             if count > min(self.max_drafts, outlook.most_drafts) or not awake:
                 return
-            gains = [outlook.gain(index, place) for index in awake]
-            if self.is_padded:
-                step_s = outlook.seconds(count, self._num_tokens(outlook, len(awake), count))
-                yield _Option(count, awake, outlook.num_rows + sum(gains), step_s)
-                continue
-            found: list[_Option] = []
-            num_tokens = float(outlook.num_rows)
-            in_order = sorted(zip(gains, awake, strict=True), key=lambda pair: -pair[0])
+            in_order = sorted([(outlook.gain(index, place), index) for index in awake], key=lambda pair: -pair[0])
             drafting = [index for _, index in in_order]
-            for number, (gain, _) in enumerate(in_order, 1):
-                num_tokens += gain
+            gained = list(accumulate([gain for gain, _ in in_order]))
+            for number in _numbers_up_to(len(awake)):
                 step_s = outlook.seconds(count, self._num_tokens(outlook, number, count))
-                found.append(_Option(count, drafting, num_tokens, step_s))
-            rates = [option.rate for option in found]
-            number = rates.index(max(rates)) + 1
-            yield found[number - 1]._replace(drafting=drafting[:number])
+                yield _Option(count, drafting[:number], outlook.num_rows + gained[number - 1], step_s)
 
     def _resting(self, outlook: StepOutlook, awake: Sequence[int]) -> frozenset[int]:
         """Rows, by index, that are off from now on."""
@@ -204,24 +199,39 @@ class SpeculationPolicy:
         paid_after = self._needed(outlook, DRAFT_COUNTS[0]) / self.probe_share
         return round(min(max(_RETRY_TOKENS, paid_after), self.rest_tokens))
 
-    def _probe(self, outlook: StepOutlook, awake: Sequence[int]) -> DraftChoice:
-        """No drafts, or the fewest, of rows that have not been tried lately: of all of them, or of one."""
-        count, plain_s = DRAFT_COUNTS[0], outlook.plain_s
-        states = [(i, outlook.rows[i].position - outlook.rows[i].state.tried_at) for i in awake]
-        untried = [i for i, num_tokens in states if num_tokens >= _RETRY_TOKENS]
+    def _with_probe(self, outlook: StepOutlook, awake: Sequence[int], best: _Option) -> DraftChoice:
+        """What pays, and beside it the fewest drafts for others that were not tried lately: all of them, or one."""
+        left = set(awake).difference(best.drafting)
+        untried = [i for i in sorted(left) if _tokens_since(outlook.rows[i]) >= _RETRY_TOKENS]
         for probed in (untried, untried[:1]):
-            step_s = outlook.seconds(count, self._num_tokens(outlook, len(probed), count))
+            count = max(best.step_drafts, DRAFT_COUNTS[0])
+            num_tokens = self._num_tokens(outlook, len(best.drafting), best.step_drafts) + DRAFT_COUNTS[0] * len(probed)
             # Never for nothing: what the host does for it is in no measured time.
-            cost_s = max(_LEAST_PROBE * plain_s, step_s - plain_s)
-            option = _Option(count, probed, outlook.num_rows, step_s)
-            if probed and cost_s <= outlook.credit_s and self._may_be(outlook, option):
-                return outlook.choice(count, probed, cost_s)
-        return outlook.choice(0, ())
+            cost_s = max(_LEAST_PROBE * best.step_s, outlook.seconds(count, num_tokens) - best.step_s)
+            if probed and cost_s <= outlook.credit_s and self._has_room(outlook, num_tokens):
+                return outlook.choice(best, probed, cost_s)
+        return outlook.choice(best)
 
     def _may_be(self, outlook: StepOutlook, option: _Option) -> bool:
-        num_tokens = self._num_tokens(outlook, len(option.drafting), option.step_drafts)
-        return outlook.most_tokens is None or num_tokens <= outlook.most_tokens
+        return self._has_room(outlook, self._num_tokens(outlook, len(option.drafting), option.step_drafts))
+
+    def _has_room(self, outlook: StepOutlook, num_tokens: int) -> bool:
+        return all(most is None or num_tokens <= most for most in (outlook.most_tokens, self.max_tokens))
 
     def _num_tokens(self, outlook: StepOutlook, num_drafting: int, count: int) -> int:
         """Of a step in which so many rows draft."""
-        return outlook.num_rows + count * (outlook.num_rows if self.is_padded else num_drafting)
+        return outlook.num_rows + count * num_drafting
+
+
+def _tokens_since(row: RowSpeculation) -> int:
+    """Since it had its last drafts."""
+    return row.position - row.state.tried_at
+
+
+def _numbers_up_to(most: int) -> Iterator[int]:
+    """Each up to 4, then by thirds, and the last: between them times differ by little."""
+    number = 1
+    while number < most:
+        yield number
+        number += max(1, number // 3)
+    yield most

@@ -73,7 +73,7 @@ class Speculator:
 
     def _take(self, rows: Sequence[RowSpeculation], choice: DraftChoice) -> None:
         self._credit_s -= choice.probe_s
-        self._last = 0 if choice.probe_s else choice.step_drafts
+        self._last = choice.paying
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
         self.counts.num_rests += len(choice.resting)

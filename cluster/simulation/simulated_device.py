@@ -49,7 +49,7 @@ class SimulatedDevice:
         self.counts = EngineCounts()
         self._pool, self._key, self._machine = pool, key, machine
         self._costs, self._block_size = costs, block_size
-        self._drafts, self._is_padded = drafts is not None, drafts is not None and drafts.is_padded
+        self._drafts = drafts is not None
         self._prompt_clock = StepClock()  # only steps that compute prompts
 
     @property
@@ -59,7 +59,7 @@ class SimulatedDevice:
 
     def launch(self, plan: StepPlan, now_s: float, goes_on: bool) -> StepInFlight:
         """Behind the steps before it. Mutates. goes_on: another step follows, as far as can be told now."""
-        shape = self._shape_of(plan)
+        shape = StepShape.of(plan)
         step_s = self._step_s(plan, shape)
         start_s = max(now_s, self.free_s)
         end_s = start_s + step_s
@@ -80,15 +80,6 @@ class SimulatedDevice:
         if self._drafts:
             step.num_drafts, step.plan, step.step_s = tuple([row.num_drafts for row in plan.rows]), plan, step_s
         return step
-
-    def _shape_of(self, plan: StepPlan) -> StepShape:
-        """Drafts are tokens of their rows, which attend to the same context; where steps are padded each row has as
-        many as any."""
-        shape = StepShape.of(plan)
-        if plan.has_drafts and self._is_padded:
-            most = max([row.num_drafts for row in plan.rows], default=0)
-            return shape._replace(num_rows=plan.num_rows * (1 + most))
-        return shape
 
     def steps_passed(self, count: int, num_rows: int, free_s: float) -> None:
         """So many steps of so many rows each have run, the last one until free_s. Mutates."""

@@ -60,7 +60,7 @@ class DividedDevice(SimulatedDevice):
 
     def launch_rows(self, plan: StepPlan, now_s: float) -> StepInFlight:
         """Behind the rows before. Mutates."""
-        shape = self._shape_of(plan)
+        shape = StepShape.of(plan)
         start_s = max(now_s, self.free_s)
         alone_s = self._step_s(plan, shape)
         beside_s = max(0.0, self._prompts_free_s - start_s)

@@ -91,9 +91,7 @@ def simulate(
             running.append(waiting.popleft())
         counts = [min(count, text.num_left - 1) for count, text in zip(chooser(running), running, strict=True)]
         step_drafts = next(count for count in (0, *DRAFT_COUNTS) if count >= max(counts))
-        num_tokens, results = len(running) * (1 + step_drafts), []
-        if not is_padded:
-            num_tokens = len(running)
+        num_tokens, results = len(running), []
         num_context_tokens = sum([text.start + text.num_done + 1 for text in running])
         for text, count in zip(running, counts, strict=True):
             kind = text.kind
@@ -101,7 +99,7 @@ def simulate(
             num_accepted = 0
             while num_accepted < num_drafted and rng.random() < (kind.further if num_accepted else kind.first):
                 num_accepted += 1
-            num_tokens += 0 if is_padded else num_drafted
+            num_tokens += count if is_padded else num_drafted
             text.num_done += 1 + num_accepted
             run.num_tokens += 1 + num_accepted
             if count:
@@ -145,9 +143,9 @@ def best(step_s: StepS, *, is_padded: bool) -> Chooser:
         for count in DRAFT_COUNTS:
             gains = [text.kind.expected(min(count, text.num_left - 1), is_padded=is_padded) for text in texts]
             order = sorted(range(len(texts)), key=lambda i: -gains[i])
-            for num_drafting in [len(texts)] if is_padded else range(1, len(texts) + 1):
+            for num_drafting in range(1, len(texts) + 1):
                 drafting = frozenset(order[:num_drafting])
-                num_tokens = len(texts) + count * (len(texts) if is_padded else num_drafting)
+                num_tokens = len(texts) + count * num_drafting
                 rate = (len(texts) + sum(gains[i] for i in drafting)) / step_s(count, num_tokens)
                 if rate > found:
                     found, chosen = rate, tuple(count if i in drafting else 0 for i in range(len(texts)))

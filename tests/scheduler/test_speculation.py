@@ -63,7 +63,7 @@ CASES = {
     ),
     "at most four": (SpeculationPolicy(max_drafts=4, is_padded=True), [row(REPETITIVE)], H200, (4,)),
     "a row that ends": (PADDED, [row(REPETITIVE, most=3), row(REPETITIVE)], H200, (3, 7)),
-    "a row that ends at once": (PADDED, [row(REPETITIVE, most=1), row(REPETITIVE)], H200, (1, 7)),
+    "a row that ends at once": (PADDED, [row(REPETITIVE, most=1), row(REPETITIVE)], H200, (0, 7)),
     "rows that may not": (PADDED, [row(REPETITIVE, most=0)] * 2, H200, (0, 0)),
     "only those that gain": (RAGGED, [row(REPETITIVE), row(NOTHING), row(REPETITIVE)], CPU, (7, 0, 7)),
     "time that goes with tokens": (RAGGED, [row(EAGLE)] * 4, times((1, 10.0), (64, 640.0)), (0,) * 4),
@@ -89,7 +89,7 @@ def test_no_option_brings_more() -> None:
             drafts: tuple[int, ...], rows: list[RowSpeculation] = rows, policy: SpeculationPolicy = policy
         ) -> float:
             count = max(drafts)
-            num_tokens = len(rows) * (1 + count) if policy.is_padded else len(rows) + sum(drafts)
+            num_tokens = len(rows) + sum(drafts)
             gained = [r.state.gains[DRAFT_COUNTS.index(k)] for r, k in zip(rows, drafts, strict=True) if k]
             return (len(rows) + sum(gained)) / step_s(count, num_tokens)  # noqa: B023 (called before the next turn)
 
@@ -97,7 +97,7 @@ def test_no_option_brings_more() -> None:
         everything = {(0,) * len(rows)}
         for count in DRAFT_COUNTS:
             by_gain = sorted(order, key=lambda i: -rows[i].state.gains[DRAFT_COUNTS.index(count)])
-            for number in [len(rows)] if policy.is_padded else range(1, len(rows) + 1):
+            for number in range(1, len(rows) + 1):
                 everything.add(tuple(count if i in by_gain[:number] else 0 for i in range(len(rows))))
         # One that is not better by the margin may be left for none at all, which the last step had.
         assert rate(choice.num_drafts) * (1 + policy.margin) >= max(map(rate, everything))
@@ -117,10 +117,14 @@ def test_the_last_number_stays_unless_another_brings_more() -> None:
 
 def test_a_step_has_no_more_tokens_than_it_may() -> None:
     rows = [row(REPETITIVE)] * 4
-    assert PADDED.choose(outlook(rows, most_tokens=32)).step_drafts == 7
-    assert PADDED.choose(outlook(rows, most_tokens=31)).step_drafts == 4
-    assert PADDED.choose(outlook(rows, most_tokens=11)).step_drafts == 0
-    assert sum(RAGGED.choose(outlook(rows, most_tokens=11)).num_drafts) in (0, 4, 6, 7)
+    assert PADDED.choose(outlook(rows, most_tokens=32)).num_drafts == (7,) * 4
+    for most in range(4, 32):
+        for choice in (
+            PADDED.choose(outlook(rows, most_tokens=most)),
+            SpeculationPolicy(max_tokens=most).choose(outlook(rows)),
+        ):
+            assert 4 + sum(choice.num_drafts) <= most
+            assert (choice.step_drafts > 0) == (most >= 6)
 
 
 # -- rest and probes ---------------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ def test_who_rests() -> None:
     mixed = [row(REPETITIVE)] * 8 + [row(NOTHING)] * 8
     choice = PADDED.choose(outlook(mixed))
     assert choice.resting == tuple(range(8, 16))
-    assert choice.num_drafts == (choice.step_drafts,) * 16  # computed anyway, for news
+    assert choice.num_drafts == (choice.step_drafts,) * 8 + (0,) * 8
     assert RAGGED.choose(outlook(mixed, CPU)).num_drafts[8:] == (0,) * 8
 
 
@@ -157,11 +161,12 @@ def test_who_rests_is_no_reason_for_drafts() -> None:
 def test_a_probe_has_its_credit() -> None:
     rows = [row(Kind(0.31, 0.0))] * 16
     cost_s = H200(2, 48) - H200(0, 16)
-    assert PADDED.choose(outlook(rows, credit_s=cost_s * 0.99)) == DraftChoice((0,) * 16)
+    assert PADDED.choose(outlook(rows)) == DraftChoice((0,) * 16)
     choice = PADDED.choose(outlook(rows, credit_s=cost_s * 1.01))
     assert choice.num_drafts == (2,) * 16
     assert choice.probe_s == pytest.approx(cost_s)
-    # Where each row has its cost, one is tried if there is not enough for all.
+    # One is tried if there is not enough for all.
+    assert sum(PADDED.choose(outlook(rows, credit_s=cost_s * 0.99)).num_drafts) == 2
     assert sum(RAGGED.choose(outlook(rows, CPU, credit_s=0.02)).num_drafts) == 2
     hopeless = row(Kind(0.31, 0.0)).state
     hopeless.tried_at = 493
