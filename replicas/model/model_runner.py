@@ -166,6 +166,14 @@ class ModelRunner:
         the last one, which stands in front of it. Mutates the slot."""
         self._slots.know(slot, start, ids)
 
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """A sequence with this prompt, which may have drafts, will take a slot when its KV is here."""
+
+    def read_ahead(self) -> bool:
+        """While there is nothing else to compute: what drafts for sequences to come will need, a part of it. Blocks for
+        that. False if nothing is left of it."""
+        return False
+
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Run one step, which must not be empty, up to its logits: no token is chosen. For checks.

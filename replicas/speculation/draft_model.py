@@ -98,10 +98,27 @@ class DraftModel:
         self._prompts: list[tuple[int, ...]] = [()] * runner.num_slots
         self._started: deque[SlotInit] = deque()
         self._untold: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
+        self._expected: dict[int, tuple[int, ...]] = {}  # prompts of sequences to come, by slot
         self.counts = counts or DraftModelCounts()
 
     def start(self, init: SlotInit) -> None:
         self._started.append(init)
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """A sequence with this prompt will take a slot when its KV is here: the prompt can be read meanwhile. Not for
+        slots of other lanes' threads. Mutates."""
+        self._take_started()
+        self._reset(slot, prompt_ids)
+        if len(prompt_ids) < self._max_len and max(prompt_ids, default=0) < self._vocab_size:
+            self._expected[slot] = prompt_ids
+
+    @torch.inference_mode()
+    def read_ahead(self) -> bool:
+        """Read a part of the prompts that are expected; false if nothing is left of them. Blocks. Mutates its pool."""
+        step = _CatchUp()
+        self._read_expected(step)
+        self._catch_up(step)
+        return bool(step.chunks)
 
     def accepted(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
         """What counts is in the history, against which drafts are held."""
@@ -109,14 +126,14 @@ class DraftModel:
     @torch.inference_mode()
     def draft(self, rows: Sequence[DraftRow]) -> Tensor:
         """As the contract has it. Blocks until the drafts are there. Mutates its pool."""
-        while self._started:
-            self._take(self._started.popleft())
+        self._take_started()
         width = max((row.num_drafts for row in rows), default=0)
         drafts = torch.full((len(rows), width), NO_DRAFT, dtype=torch.int64)
         self._tables.next_turn([row.slot for row in rows])
         first = _CatchUp()
         for index, row in enumerate(rows):
             self._begin(first, index, row)
+        self._read_expected(first)
         chains, tokens = first.chains, self._catch_up(first)
         for place in range(width):
             going_on: list[_Chain] = []
@@ -129,17 +146,26 @@ class DraftModel:
             chains, tokens = going_on, self._next(going_on, drafts[:, place].tolist(), place)
         return drafts
 
-    def _take(self, init: SlotInit) -> None:
-        """A sequence has taken a slot; what was computed of this very prompt is kept. Mutates."""
-        slot, prompt_ids = init.slot, init.context.prompt_ids
-        # Nobody asks the draft model what it thought of its tokens.
-        self._untold[slot] = replace(init, sampling=replace(init.sampling, num_logprobs=None))
-        if prompt_ids and self._prompts[slot] is prompt_ids:
-            self._kv[slot] = _Kv(min(self._kv[slot].num_known, len(prompt_ids)))
-            return
+    def _take_started(self) -> None:
+        """Sequences have taken slots; what was computed of their very prompts is kept. Mutates."""
+        while self._started:
+            init = self._started.popleft()
+            slot, prompt_ids = init.slot, init.context.prompt_ids
+            self._expected.pop(slot, None)
+            if prompt_ids and self._prompts[slot] is prompt_ids:
+                self._kv[slot] = _Kv(min(self._kv[slot].num_known, len(prompt_ids)))
+            else:
+                self._reset(slot, prompt_ids)
+            # Nobody asks the draft model what it thought of its tokens.
+            self._untold[slot] = replace(init, sampling=replace(init.sampling, num_logprobs=None))
+
+    def _reset(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """Nothing is there of the sequence that has a slot now. Mutates."""
         self._tables.release(slot)
         self._kv[slot] = _Kv()
         self._prompts[slot] = prompt_ids
+        self._untold.pop(slot, None)
+        self._expected.pop(slot, None)
 
     # -- what it has not read of the sequences yet -------------------------------------------------
 
@@ -166,6 +192,22 @@ class DraftModel:
             step.of_chunks.append(chain)
         else:
             self.counts.catching_up += 1
+
+    def _read_expected(self, step: _CatchUp) -> None:
+        """Put prompts of sequences to come into the step, as far as there is room. Mutates."""
+        for slot, prompt_ids in list(self._expected.items()):
+            kv = self._kv[slot]
+            end = min(len(prompt_ids), kv.num_known + PROMPT_TOKENS - step.num_tokens)
+            if end <= kv.num_known:
+                return
+            self._tables.keep(slot)
+            is_possible = self._reserve(step, slot, len(prompt_ids))
+            if is_possible:
+                step.chunks.append(Slice.of_prompt("", slot, kv.num_known, prompt_ids[kv.num_known : end]))
+                step.num_tokens += end - kv.num_known
+                kv.num_known = end
+            if not is_possible or end == len(prompt_ids):
+                del self._expected[slot]
 
     def _reserve(self, step: _CatchUp, slot: int, num_tokens: int) -> bool:
         """Blocks for so many tokens, if there are enough. Mutates."""

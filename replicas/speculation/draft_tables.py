@@ -37,6 +37,10 @@ class DraftTables:
         for slot in slots:
             self._last_turn[slot] = self._turn
 
+    def keep(self, slot: int) -> None:
+        """It is not idle: drafts for it are to come. Mutates."""
+        self._last_turn[slot] = self._turn
+
     def reserve(self, slot: int, num_tokens: int) -> tuple[TableWrite | None, tuple[int, ...]] | None:
         """Blocks for so many tokens: what is new in its table, if anything is, and slots that have lost theirs to it.
 

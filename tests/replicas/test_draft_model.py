@@ -324,6 +324,34 @@ def test_a_long_prompt_is_read_over_some_steps(
     assert drafted.output(1) == text(served, GREEDY, 30, prompt=prompt)
 
 
+def test_a_prompt_is_read_while_its_kv_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch, served: LoadedModel, drafts_of: dict[str, LoadedModel]
+) -> None:
+    """When nothing else is to be computed, or beside what is: its first row has drafts, and nothing is read twice."""
+    monkeypatch.setattr(draft_model, "PROMPT_TOKENS", 16)
+    first, second = (tuple((step * i + 3) % 512 for i in range(22)) for step in (7, 5))
+    drafted = Drafted.of(served, drafts_of["self"])
+    assert not drafted.target.read_ahead()
+    drafted.begin(PROMPT, slots=[4])
+    drafted.target.expect(0, first)
+    assert [drafted.target.read_ahead() for _ in range(3)] == [True, True, False]
+    drafted.begin(first, slots=[0])
+    drafted.target.expect(1, second)
+    drafted.run(3, 12, {0: 0, 4: 0})
+    drafted.begin(second, slots=[1])
+    drafted.run(3, 12, {1: 0})
+    for slot, prompt in ((0, first), (1, second), (4, PROMPT)):
+        assert drafted.output(slot) == text(served, GREEDY, 12, prompt=prompt)
+        assert drafted.accepted[slot] == drafted.drafted[slot]
+    assert drafted.drafted[0][0] == drafted.drafted[1][0] == 3
+    drafted.target.expect(2, first)  # it never comes, and another sequence takes the slot
+    drafted.target.read_ahead()
+    drafted.begin(second, slots=[2])
+    drafted.run(3, 12, {2: 0})
+    assert drafted.output(2) == drafted.output(1)
+    assert drafted.accepted[2] == drafted.drafted[2]
+
+
 def test_a_row_without_room_has_no_drafts(served: LoadedModel, drafts_of: dict[str, LoadedModel]) -> None:
     """And gets some as soon as the other sequence is over."""
     drafted = Drafted.of(served, drafts_of["self"], num_blocks=12)
