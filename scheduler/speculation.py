@@ -195,14 +195,18 @@ class SpeculationPolicy:
         return outlook.seconds(count, outlook.num_rows * (1 + count)) / outlook.plain_s - 1.0
 
     def _rest_tokens(self, outlook: StepOutlook) -> int:
-        """As long as a probe takes to be paid by its share of time, between the shortest and the longest rest."""
-        paid_after = self._needed(outlook, DRAFT_COUNTS[0]) / self.probe_share
+        """As long as the probe of one row takes to be paid by its share of time, between the shortest and the longest
+        rest."""
+        probe_s = outlook.seconds(DRAFT_COUNTS[0], self._num_tokens(outlook, 1, DRAFT_COUNTS[0]))
+        paid_after = (probe_s / outlook.plain_s - 1.0) / self.probe_share
         return round(min(max(_RETRY_TOKENS, paid_after), self.rest_tokens))
 
     def _with_probe(self, outlook: StepOutlook, awake: Sequence[int], best: _Option) -> DraftChoice:
-        """What pays, and beside it the fewest drafts for others that were not tried lately: all of them, or one."""
+        """What pays, and beside it the fewest drafts for others that were not tried lately: for all of them, or for the
+        one that was tried longest ago."""
         left = set(awake).difference(best.drafting)
-        untried = [i for i in sorted(left) if _tokens_since(outlook.rows[i]) >= _RETRY_TOKENS]
+        ages = [(_tokens_since(outlook.rows[i]), i) for i in left]
+        untried = [i for age, i in sorted(ages, reverse=True) if age >= _RETRY_TOKENS]
         for probed in (untried, untried[:1]):
             count = max(best.step_drafts, DRAFT_COUNTS[0])
             num_tokens = self._num_tokens(outlook, len(best.drafting), best.step_drafts) + DRAFT_COUNTS[0] * len(probed)
