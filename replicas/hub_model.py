@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+MODEL_KEY = "model.source"
 _CONFIG = "config.json"
 _PATIENCE_S = 8.0
 _PAUSE_S = 2.0
@@ -35,7 +36,7 @@ class HubUnreachable(HubRefusal):
 @dataclass(frozen=True, slots=True)
 class HubModel:
     """config: its config.json, in the Hub's cache. counts: numbers by their type, as safetensors counts them; None
-    where it does not. patterns: of the files to fetch, which are num_bytes.
+    where it does not. patterns: of the files to fetch, which are num_bytes. key: of the config, that names it.
     """
 
     hub_id: str
@@ -43,15 +44,17 @@ class HubModel:
     counts: Mapping[str, int] | None
     patterns: tuple[str, ...]
     num_bytes: int
+    key: str = MODEL_KEY
 
 
-def find_on_hub(hub_id: str, trust_remote_code: bool = False) -> HubModel:
-    """Takes 8 s at most. Its config.json is in the Hub's cache afterwards. Raises HubRefusal."""
+def find_on_hub(hub_id: str, trust_remote_code: bool = False, key: str = MODEL_KEY) -> HubModel:
+    """Takes 8 s at most. Its config.json is in the Hub's cache afterwards. Raises HubRefusal. key: of the config, that
+    names the model."""
     found: list[HubModel | BaseException] = []
 
     def ask() -> None:
         try:
-            found.append(_ask(hub_id, trust_remote_code))
+            found.append(_ask(hub_id, trust_remote_code, key))
         except Exception as error:
             found.append(error)
 
@@ -60,10 +63,10 @@ def find_on_hub(hub_id: str, trust_remote_code: bool = False) -> HubModel:
     thread.start()
     thread.join(_PATIENCE_S)
     if not found:
-        raise _unreachable(hub_id, f"no answer within {_PATIENCE_S:g} s")
+        raise _unreachable(hub_id, f"no answer within {_PATIENCE_S:g} s", key)
     (answer,) = found
     if isinstance(answer, BaseException):
-        raise _refusal(hub_id, answer) from answer
+        raise _refusal(hub_id, answer, key) from answer
     return answer
 
 
@@ -89,7 +92,7 @@ def fetch(model: HubModel, with_weights: bool = True, on_bytes: Callable[[int], 
     try:
         return Path(snapshot_download(model.hub_id, allow_patterns=patterns, tqdm_class=_bar_class(on_bytes)))
     except Exception as error:
-        raise _refusal(model.hub_id, error) from error
+        raise _refusal(model.hub_id, error, model.key) from error
 
 
 def _bar_class(on_bytes: Callable[[int], None]) -> Any:
@@ -111,8 +114,9 @@ def _bar_class(on_bytes: Callable[[int], None]) -> Any:
     return Bar
 
 
-def refuse_unavailable(source: str) -> None:
-    """For a replica: raises HubRefusal for a Hub id that it could not load either. Of a path nothing is asked.
+def refuse_unavailable(source: str, key: str = MODEL_KEY) -> None:
+    """For a replica: raises HubRefusal for a Hub id that it could not load either. Of a path nothing is asked. key: as
+    of `find_on_hub`.
 
     A Hub that does not answer is asked three times: a replica that fails takes its pool's start with it.
     """
@@ -120,7 +124,7 @@ def refuse_unavailable(source: str) -> None:
         return
     for is_last in (False, False, True):
         try:
-            find_on_hub(source)
+            find_on_hub(source, key=key)
             return
         except HubUnreachable:
             if is_last:
@@ -138,12 +142,12 @@ def _refuse_full_disk(model: HubModel) -> None:
     needed = model.num_bytes - there
     if needed > free:
         raise HubRefusal(
-            f"model.source: {model.hub_id} takes {needed / 1e9:.1f} GB more of the disk, but the Hub's cache {cache} "
+            f"{model.key}: {model.hub_id} takes {needed / 1e9:.1f} GB more of the disk, but the Hub's cache {cache} "
             f"has {free / 1e9:.1f} GB free; make room, or set HF_HOME to a folder on another disk"
         )
 
 
-def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
+def _ask(hub_id: str, trust_remote_code: bool, key: str) -> HubModel:
     from huggingface_hub import HfApi, hf_hub_download
 
     # Whoever waits for this thread gives up sooner.
@@ -152,7 +156,7 @@ def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
     if _CONFIG not in sizes:
         gguf = next((name for name in sizes if name.endswith(".gguf")), None)
         raise HubRefusal(
-            f"model.source: {hub_id} on the Hub has no config.json, so transformers can't load it"
+            f"{key}: {hub_id} on the Hub has no config.json, so transformers can't load it"
             + (f"; it has {gguf}: download that file and give its path" if gguf else "; choose another model")
         )
     # Anybody may ask what a gated model is; its files are another matter.
@@ -160,21 +164,21 @@ def _ask(hub_id: str, trust_remote_code: bool) -> HubModel:
     top = [name for name in sizes if "/" not in name]
     kind = next((kind for kind in _WEIGHTS if any(name.endswith(kind) for name in top)), None)
     if kind is None:
-        raise HubRefusal(f"model.source: {hub_id} on the Hub has no weights (*.safetensors); choose another model")
+        raise HubRefusal(f"{key}: {hub_id} on the Hub has no weights (*.safetensors); choose another model")
     patterns = (*_WANTED, _WEIGHTS[kind], *(["*.py"] if trust_remote_code else []))
     counted = getattr(getattr(info, "safetensors", None), "parameters", None)
     wanted = [name for name in top if any(Path(name).match(pattern) for pattern in patterns)]
-    return HubModel(hub_id, config, counted, patterns, sum(sizes[name] for name in wanted))
+    return HubModel(hub_id, config, counted, patterns, sum(sizes[name] for name in wanted), key)
 
 
-def _refusal(hub_id: str, error: BaseException) -> HubRefusal:
+def _refusal(hub_id: str, error: BaseException, key: str) -> HubRefusal:
     """By whatever in the chain of causes says most. huggingface_hub's classes go by their names: they move about."""
     if isinstance(error, HubRefusal):
         return error
     chain = list(_causes(error))
     kinds = {kind.__name__: cause for cause in reversed(chain) for kind in type(cause).__mro__}
     page = f"{_endpoint()}/{hub_id}"
-    subject = f"model.source: {hub_id}"
+    subject = f"{key}: {hub_id}"
     if "OfflineModeIsEnabled" in kinds:
         return HubUnreachable(
             f"{subject} is not in the Hub's cache here, and HF_HUB_OFFLINE is set: unset it, or give a folder"
@@ -196,16 +200,16 @@ def _refusal(hub_id: str, error: BaseException) -> HubRefusal:
             f"{subject}: the Hub does not let it be read ({status}): {how}; make a token at {_endpoint()}"
         )
     if status is not None:
-        return _unreachable(hub_id, f"it answers {status}")
+        return _unreachable(hub_id, f"it answers {status}", key)
     if "HFValidationError" in kinds:
         return HubRefusal(f"{subject} is no id of a model on the Hub; expected org/name, a folder or a .gguf file")
     root = chain[-1]
-    return _unreachable(hub_id, (str(root).strip() or type(root).__name__).splitlines()[0])
+    return _unreachable(hub_id, (str(root).strip() or type(root).__name__).splitlines()[0], key)
 
 
-def _unreachable(hub_id: str, reason: str) -> HubUnreachable:
+def _unreachable(hub_id: str, reason: str, key: str) -> HubUnreachable:
     return HubUnreachable(
-        f"model.source: {hub_id}: the Hub ({_endpoint()}) can't be reached: {reason}; is there a network, or a "
+        f"{key}: {hub_id}: the Hub ({_endpoint()}) can't be reached: {reason}; is there a network, or a "
         "proxy to set? Without one give a folder or a .gguf file"
     )
 

@@ -42,7 +42,7 @@ def draft_facts(speculative: SpeculativeConfig, served: ModelConfig) -> DraftFac
         hub = None
         if folder is None:
             try:
-                hub = find_on_hub(source, served.trust_remote_code)
+                hub = find_on_hub(source, served.trust_remote_code, _KEY)
             except HubUnreachable:
                 folder = copy_in_cache(source)
                 if folder is None:
@@ -53,7 +53,7 @@ def draft_facts(speculative: SpeculativeConfig, served: ModelConfig) -> DraftFac
             return DraftFacts(config_facts(hub.config, served.trust_remote_code, hub.counts), hub=hub)
         return DraftFacts(folder_facts(_folder(folder), served.trust_remote_code), _unlike(_folder(folder), served))
     except HubRefusal as refusal:
-        raise ConfigError(str(refusal).replace("model.source:", f"{_KEY}:", 1)) from refusal
+        raise ConfigError(str(refusal)) from refusal
     except UnsupportedModel as refusal:
         raise ConfigError(f"{_KEY}: {refusal}") from refusal
     except OSError as error:

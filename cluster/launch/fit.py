@@ -42,7 +42,7 @@ def model_findings(
     if draft is not None:
         yield from draft_findings(config, draft)
     for name, pool in config.pools.deployed().items():
-        yield from _holds_one_request(f"pools.{name}", pool, config, model)
+        yield from _holds_one_request(f"pools.{name}", pool, config, model, draft)
         if pool.device == "cuda" and machine.gpus and all(gpu.memory_bytes for gpu in machine.gpus):
             yield from _card_memory(f"pools.{name}", pool, config, machine.gpus, model)
     yield from _host_memory(config, machine, model, draft)
@@ -96,26 +96,36 @@ def draft_findings(config: Config, draft: DraftFacts) -> Iterator[Finding]:
         yield Finding(f"{text}nothing is drafted", is_error=False)
 
 
-def _draft_bytes(config: Config, model: ModelFacts, draft: DraftFacts | None) -> tuple[int, int]:
-    """Of all replicas: its weights, and its KV. A draft model has as many blocks as the served model where answers are
-    decoded; a head has a layer of each block of every pool."""
+def _draft_bytes(config: Config, draft: DraftFacts | None) -> tuple[int, int]:
+    """Of all replicas: its weights, and its KV beside the served model's. A draft model has as many blocks as that
+    where answers are decoded; a head has a layer of each block of every pool. Of kv_memory_bytes both are a part."""
     if draft is None:
         return 0, 0
+    pools = [pool for name, pool in config.pools.deployed().items() if _drafts_in(name, config)]
+    num_tokens = sum(pool.first_replicas * (pool.kv_capacity_tokens or 0) for pool in pools)
+    num_replicas = sum(pool.first_replicas for pool in pools)
+    weights = num_replicas * draft.facts.weights_bytes(config.model.dtype)
+    return weights, num_tokens * _draft_kv_bytes_per_token(config, draft)
+
+
+def _drafts_in(pool: str, config: Config) -> bool:
+    """Whether a pool's replicas have what drafts."""
+    return config.speculative.method == "eagle3" or pool == "decode"
+
+
+def _draft_kv_bytes_per_token(config: Config, draft: DraftFacts) -> int:
     is_head = config.speculative.method == "eagle3"
-    pools = [pool for name, pool in config.pools.deployed().items() if is_head or name == "decode"]
-    per_token = draft.facts.kv_bytes_per_token(config.kv_dtype if is_head else config.model.dtype)
-    of_served = model.kv_bytes_per_token(config.kv_dtype)
-    num_tokens = 0
-    for pool in pools:
-        in_bytes = (pool.kv_memory_bytes or 0) // of_served if of_served else 0
-        num_tokens += pool.first_replicas * (pool.kv_capacity_tokens or in_bytes)
-    return len(pools) * draft.facts.weights_bytes(config.model.dtype), num_tokens * per_token
+    return draft.facts.kv_bytes_per_token(config.kv_dtype if is_head else config.model.dtype)
 
 
-def _holds_one_request(key: str, pool: PoolConfig, config: Config, model: ModelFacts) -> Iterator[Finding]:
+def _holds_one_request(
+    key: str, pool: PoolConfig, config: Config, model: ModelFacts, draft: DraftFacts | None
+) -> Iterator[Finding]:
     per_token = model.kv_bytes_per_token(config.kv_dtype)
     if pool.kv_memory_bytes is None or not per_token:
         return
+    if draft is not None and _drafts_in(key.removeprefix("pools."), config):
+        per_token += _draft_kv_bytes_per_token(config, draft)
     block_size, length = config.kv.block_size, config.model.max_model_len
     needed = -(-length // block_size) * block_size * per_token
     if pool.kv_memory_bytes < needed:
@@ -142,7 +152,7 @@ def _host_memory(config: Config, machine: Machine, model: ModelFacts, draft: Dra
     weights = model.weights_bytes(config.model.dtype)
     kv = {name: pool.first_replicas * _kv_bytes(pool, config, model) for name, pool in pools.items()}
     num_replicas = sum(pool.first_replicas for pool in pools.values())
-    of_draft = sum(_draft_bytes(config, model, draft)) if config.pools.decode.device == "cpu" else 0
+    of_draft = sum(_draft_bytes(config, draft)) if config.pools.decode.device == "cpu" else 0
     needed = num_replicas * weights + sum(kv.values()) + of_draft
     beside = RAY_BYTES + num_replicas * ENGINE_BYTES
     if not pools or needed + beside <= machine.available_bytes:
@@ -187,7 +197,7 @@ def describe_memory(config: Config, machine: Machine, model: ModelFacts, draft: 
     ]
     if kv:
         parts.append(f"KV cache {show_bytes(kv)}{' in fp8' if config.kv_dtype == 'fp8' else ''}")
-    draft_weights, draft_kv = _draft_bytes(config, model, draft)
+    draft_weights, draft_kv = _draft_bytes(config, draft)
     if draft is not None:
         name = "head" if config.speculative.method == "eagle3" else "draft model"
         parts.append(f"{name} {show_bytes(draft_weights)}, its KV cache {show_bytes(draft_kv)}")

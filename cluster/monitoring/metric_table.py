@@ -45,6 +45,7 @@ from replicas.metrics.pool_metrics import (
     TRANSFER_ERRORS,
     TRANSFER_RESULTS,
 )
+from replicas.speculation.draft_model_counts import UNDRAFTED_CAUSES
 
 Labels = dict[str, tuple[str, ...] | None]
 
@@ -145,6 +146,7 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "speculative_accepted_tokens": {"pool": None, "position": DRAFT_POSITIONS},
     "speculative_steps": {"pool": None, "drafts": STEP_DRAFTS},
     "speculative_rests": {"pool": None},
+    "speculative_rows_without_drafts": {"pool": None, "cause": UNDRAFTED_CAUSES},
     "preemptions": {"pool": None, "kind": PREEMPTIONS},
     "prefix_tokens": {"pool": None, "result": PREFIX_RESULTS},
     "prefix_evicted_blocks": {"pool": None},

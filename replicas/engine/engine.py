@@ -205,6 +205,9 @@ class Engine:
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn, now_s)
+        for request in turn.admitted:
+            if request.may_draft and request.sequences and not request.local_prefill:
+                self.runner.expect(request.sequences[0].slot, request.spec.prompt_ids)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))
         has_committed = bool(self.core.in_flight)
@@ -213,7 +216,8 @@ class Engine:
         self._flush(now_s)
         if turn.plan is None:
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
-            if held or not has_committed:  # else blocks came free that somebody may have waited for
+            # Else blocks came free that somebody may have waited for.
+            if (held or not has_committed) and (held or not self.runner.read_ahead()):
                 self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
         elif self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())

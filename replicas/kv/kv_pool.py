@@ -24,8 +24,9 @@ class KvLayout:
     """Shape of one block. num_layers, num_kv_heads, head_dim: the model's. The rest may vary.
 
     dtype: of the numbers in the pool, which need not be that of the model. num_extra_layers: behind the model's, with
-    K and V of something else of its shape (a draft's layers): they go wherever the block goes. head_groups: that the
-    heads lie apart in, outermost in a block, so that a part of the heads is one contiguous range of it (a shard's).
+    K and V of something else of its shape (a draft's layers): they go wherever the block goes. extra_name: a word for
+    what is in them. head_groups: that the heads lie apart in, outermost in a block, so that a part of the heads is one
+    contiguous range of it (a shard's).
     scales: with FP8, of the keys and the values of each of the model's layers: what is stored is the number divided by
     it. Empty: 1.0 everywhere. Raises ValueError where they contradict each other.
     """
@@ -38,6 +39,7 @@ class KvLayout:
     num_extra_layers: int = 0
     head_groups: int = 1
     scales: tuple[tuple[float, float], ...] = ()
+    extra_name: str = ""
 
     def __post_init__(self) -> None:
         if self.num_extra_layers < 0:
@@ -84,7 +86,9 @@ class KvLayout:
 
     def describe(self) -> str:
         """Text that two pools must share to exchange blocks."""
-        layers = f"{self.num_layers}+{self.num_extra_layers}" if self.num_extra_layers else f"{self.num_layers}"
+        layers = f"{self.num_layers}"
+        if self.num_extra_layers:
+            layers += f"+{self.num_extra_layers}{f'({self.extra_name})' if self.extra_name else ''}"
         heads = f"{self.num_kv_heads}/{self.head_groups}" if self.head_groups > 1 else f"{self.num_kv_heads}"
         return f"{layers}x2x{self.block_size}x{heads}x{self.head_dim}:{self.numbers}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_thread import TransferSnapshot
@@ -70,6 +70,11 @@ class EngineMetrics:
         for count, num_steps in counts.steps.items():
             self._pool.drafted_steps.count_to(num_steps, drafts=str(count))
         self._pool.draft_rests.count_to(counts.num_rests)
+
+    def undrafted(self, rows: Mapping[str, int]) -> None:
+        """Rows so far that the draft model made no drafts for, by cause. On the event loop."""
+        for cause, num_rows in rows.items():
+            self._pool.undrafted_rows.count_to(num_rows, cause=cause)
 
     def prefixes_looked_up(self, stats: PrefixStats) -> None:
         """In the prefix cache. On the event loop."""

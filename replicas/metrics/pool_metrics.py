@@ -8,6 +8,7 @@ from replicas.kv.handoff_actions import LossReason, SourceOutcome
 from replicas.kv.pair_rate import Pace
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
+from replicas.speculation.draft_model_counts import UNDRAFTED_CAUSES
 from scheduler.draft_acceptance import DRAFT_COUNTS
 
 BLOCK_STATES = ("free", "cached", "reserved", "active", "leased")
@@ -194,6 +195,13 @@ class PoolMetrics(MetricSet):
         self.draft_rests = self.counter(
             "splitserve_speculative_rests",
             "Times that guessing was given up for a sequence, for some tokens, as it was wrong too often",
+            fixed=self.of_pool,
+        )
+        self.undrafted_rows = self.counter(
+            "splitserve_speculative_rows_without_drafts",
+            "Rows of a step that the draft model guessed nothing for: its KV cache was full, it had not read the "
+            "prompt yet, or the sequence is too long for it",
+            {"cause": UNDRAFTED_CAUSES},
             fixed=self.of_pool,
         )
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replicas.kv.host_pool import HostPool, MovedBlocks
@@ -34,13 +36,14 @@ class ForwardHandle:
 
     logits: [num_samples, vocab_size], of the tokens that the plan samples, in their order: float32, on a card as its
     kernels give them; None when it has nothing to compute. prompts: scores of its chunks. moved: what went to host
-    memory and back, if anything did.
+    memory and back, if anything did. states: what a drafter wants of the model's hidden states, of each token.
     """
 
     plan: StepPlan
     logits: Tensor | None = None
     prompts: tuple[ChunkScores, ...] = ()
     moved: MovedBlocks | None = None
+    states: Tensor | None = None
 
 
 class StepHandle:
@@ -155,6 +158,20 @@ class ModelRunner:
 
     def can_draft(self, sampling: SamplingParams) -> bool:
         """Whether rows with these parameters may be planned with drafts."""
+        return False
+
+    @torch.inference_mode()
+    def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:
+        """A sequence's tokens from position start on, at least one, which another runner has chosen: its next row feeds
+        the last one, which stands in front of it. Mutates the slot."""
+        self._slots.know(slot, start, ids)
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """A sequence with this prompt, which may have drafts, will take a slot when its KV is here."""
+
+    def read_ahead(self) -> bool:
+        """While there is nothing else to compute: what drafts for sequences to come will need, a part of it. Blocks for
+        that. False if nothing is left of it."""
         return False
 
     @torch.inference_mode()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from replicas.device_copy import to_device
@@ -76,6 +78,11 @@ class SlotRules:
         if guessed:
             slot, position, token = to_device(torch.tensor(guessed, dtype=torch.int64).T.contiguous(), self._device)
             self._history[slot, position] = token.int()
+
+    def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:
+        """A sequence's tokens from position start on, which were chosen elsewhere. Mutates."""
+        if slot in self._with_history:
+            self._history[slot, start : start + len(ids)] = to_device(torch.from_numpy(ids.copy()), self._device)
 
     def store(self, places: Sequence[SamplePlace], tokens: Tensor) -> None:
         """Remember the chosen tokens, int64 [R]: they are history to the next step. Mutates."""

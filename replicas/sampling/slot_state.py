@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replicas.sampling.draw import SamplingBatch
 from replicas.sampling.sample_place import SamplePlace, counting
@@ -50,6 +52,12 @@ class SlotState:
             self.block_table[write.slot, write.start : write.start + len(write.block_ids)] = torch.tensor(
                 write.block_ids, dtype=torch.int64
             )
+
+    def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:
+        """A sequence's tokens from position start on, at least one, which were chosen elsewhere: its next row feeds the
+        last one. Mutates."""
+        self.last_token[slot] = int(ids[-1])
+        self.rules.know(slot, start, ids)
 
     def sampling_batch(self, places: Sequence[SamplePlace]) -> SamplingBatch:
         """Parameters of every token that is chosen."""

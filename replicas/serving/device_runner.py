@@ -9,6 +9,8 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ModelRunner
 from replicas.speculation.drafter import Drafter
 from replicas.speculation.drafting_runner import DraftingRunner
+from replicas.speculation.eagle3_head import Eagle3Head
+from replicas.speculation.eagle3_runner import Eagle3Runner
 from replicas.speculation.history import TokenHistory
 
 
@@ -20,8 +22,10 @@ def make_runner(
     num_host_blocks: int = 0,
     has_two_lanes: bool = False,
     make_drafter: Callable[[TokenHistory], Drafter] | None = None,
+    head: Eagle3Head | None = None,
 ) -> ModelRunner:
-    """The runner for the pool's device. make_drafter: as of a DraftingRunner; None: it has no drafts.
+    """The runner for the pool's device. make_drafter: as of a DraftingRunner; head: as of an Eagle3Runner; neither: it
+    has no drafts.
 
     Raises UnsupportedModel, and NotDivisible if it can't have two lanes.
     """
@@ -33,6 +37,8 @@ def make_runner(
         from replicas.cuda.runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
 
         return CudaRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)
+    if head is not None:
+        return Eagle3Runner(loaded, pool, num_slots, max_model_len, num_host_blocks, head=head)
     if make_drafter is not None:
         return DraftingRunner(loaded, pool, num_slots, max_model_len, num_host_blocks, make_drafter=make_drafter)
     return ModelRunner(loaded, pool, num_slots, max_model_len, num_host_blocks)

@@ -1,13 +1,30 @@
-"""What a replica drafts with, by its settings: a drafter for its runner."""
+"""What a replica drafts with, by its settings: a drafter for its runner, and the memory that it takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+import torch
+
+from replicas.kv.kv_pool import KvLayout, KvPool
+from replicas.model.model_loader import LoadedModel
+from replicas.model.model_runner import ModelRunner
+from replicas.model.self_check import self_check
+from replicas.model.weights_digest import digest_weights
+from replicas.model_support import naming_failures
 from replicas.settings import EngineSettings
+from replicas.speculation.draft_loading import LoadedDraft, load_draft, load_head
+from replicas.speculation.draft_model import DraftModel
+from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.speculation.drafter import Drafter
+from replicas.speculation.eagle3_head import Eagle3Head
 from replicas.speculation.history import TokenHistory
 from replicas.speculation.ngram_drafter import NgramDrafter
+from replicas.start_step import start_step
+
+# Of a loaded model, a pool for it, slots, tokens of a sequence: what computes it.
+MakeRunner = Callable[[LoadedModel, KvPool, int, int], ModelRunner]
 
 
 class CannotDraft(Exception):
@@ -16,20 +33,69 @@ class CannotDraft(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Where answers are decoded."""
+    """draft: the draft model, where the settings have one. As many blocks are there for its KV as for the served
+    model's: each sequence has room in both, or in neither. head: of EAGLE-3; it has a layer of each block, and is there
+    wherever tokens are computed.
+    """
 
     settings: EngineSettings
+    draft: LoadedDraft | None = None
+    served_vocab_size: int = 0
+    head: Eagle3Head | None = None
+    counts: DraftModelCounts = field(default_factory=DraftModelCounts)  # of the draft model
 
     @staticmethod
-    def by(settings: EngineSettings) -> Drafting | None:
-        """None where nothing is drafted. Raises CannotDraft."""
-        method = settings.speculative.method
-        if settings.pool != "decode" or method == "none":
+    def by(settings: EngineSettings, served: LoadedModel, device: torch.device) -> Drafting | None:
+        """None where it does not matter whether anything is drafted: but for a head that is so where no answers are
+        decoded. Blocks for a model's loading. Raises CannotDraft, and as `load_draft` and `load_head`."""
+        speculative = settings.speculative
+        method, source = speculative.method, speculative.model
+        if method == "none" or (settings.pool != "decode" and method != "eagle3"):
             return None
-        if method != "ngram":
-            raise CannotDraft(f"speculative.method {method}: nothing here drafts so; set ngram, or none")
-        return Drafting(settings)
+        if method == "ngram":
+            return Drafting(settings)
+        assert source is not None, "the config has seen to it"
+        if device.type != "cpu":
+            raise CannotDraft(f"speculative.method {method} is for CPUs so far; on a card set ngram, or none")
+        if method == "eagle3":
+            if settings.layout == "two_lanes":
+                raise CannotDraft("speculative.method eagle3 needs one lane; set layout: colocated, or method: ngram")
+            with start_step("loading the EAGLE-3 head"):
+                return Drafting(settings, head=load_head(source, served, device))
+        with start_step("loading the draft model"):
+            draft = load_draft(source, settings.model, served, device)
+        return Drafting(settings, draft, served.vocab_size)
 
-    def make_drafter(self, history: TokenHistory) -> Drafter:
-        speculative = self.settings.speculative
-        return NgramDrafter(history, speculative.ngram_min, speculative.ngram_max)
+    @property
+    def block_bytes(self) -> int:
+        """Of the draft's KV, beside each block of the pool."""
+        if self.draft is None:
+            return 0
+        return self.draft.loaded.kv_layout(self.settings.kv.block_size).block_bytes
+
+    def widened(self, layout: KvLayout) -> KvLayout:
+        """Of a pool's blocks, with a layer for the head: those with other heads, or none, can't exchange blocks."""
+        if self.head is None:
+            return layout
+        return replace(layout, num_extra_layers=1, extra_name=digest_weights(self.head))
+
+    def drafter_maker(
+        self, num_blocks: int, device: torch.device, make_runner: MakeRunner
+    ) -> Callable[[TokenHistory], Drafter] | None:
+        """Makes the drafter when it is given the slots' history; None where the head is the drafter. Blocks: a draft
+        model is checked and warmed up here. Allocates its pool. Raises as `self_check`."""
+        if self.head is not None:
+            return None
+        if self.draft is None:
+            speculative = self.settings.speculative
+            return lambda history: NgramDrafter(history, speculative.ngram_min, speculative.ngram_max)
+        loaded, max_len = self.draft.loaded, self.draft.max_len
+        pool = KvPool(loaded.kv_layout(self.settings.kv.block_size), num_blocks, device)
+        runner = make_runner(loaded, pool, self.settings.max_running_sequences, max_len)
+        with start_step("self-check of the draft model"), naming_failures("speculative.model", "its self-check"):
+            self_check(runner, loaded)
+            if runner.warm_up():
+                self_check(runner, loaded)
+        pool.tensor.zero_()
+        sizes = (max_len, loaded.vocab_size, self.served_vocab_size)
+        return lambda history: DraftModel(runner, history, *sizes, self.counts)

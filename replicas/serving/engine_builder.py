@@ -37,15 +37,16 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
-from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
+from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks
 from replicas.serving.device_runner import make_runner
 from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
+from replicas.serving.kv_pool_size import limits_of, log_numbers
 from replicas.settings import EngineSettings
+from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
 from scheduler.draft_planner import Speculation
-from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
@@ -74,6 +75,7 @@ class BuiltEngine:
     metrics: EngineMetrics
     grammars: Grammars | None
     recent_keys: RecentKeys | None = None  # of its prefix cache; None: it has none
+    draft_model: DraftModelCounts | None = None  # what came of it; None: there is none
 
     def start(self) -> None:
         self.engine.start()
@@ -117,6 +119,8 @@ class BuiltEngine:
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         if scheduler.drafts is not None:
             self.metrics.drafted(scheduler.drafts.counts)
+        if self.draft_model is not None:
+            self.metrics.undrafted(self.draft_model.undrafted)
         if scheduler.prefixes is not None:
             stats, tier = scheduler.prefixes.stats(), scheduler.host_tier
             self.metrics.prefixes_looked_up(stats if tier is None else tier.counted(stats))
@@ -157,7 +161,7 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     speculation = None
-    if base.drafting is not None:
+    if base.drafting is not None and capabilities.decodes:
         max_drafts = settings.speculative.max_drafts
         speculation = Speculation(Speculator(SpeculationPolicy(max_drafts)), max_drafts, base.runner.can_draft)
     scheduler = Scheduler(
@@ -167,7 +171,9 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
-    return replace(base.built(engine), recent_keys=recent_keys)
+    drafting = base.drafting
+    counts = None if drafting is None or drafting.draft is None else drafting.counts
+    return replace(base.built(engine), recent_keys=recent_keys, draft_model=counts)
 
 
 class _Base:
@@ -190,9 +196,11 @@ class _Base:
         logger.info("weights loaded", extra={"event": "weights_loaded", "identity": str(loaded.identity)})
         opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
-        _log_numbers(self.layout, loaded)
-        self.drafting = Drafting.by(settings)
-        self.limits = _limits(settings, self.layout)
+        log_numbers(self.layout, loaded)
+        self.drafting = Drafting.by(settings, loaded, device)
+        if self.drafting is not None:
+            self.layout = self.drafting.widened(self.layout)
+        self.limits = limits_of(settings, self.layout, 0 if self.drafting is None else self.drafting.block_bytes)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
             self.pool = KvPool(self.layout, num_blocks, device)
@@ -228,10 +236,13 @@ class _Base:
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
         settings, drafting = self.settings, self.drafting
+        make_drafter = None
+        if drafting is not None:
+            make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
-            make_drafter=None if drafting is None else drafting.make_drafter,
+            make_drafter=make_drafter, head=None if drafting is None else drafting.head,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False
@@ -274,24 +285,3 @@ class _Base:
     def built(self, engine: Engine) -> BuiltEngine:
         peer = engine.transfers.start()
         return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics, self.grammars)
-
-
-def _log_numbers(layout: KvLayout, loaded: LoadedModel) -> None:
-    """How KV is stored, where that is not as the model has it, and what of the checkpoint does not count."""
-    has_scales = bool(loaded.kv_scales)
-    if layout.dtype is not loaded.dtype:
-        scales = "the checkpoint's scales" if has_scales else "scale 1.0, as the checkpoint has none"
-        extra = {"event": "kv_dtype", "numbers": layout.numbers, "kv_bytes_per_token": layout.bytes_per_token}
-        logger.info("KV is stored as %s with %s", layout.numbers, scales, extra=extra)
-    elif has_scales:
-        extra = {"event": "kv_scales_unused"}
-        logger.info("the checkpoint's scales of KV are not used: kv.dtype is auto; fp8 uses them", extra=extra)
-
-
-def _limits(settings: EngineSettings, layout: KvLayout) -> PoolLimits:
-    """Raises PoolTooSmall."""
-    memory_bytes = None
-    if settings.kv_memory_fraction is not None:
-        free_bytes, _ = torch.cuda.mem_get_info()
-        memory_bytes = int(free_bytes * settings.kv_memory_fraction)
-    return pool_limits(settings, settings.kv.block_size, layout.block_bytes, settings.model.max_model_len, memory_bytes)

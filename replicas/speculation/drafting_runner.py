@@ -15,6 +15,7 @@ from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace, counting
+from replicas.speculation.draft_model import DraftModel
 from replicas.speculation.drafter import NO_DRAFT, Drafter, DraftRow
 from replicas.speculation.history import TokenHistory
 from scheduler.plan import Slice, SlotInit, StepPlan
@@ -43,6 +44,19 @@ class DraftingRunner(ModelRunner):
 
     def can_draft(self, sampling: SamplingParams) -> bool:
         return True
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        if isinstance(self._drafter, DraftModel):
+            self._drafter.expect(slot, prompt_ids)
+
+    def read_ahead(self) -> bool:
+        if not isinstance(self._drafter, DraftModel):
+            return False
+        try:
+            return self._drafter.read_ahead()
+        except Exception as error:
+            self._give_up(error)
+            return False
 
     def _prepare(self, plan: StepPlan) -> MovedBlocks | None:
         moved = super()._prepare(plan)

@@ -20,6 +20,7 @@ class TokenHistory:
         self._max_expected = max_len
         self._tokens = np.zeros((num_slots, 2 * max_len), dtype=np.int32)
         self._lengths = np.zeros(num_slots, dtype=np.int64)
+        self._starts = np.zeros(num_slots, dtype=np.int64)  # of the prompt
 
     def __contains__(self, slot: int) -> bool:
         """Whether its sequence may have drafts."""
@@ -35,6 +36,7 @@ class TokenHistory:
         ids = (*context.predicted_ids[: self._max_expected], *context.prompt_ids, *last)
         self._tokens[init.slot, : len(ids)] = ids
         self._lengths[init.slot] = len(ids)
+        self._starts[init.slot] = min(len(context.predicted_ids), self._max_expected)
 
     def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         """The first counts[i] of tokens[i] follow in slots[i], which differ. tokens: [n, k]. Mutates."""
@@ -47,3 +49,7 @@ class TokenHistory:
     def of(self, slot: int) -> TokenIds:
         """A view, int32 [length]: until the slot's next token."""
         return self._tokens[slot, : self._lengths[slot]]
+
+    def sequence(self, slot: int) -> TokenIds:
+        """As `of`, without what is expected: prompt and output."""
+        return self._tokens[slot, self._starts[slot] : self._lengths[slot]]

@@ -134,7 +134,7 @@ def test_a_repository_without_weights_is_refused_before_anything_is_fetched(tmp_
 def test_a_replica_asks_a_hub_that_does_not_answer_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def find(source: str) -> None:
+    def find(source: str, key: str) -> None:
         asked.append(source)
         if len(asked) < wanted:
             raise hub_model.HubUnreachable("no answer")

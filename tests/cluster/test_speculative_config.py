@@ -225,3 +225,16 @@ def test_its_memory() -> None:
         found for found in model_findings(drafting("draft_model"), LAPTOP, BUNDLED_FACTS, large) if found.is_error
     ]
     assert "+ drafts 24.0 GB = " in error.text
+
+
+def test_bytes_of_kv_are_for_both() -> None:
+    """Of kv_memory_bytes the draft's KV is a part, and a request must fit with it."""
+    draft = DraftFacts(ModelFacts(num_weights=10, kv_numbers_per_token=100))
+    needed = 2048 * 4 * (30 * 2 * 3 * 64 + 100)
+    given = values({"method": "draft_model", "model": "o/m"})
+    given["pools"]["decode"] = {"kv_memory_bytes": needed - 1}
+    (error,) = model_findings(config_of(given), LAPTOP, BUNDLED_FACTS, draft)
+    assert error.text.startswith(f"pools.decode.kv_memory_bytes: {needed - 1} bytes cannot hold one request")
+    assert f"expected at least {needed}" in error.text
+    given["pools"]["decode"] = {"kv_memory_bytes": needed}
+    assert not list(model_findings(config_of(given), LAPTOP, BUNDLED_FACTS, draft))

@@ -214,7 +214,7 @@ def test_a_model_that_the_hub_does_not_have_is_refused_before_transformers_looks
 ) -> None:
     """It would try for half a minute."""
 
-    def find_on_hub(source: str) -> None:
+    def find_on_hub(source: str, key: str) -> None:
         raise hub_model.HubRefusal(f"model.source: {source}: the Hub has no such model")
 
     monkeypatch.setattr(hub_model, "find_on_hub", find_on_hub)
