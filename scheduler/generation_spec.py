@@ -41,6 +41,7 @@ class GenerationSpec:
     grammar: Grammar | None = None  # what each choice's text must follow; not with beam
     cache_salt: bytes = b""  # whose prefixes it may find, and who may find its own: who has the same; empty: everybody
     use_cache: bool = True  # whether what others have computed may be used for it
+    predicted_ids: tuple[int, ...] = ()  # what the client expects the answer to be like: drafts are looked for there
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -1,8 +1,8 @@
 """Frozen plans: what one engine step does. The scheduler makes them, the model runner applies them.
 
 A plan never carries a token that an earlier, perhaps unfinished, step samples: a running sequence's slice names a
-slot, and the runner keeps each slot's last token (on the GPU: without leaving it). So step n+1 can be
-planned, and launched, before the tokens of step n are known.
+slot, and the runner keeps each slot's last token, and its position (on the GPU: without leaving it). So step n+1 can be
+planned, and launched, before the tokens of step n are known, and how many of them count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ class RuleContext:
     """What rules of token choice look at besides the logits. Tokens that are sampled later the runner adds itself.
 
     output_start: position of the first generated token: the prompt's length, but for a replay, whose prompt ends with
-    output. stop_token_ids: what min_tokens holds back.
+    output. stop_token_ids: what min_tokens holds back. predicted_ids: what the client expects the output to be like:
+    drafts are looked for there, too; no rule looks at it.
     """
 
     prompt_ids: tuple[int, ...] = ()
     output_start: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    predicted_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class SlotInit:
     # The token its first row feeds, when it is known here (it came with the handoff); else None.
     last_token: int | None
     context: RuleContext = RuleContext()
+    # Position of last_token, which is then the slot's LENGTH. None: not said; then its next rows are where plans say.
+    last_position: int | None = None
+    may_draft: bool = False  # whether its rows may have drafts; else nothing is kept that drafts are made by
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,11 @@ class SampleTarget:
 
 class Slice(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, computed in one piece: a chunk of a prompt, or a row of a
-    running sequence: its last token, and behind it those that were guessed to follow, if any were.
+    running sequence: its last token, and behind it those that are guessed to follow, if any are.
 
-    Guesses are for drafts to come: the CPU's runner computes them, a commit takes how many hold, no batcher makes any.
+    Guesses are either known here, and then carried (token_ids), or made by the runner: its drafts, of which the plan
+    has the number only. Where drafts of the sequence are in flight, it is not known how many of them count: `start` is
+    then the furthest that the row may lie, and it lies at its slot's LENGTH, the position of its last token.
 
     A tuple, like SampledToken: one is made for each token there is, in a third of the time.
     """
@@ -94,6 +101,8 @@ class Slice(NamedTuple):
     # Where the prompt's log-probabilities are asked for: prompt tokens start + 1, start + 2, ..., each that a token of
     # this chunk precedes. None: not asked for.
     scored_ids: tuple[int, ...] | None = None
+    # Of its tokens the last ones, at most: so many drafts the runner may put there. Fewer are no fault, nor is none.
+    num_drafts: int = 0
 
     @classmethod
     def of_prompt(
@@ -144,6 +153,7 @@ class StepPlan:
     # that go out nobody writes into before, or their copies are never used.
     fetches: tuple[BlockSwap, ...] = ()
     saves: tuple[BlockSwap, ...] = ()
+    has_drafts: bool = False  # whether some row may have drafts; false: none has
 
     @property
     def is_empty(self) -> bool:
@@ -190,7 +200,8 @@ class Accepted(NamedTuple):
     request_id: str
     choice: int
     num_accepted: int  # at least 1: the first one stands behind no guess
-    num_sampled: int
+    num_sampled: int  # as planned: 1 + its guesses, or the most drafts that there could have been
+    num_drafted: int = 0  # drafts that there were
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,10 @@ class PlanBuilder:
         self._slot_inits = [init for init in self._slot_inits if init.slot not in slots]
         self._table_writes = [write for write in self._table_writes if write.slot not in slots]
 
-    def build(self, rows: list[Slice], chunks: list[Slice]) -> StepPlan | None:
+    def build(self, rows: list[Slice], chunks: list[Slice], has_drafts: bool = False) -> StepPlan | None:
         """The plan of the next step, or None when there is nothing to do. Mutates: starts a new scratch.
 
-        rows: of running sequences; chunks: of prompts.
+        rows: of running sequences, with drafts or without; chunks: of prompts.
         """
         if not (rows or chunks or self._swap_outs or self._swap_ins or self._fetches or self._saves):
             return None
@@ -73,6 +73,7 @@ class PlanBuilder:
             swap_ins=tuple(self._swap_ins),
             fetches=tuple(self._fetches),
             saves=tuple(self._saves),
+            has_drafts=has_drafts,
         )
         self.next_step_id += 1
         self._slot_inits, self._table_writes, self._copies = [], [], []

@@ -97,6 +97,7 @@ class Request:
     # Its next row is planned only when all its planned tokens are known: with a lag it sits out some steps. Always of a
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
+    may_draft: bool = False  # whether its rows may have drafts
     search: BeamSearch | None = field(init=False)  # a beam search, as far as it has come
     state: RequestState = RequestState.QUEUED
     # When each state was first entered: every latency is a difference of two.
@@ -147,8 +148,9 @@ class Request:
     def slot_init(self, sequence: Sequence, last_token: int | None = None) -> SlotInit:
         """What the runner is told when a sequence of this request takes its slot."""
         spec = self.spec
-        context = RuleContext(spec.prompt_ids, spec.output_start, spec.stop_token_ids)
-        return SlotInit(sequence.slot, sequence.choice, spec.sampling, last_token, context)
+        context = RuleContext(spec.prompt_ids, spec.output_start, spec.stop_token_ids, spec.predicted_ids)
+        position = None if last_token is None else self.prompt_len + sequence.num_planned - 1
+        return SlotInit(sequence.slot, sequence.choice, spec.sampling, last_token, context, position, self.may_draft)
 
     def enter(self, state: RequestState, now_s: float) -> None:
         """Move to `state`. Mutates. Raises IllegalTransition."""

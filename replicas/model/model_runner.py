@@ -25,6 +25,7 @@ from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from replicas.sampling.slot_state import SlotState
 from scheduler.lane_split import LaneShare
 from scheduler.plan import SampledToken, StepOutput, StepPlan
+from scheduler.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class StepHandle:
             return True
         return self._choice is not None and self._choice.is_on_the_way
 
+    def read_tokens(self) -> list[int]:
+        """Of every place of its plan, whether they count or not. Blocks until they are there."""
+        return [] if self._choice is None else self._choice.read_tokens()
+
     def result(self) -> StepOutput:
         """The step's tokens that count, in plan order. Blocks until they are there, and everything that it moves."""
         output = self._tokens()
@@ -78,7 +83,7 @@ class StepHandle:
         token_ids = self._choice.read_tokens()
         names = [(row.request_id, row.choice) for row in plan.rows]
         names += [(chunk.request_id, choice) for chunk in plan.chunks for choice in chunk.sampled_choices]
-        has_guesses = len(names) != len(token_ids)
+        has_guesses = plan.has_drafts or len(names) != len(token_ids)
         if has_guesses:
             names = [(part.request_id, choice) for part in plan.slices for choice in part.sampled_choices]
         logprobs = self._choice.read_logprobs()
@@ -147,6 +152,10 @@ class ModelRunner:
     @property
     def num_slots(self) -> int:
         return len(self._slots.sampling)
+
+    def can_draft(self, sampling: SamplingParams) -> bool:
+        """Whether rows with these parameters may be planned with drafts."""
+        return False
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

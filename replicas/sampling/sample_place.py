@@ -56,12 +56,15 @@ def counting(places: Sequence[SamplePlace], token_ids: Sequence[int]) -> list[bo
 
 
 def accepted_of(plan: StepPlan, counts: Sequence[bool]) -> tuple[Accepted, ...]:
-    """How many tokens count of each slice with guesses. counts: of each token that the plan samples, whether so."""
+    """How many tokens count of each slice with guesses, or with room for drafts. counts: of each token that the plan
+    samples, whether so. Of a slice with drafts the plan has those that were found, as guesses."""
     accepted = []
     first = 0
     for part in plan.slices:
-        if part.num_sampled > 1:
+        if part.num_sampled > 1 or part.num_drafts:
             num_accepted = sum(counts[first : first + part.num_sampled])
-            accepted.append(Accepted(part.request_id, part.choice, num_accepted, part.num_sampled))
+            num_planned = max(part.num_sampled, 1 + part.num_drafts)
+            num_drafted = part.num_sampled - 1 if part.num_drafts else 0
+            accepted.append(Accepted(part.request_id, part.choice, num_accepted, num_planned, num_drafted))
         first += part.num_sampled + len(part.forks)
     return tuple(accepted)

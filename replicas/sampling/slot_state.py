@@ -1,7 +1,7 @@
 """What the runner keeps of each running sequence between steps, one row per slot.
 
-The last token stays here (on the GPU: on the GPU), so that the next step can be launched before anyone
-has read it.
+The last token and its position stay here (on the GPU: on the GPU), so that the next step can be launched before anyone
+has read them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from replicas.sampling.slot_rules import SlotRules
 from scheduler.plan import StepPlan
 from scheduler.sampling_params import SamplingParams
 
+UNKNOWN = -1  # a length
+
 
 class SlotState:
-    """block_table: int64 [num_slots, max_blocks]; last_token: int64 [num_slots]; sampling: one per slot.
+    """block_table: int64 [num_slots, max_blocks]; last_token, length: int64 [num_slots]; sampling: one per slot.
+
+    length: the position of the last token: KV from there on is none of the sequence's. Negative: nobody said.
 
     num_logprobs: of the slots that want them: how many most likely tokens. rules: what changes their logits.
     """
@@ -26,6 +30,7 @@ class SlotState:
     def __init__(self, num_slots: int, max_blocks: int, max_len: int) -> None:
         self.block_table = torch.zeros(num_slots, max_blocks, dtype=torch.int64)
         self.last_token = torch.zeros(num_slots, dtype=torch.int64)
+        self.length = torch.full((num_slots,), UNKNOWN, dtype=torch.int64)
         self.sampling = [SamplingParams()] * num_slots
         self.num_logprobs: dict[int, int] = {}
         self.rules = SlotRules(num_slots, max_len)
@@ -39,6 +44,7 @@ class SlotState:
                 self.num_logprobs[init.slot] = init.sampling.num_logprobs
             if init.last_token is not None:
                 self.last_token[init.slot] = init.last_token
+            self.length[init.slot] = UNKNOWN if init.last_position is None else init.last_position
             self.rules.start(init)
         for write in plan.table_writes:
             self.block_table[write.slot, write.start : write.start + len(write.block_ids)] = torch.tensor(
@@ -55,13 +61,15 @@ class SlotState:
 
         Mutates.
         """
+        last, kept = places, None
         if any(place.guess is not None for place in places):
             counts = counting(places, tokens.tolist())
-            last = {place.next_slot: index for index, place in enumerate(places) if counts[index]}
-            slots, kept = torch.tensor(list(last)), torch.tensor(list(last.values()))
-        else:
-            slots, kept = torch.tensor([place.next_slot for place in places], dtype=torch.int64), None
+            of_slot = {place.next_slot: index for index, place in enumerate(places) if counts[index]}
+            kept = list(of_slot.values())
+            last = [places[index] for index in kept]
+        slots, lengths = torch.tensor([[p.next_slot, p.position] for p in last], dtype=torch.int64).view(-1, 2).T
         # No token (a failed row) must still be some id: the next step may be planned already, and is dropped.
         tokens = tokens.clamp(min=0)
         self.last_token[slots] = tokens if kept is None else tokens[kept]
+        self.length[slots] = lengths
         self.rules.store(places, tokens)

@@ -52,8 +52,8 @@ def test_the_first_plan_tells_the_runner_all_it_needs() -> None:
     plan, _ = step(scheduler)
     context = RuleContext(request.spec.prompt_ids, output_start=5, stop_token_ids=request.spec.stop_token_ids)
     assert plan.slot_inits == (
-        SlotInit(first.slot, 2, request.spec.sampling, 7, context),
-        SlotInit(second.slot, 3, request.spec.sampling, 7, context),
+        SlotInit(first.slot, 2, request.spec.sampling, 7, context, last_position=5),
+        SlotInit(second.slot, 3, request.spec.sampling, 7, context, last_position=5),
     )
     # The forked one copies the block it will write; the tables are written before that.
     assert plan.table_writes[:2] == (
