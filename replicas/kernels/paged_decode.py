@@ -14,7 +14,7 @@ the drafts' keys behind it, so each query's sums are those that it would have al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,14 +29,26 @@ _WEIGHING_ROWS = 64
 _MOST_MEMBERS = 32
 
 
+class RowQueries(NamedTuple):
+    """Rows of several queries: at most `most` each, num_rows of them. What they are stands in `shares` too, from line
+    rows_at on: slot, first query, how many there are (0: a padding row), position of the first; the others' positions
+    are those behind it.
+    """
+
+    most: int
+    num_rows: int
+    rows_at: int
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_piece(
     query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
     query_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
-    QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, IS_EARLY: tl.constexpr,
+    QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
@@ -48,9 +60,17 @@ def _attend_piece(
     row = tl.load(shares + piece * 4)
     start = tl.load(shares + piece * 4 + 1) * BLOCK_N
     end = tl.load(shares + piece * 4 + 2) * BLOCK_N
+    if QUERIES > 1:
+        of_row = shares + (ROWS_AT + row) * 4
+        first_token, count = tl.load(of_row + 1), tl.load(of_row + 2)
+        end = tl.where(first_query < count, end, start)
     if start < end:
-        slot = tl.load(slots + row * QUERIES).to(tl.int64)
-        position = tl.load(positions + row * QUERIES)
+        if QUERIES == 1:
+            slot = tl.load(slots + row).to(tl.int64)
+            position = tl.load(positions + row)
+        else:
+            slot = tl.load(of_row).to(tl.int64)
+            position = tl.load(of_row + 3)
         is_last = end > position
         end = tl.minimum(end, position + 1)
         dims = tl.arange(0, DIM_PADDED)
@@ -71,15 +91,15 @@ def _attend_piece(
             else:
                 # Those of every query that a query here sees: another program writes the first ones too, the same.
                 queries = tl.arange(0, QUERIES_PADDED)
-                news = row * QUERIES + queries
-                is_query = queries < tl.minimum(first_query + QUERIES_AT_ONCE, QUERIES)
-                new_positions = tl.load(positions + news, mask=is_query, other=-1)
-                end = tl.max(new_positions, 0) + 1
+                num_seen = tl.minimum(first_query + QUERIES_AT_ONCE, count)
+                end = position + num_seen
                 token = token_place(
-                    kv, row_table, tl.maximum(new_positions, 0), kv_stride_block, kv_stride_token, BLOCK_SIZE
-                )
+                    kv, row_table, position + tl.minimum(queries, num_seen - 1), kv_stride_block, kv_stride_token,
+                    BLOCK_SIZE,
+                )  # fmt: skip
+                news = first_token + queries
                 place = token[:, None] + head * HEAD_DIM + dims[None, :]
-                is_new = (new_positions >= 0)[:, None] & is_dim[None, :]
+                is_new = (queries < num_seen)[:, None] & is_dim[None, :]
                 new_key = tl.load(
                     key + news[:, None] * key_stride_token + head * key_stride_head + dims[None, :], mask=is_new
                 )
@@ -97,12 +117,10 @@ def _attend_piece(
             token_of = row
         else:
             query_of = first_query + members // GROUP
-            is_member = (members < QUERIES_AT_ONCE * GROUP) & (query_of < QUERIES)
+            is_member = (members < QUERIES_AT_ONCE * GROUP) & (query_of < count)
             heads = head * GROUP + members % GROUP
-            token_of = (row * QUERIES + query_of)[:, None]
-            # A query that is padding sees what the first one does: something finite, which nobody reads.
-            seen = tl.maximum(tl.load(positions + row * QUERIES + query_of, mask=is_member, other=-1), position)
-            seen = tl.minimum(seen, end - 1)
+            token_of = (first_token + query_of)[:, None]
+            seen = tl.minimum(position + query_of, end - 1)
         q = tl.load(
             query + token_of * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
             mask=is_member[:, None] & is_dim[None, :],
@@ -144,7 +162,7 @@ def _attend_piece(
         else:
             index = piece * num_heads + heads
             if QUERIES > 1:
-                index += (piece * (QUERIES - 1) + query_of) * num_heads
+                index = (piece * QUERIES + query_of) * num_heads + heads
             tl.store(lse + index, largest + tl.log2(total), mask=is_member)
             tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
@@ -152,17 +170,23 @@ def _attend_piece(
 @triton.jit(do_not_specialize=["num_rows"])
 def _weigh_pieces(
     out, partial, lse, shares, num_rows,
-    NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, PIECES: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows that lie in several pieces; here each query is a row. num_rows: of queries."""
+    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have."""
     wait_for_earlier(IS_EARLY)
     head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < HEAD_DIM
     for row in range(tl.program_id(0), num_rows, ROWS):
-        of = row // QUERIES
-        first, end = tl.load(shares + of * 4 + 3), tl.load(shares + of * 4 + 7)
+        sharer, token = row, row
+        if QUERIES > 1:
+            sharer = row // QUERIES
+        first, end = tl.load(shares + sharer * 4 + 3), tl.load(shares + sharer * 4 + 7)
+        if QUERIES > 1:
+            of_row = shares + (ROWS_AT + sharer) * 4
+            token = tl.load(of_row + 1) + row % QUERIES
+            end = tl.where(row % QUERIES < tl.load(of_row + 2), end, first)
         if end > first + 1:
             largest = tl.full([], float("-inf"), tl.float32)
             total = tl.zeros([], tl.float32)
@@ -184,7 +208,7 @@ def _weigh_pieces(
                 result = result * shrink + tl.sum(parts * weights[:, None], 0)
                 total = total * shrink + tl.sum(weights, 0)
                 largest = new_largest
-            place = out + (row * NUM_HEADS + head) * HEAD_DIM + dims
+            place = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
             tl.store(place, (result / total).to(out.dtype.element_ty), mask=is_dim)
 
 
@@ -201,25 +225,26 @@ def paged_decode(
     tile_len: int,
     scale: float,
     out: torch.Tensor,
-    num_queries: int = 1,
+    rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
-    """Write each query's k and v into the pool, then attend over positions 0..position of its slot's blocks.
+    """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
-    num_queries: of each row, side by side, at positions one behind the other, in one slot; R: of all rows together.
     query [R, num_heads, head_dim]; key, value [R, num_kv_heads, head_dim]; any strides but the last. kv: one layer's
     view [num_blocks, 2, block_size, num_kv_heads, head_dim], contiguous but for the first, in the query's type; or FP8,
     whose numbers are made the query's type before they are multiplied: then key and value are such numbers too. table:
-    int64 [num_slots, max_blocks]; slots, positions: int32 [R], position -1 for padding: it writes nothing. Behind a
-    row's first query the output of padding is some numbers, that of a row of nothing else is left as it is. shares: as
-    a WorkSharing gives it for the positions of the first queries; num_pieces, tile_len: its `most_pieces` and
-    `tile_len` of so many rows. out: contiguous [R, num_heads, head_dim].
+    int64 [num_slots, max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and
+    its output is left as it is. shares: as a WorkSharing gives it for these positions; num_pieces, tile_len: its
+    `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
+    rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
+    of the rows, by the positions of their first queries, and slots and positions are not looked at.
     num_warps, num_stages: of a program, for measurements.
     Mutates kv and out. Does not block.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[2]
+    num_queries = rows.most if rows else 1
     sizes = query_sizes(num_heads // num_kv_heads, num_queries)
     num_parts = triton.cdiv(num_queries, sizes["QUERIES_AT_ONCE"])
     num_partial = num_pieces * num_queries
@@ -229,6 +254,7 @@ def paged_decode(
     constants: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "DIM_PADDED": triton.next_power_of_2(head_dim),
+        "ROWS_AT": rows.rows_at if rows else 0,
         "IS_EARLY": is_early,
         "launch_pdl": is_early,
     }
@@ -238,9 +264,10 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee", num_warps=num_warps,
         num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
-    _weigh_pieces[(min(num_tokens, _WEIGHING_ROWS), num_heads)](
-        out, partial, lse, shares, num_tokens, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS, PIECES=16,
-        num_warps=2, **constants,
+    num_weighed = rows.num_rows * num_queries if rows else num_rows
+    _weigh_pieces[(min(num_weighed, _WEIGHING_ROWS), num_heads)](
+        out, partial, lse, shares, num_weighed, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS,
+        PIECES=16, num_warps=2, **constants,
     )  # fmt: skip
 
 

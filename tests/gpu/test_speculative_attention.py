@@ -11,7 +11,7 @@ from replicas.stored_numbers import FP8
 from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.kernels.paged_decode import paged_decode, query_sizes
+from replicas.kernels.paged_decode import RowQueries, paged_decode, query_sizes
 from replicas.kernels.work_sharing import WorkSharing
 
 pytestmark = pytest.mark.interpreted
@@ -51,27 +51,29 @@ class SeveralQueries:
         sharing = WorkSharing.of(self.num_kv_heads, head_dim, dtype, 132, len(firsts))
         self.sharing = replace(sharing, num_resident=num_resident)
 
-    def positions(self) -> torch.Tensor:
-        """[R, Q]."""
-        rows = [
-            [first + i if i < count else -1 for i in range(self.num_queries)]
-            for first, count in zip(self.firsts, self.counts, strict=True)
-        ]
-        return torch.tensor(rows, dtype=torch.int32, device=self.device)
-
     def attended(self, kv: torch.Tensor | None = None) -> torch.Tensor:
         """[R, Q, heads, head_dim], NaN where nothing was written. Mutates the pool."""
-        positions, num_rows = self.positions(), len(self.firsts)
-        slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
-        out = torch.full(self.query.shape, torch.nan, dtype=self.dtype, device=self.device)
-        query, key, value = (t.to(self.device).flatten(0, 1) for t in (self.query, self.key, self.value))
+        num_rows, most = len(self.firsts), self.num_queries
+        firsts = torch.tensor(self.firsts, dtype=torch.int32, device=self.device)
+        query, key, value = (self.real(t).to(self.device) for t in (self.query, self.key, self.value))
+        places = [sum(self.counts[:row]) for row in range(num_rows)]
+        rows = torch.tensor([*zip(range(num_rows), places, self.counts, self.firsts, strict=True)], dtype=torch.int32)
+        shares = self.sharing.share_out(firsts)
+        out = torch.full(query.shape, torch.nan, dtype=self.dtype, device=self.device)
+        nothing = torch.full((2,), 10**6, dtype=torch.int32, device=self.device)
         paged_decode(
-            query, key, value, self.case.kv if kv is None else kv, self.case.table,
-            slots.repeat_interleave(self.num_queries), positions.flatten(),
-            self.sharing.share_out(positions[:, 0].contiguous()), self.sharing.most_pieces(num_rows),
-            self.sharing.tile_len(num_rows), self.scale, out.flatten(0, 1), num_queries=self.num_queries,
+            query, key, value, self.case.kv if kv is None else kv, self.case.table, nothing, nothing,
+            torch.cat([shares, rows.to(self.device)]), self.sharing.most_pieces(num_rows),
+            self.sharing.tile_len(num_rows), self.scale, out, rows=RowQueries(most, num_rows, len(shares)),
         )  # fmt: skip
-        return out
+        padded = torch.full(self.query.shape, torch.nan, dtype=self.dtype, device=self.device)
+        for row, (place, count) in enumerate(zip(places, self.counts, strict=True)):
+            padded[row, :count] = out[place : place + count]
+        return padded
+
+    def real(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of [R, Q, ...] those that are no padding, one behind the other."""
+        return torch.cat([tokens[row, :count] for row, count in enumerate(self.counts)])
 
     def check(self) -> None:
         before = self.case.kv.clone()
@@ -83,7 +85,7 @@ class SeveralQueries:
             keys, values = self.case.keys[row], self.case.values[row]
             expected = attention(self.query[row, :count], keys, values, first, self.scale)
             assert relative_error(out[row, :count], expected) < TOLERANCE[self.dtype], (row, first)
-            assert not out[row].isnan().any(), "padding behind a real query has some finite output"
+            assert out[row, count:].isnan().all()
             for position in range(first, first + count):
                 block = int(self.case.table[row, position // BLOCK_SIZE])
                 assert torch.equal(self.case.kv[block, 0, position % BLOCK_SIZE].cpu(), keys[position])
