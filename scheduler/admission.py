@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
 from scheduler.memory_budget import NOBODY, Budget, blocks_needed, num_blocks_for
 from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request, RequestState
+from scheduler.request import Sequence as Choice
 
 # Distances, in steps, at which the room to come is reported: requests end, and a newcomer grows into what they leave.
 LATER_STEPS = (16, 64, 256, 1024)
@@ -33,7 +34,10 @@ class AdmissionPolicy:
 class ProjectedBudget(Budget):
     """Keeps the projection in step with the requests. lag: steps that may be in flight when one is planned."""
 
-    def __init__(self, num_blocks: int, block_size: int, policy: AdmissionPolicy, lag: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, policy: AdmissionPolicy, lag: int, max_drafts: int = 0
+    ) -> None:
+        """max_drafts: of a row."""
         super().__init__(num_blocks)
         self.projection = MemoryProjection(block_size)
         self.estimator = None if policy.quantile is None else LengthEstimator(policy.quantile, policy.min_samples)
@@ -41,6 +45,7 @@ class ProjectedBudget(Budget):
         self.step = 0  # the next one to be planned: all projections begin here
         self._block_size = block_size
         self._lag = lag
+        self._max_drafts = max_drafts
 
     @property
     def promised(self) -> int:
@@ -53,6 +58,11 @@ class ProjectedBudget(Budget):
     def free_from(self, num_steps: int) -> int:
         """O(log requests)."""
         return max(0, self._limit_now - self.num_shared - self.projection.peak(self.step + num_steps))
+
+    def num_ahead(self) -> int:
+        """Blocks by which the highest use may rise if requests get further than was projected. Alone one may hold what
+        there is. O(log requests)."""
+        return self.num_blocks if len(self.projection) <= 1 else self.free_from(0)
 
     def later_free(self) -> tuple[int, ...]:
         return tuple([self.free_from(num_steps) for num_steps in LATER_STEPS])
@@ -136,17 +146,17 @@ class ProjectedBudget(Budget):
         if request.search is not None:
             return self._worst_case(request)
         live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
+        if request.may_draft and live:
+            return self._drafting_profile(request, live, num_held, first_step)
         num_planned = max((sequence.num_planned for sequence in live), default=request.spec.max_tokens)
         num_rows = self._rows_left(request, num_planned)
         # One that sits out until its tokens are known may be there for so many times as long; it grows no faster.
         pace = self._lag + 1 if request.needs_known_tokens else 1
         last_step = first_step + num_rows * pace - 1 if num_rows else request.last_step_id
-        # Before its first row every choice, ended ones too, shares the last block of the prompt.
-        num_sharing = len(request.sequences) if num_planned == 1 else 1
         profile = growing(
             num_held=num_held,
             num_live=len(live),
-            num_sharing=num_sharing,
+            num_sharing=_num_sharing(request, num_planned),
             position=request.prompt_len + num_planned - 1,
             num_rows=num_rows,
             first_step=first_step,
@@ -155,6 +165,38 @@ class ProjectedBudget(Budget):
         )
         return replace(profile, is_estimate=num_rows < request.spec.max_tokens - num_planned)
 
+    def _drafting_profile(self, request: Request, live: Sequence[Choice], num_held: int, first_step: int) -> Profile:
+        """Of one whose choices may be at different positions, as more drafts of one have held than of another.
+
+        It grows as if drafts in flight will count, and stays as if they will not. Where somebody may run short of
+        memory, it goes on at its own pace, with blocks for the drafts of a row; where nobody may, at the slowest, and
+        drafts have to fit in (`num_ahead`).
+        """
+        first, *others = [request.prompt_len + choice.num_planned - 1 for choice in live]
+        is_together = not others or others.count(first) == len(others)
+        least = min([choice.num_planned - choice.num_unsure for choice in live])
+        num_tokens = self._rows_left(request, least)
+        tokens_a_step = request.pace.looked_at(first_step, min([choice.num_known for choice in live]))
+        is_bound = self.estimator is None
+        pace = 1 if is_bound else max(1, int(tokens_a_step))
+        num_rows = -(-num_tokens // pace)
+        last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
+        profile = growing(
+            num_held=num_held,
+            num_live=len(live) if is_together else 1,
+            num_sharing=_num_sharing(request, least),
+            position=first,
+            num_rows=num_rows,
+            first_step=first_step,
+            until=last_step + self._lag,
+            block_size=self._block_size,
+            pace=pace,
+            others=() if is_together else others,
+            num_spare=0 if is_bound else self._max_drafts,
+        )
+        most = blocks_needed(request, self._block_size) - request.num_shared
+        return replace(profile, is_estimate=num_tokens < request.spec.max_tokens - least, most=most)
+
     def _rows_left(self, request: Request, num_planned: int) -> int:
         """Rows still to come of a choice with so many tokens planned, as bounded or estimated."""
         length = self.estimator.estimate(num_planned) if self.estimator is not None else None
@@ -162,8 +204,15 @@ class ProjectedBudget(Budget):
         return (most if length is None else min(length, most)) - num_planned
 
 
+def _num_sharing(request: Request, num_planned: int) -> int:
+    """Before its first row every choice, ended ones too, shares the last block of the prompt."""
+    return len(request.sequences) if num_planned == 1 else 1
+
+
 def num_own_blocks(request: Request) -> int:
     """Blocks that its sequences hold, each once, but for those that other requests hold too."""
+    if len(request.sequences) == 1:
+        return len(request.sequences[0].block_ids) - request.num_shared
     return len(distinct_blocks(sequence.block_ids for sequence in request.sequences)) - request.num_shared
 
 

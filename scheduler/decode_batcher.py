@@ -3,6 +3,9 @@
 Tokens are planned ahead of being known: `num_planned` runs in front of `num_known` by the
 engine's lag. A sequence that ends by a stop token leaves rows in flight behind it; their tokens are
 surplus, counted and dropped. One that ends by length leaves none, since that end is planned.
+
+A row with drafts is planned as if all of them were to count, and settled by how many do. So what is planned is the
+furthest that a sequence may be, and it has blocks up to there, as the next step may be launched before that is known.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from scheduler.beam_batcher import BeamBatcher
 from scheduler.block_allocator import BlockAllocator
+from scheduler.draft_planner import DraftPlanner, DraftRoom
 from scheduler.generated_token import Token
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import Accepted, SampledToken, Slice
@@ -28,12 +32,17 @@ class DecodeBatcher:
         builder: PlanBuilder,
         block_size: int,
         filled: Callable[[Request, Sequence], None] | None = None,
+        drafts: DraftPlanner | None = None,
     ) -> None:
-        """filled: is told of a sequence with a chain whose block the committed tokens have filled."""
+        """filled: is told of a sequence with a chain whose block the committed tokens have filled. drafts: None: rows
+        have none."""
         self._allocator = allocator
         self._builder = builder
         self._block_size = block_size
         self._filled = filled
+        self._drafts = drafts
+        self.has_drafts = False  # whether rows of the last plan have any
+        self._moved: dict[str, Request] = {}  # they may be elsewhere than was projected
         self.beams = BeamBatcher(allocator, builder)
         self._running: dict[str, Request] = {}
         self._paused: dict[str, Request] = {}  # without rows, but tokens of rows in flight still count
@@ -70,16 +79,19 @@ class DecodeBatcher:
         """Those that take part in steps."""
         return tuple(self._running.values())
 
-    def plan_rows(self, step_id: int, num_available: int) -> tuple[list[Slice], list[Request]]:
+    def plan_rows(
+        self, step_id: int, num_available: int, room: Callable[[int, int], DraftRoom | None] | None = None
+    ) -> tuple[list[Slice], list[Request]]:
         """One row for each sequence that may still need a token, and who must wait a step for a free block.
 
-        Mutates: growth, planned counts. All choices of a request wait together, the least important requests first.
+        room: for drafts, beside so many rows, of so many free blocks that these leave. Mutates: growth, planned counts.
+        All choices of a request wait together, the least important requests first.
         """
         requests: Iterable[Request] = self._running.values()
         may_stall = num_available < sum([len(request.sequences) for request in requests])
         if may_stall:
             requests = sorted(requests, key=importance)
-        rows: list[Slice] = []
+        going: list[tuple[Request, Sequence]] = []
         stalled: list[Request] = []
         for request in requests:
             most = request.spec.max_tokens
@@ -92,9 +104,22 @@ class DecodeBatcher:
                     stalled.append(request)
                     continue
                 num_available -= needed
-            rows += [self._plan_row(request, sequence) for sequence in live]
+            going += [(request, sequence) for sequence in live]
             request.last_step_id = step_id
-        return rows, stalled
+        left = room(len(going), num_available - len(going)) if room is not None and going and not may_stall else None
+        self.has_drafts = False
+        if left is None or self._drafts is None:
+            return [self._plan_row(request, sequence) for request, sequence in going], stalled
+        counts = self._drafts.plan(going, left)
+        self.has_drafts = any(counts)
+        return [self._plan_row(*one, count) for one, count in zip(going, counts, strict=True)], stalled
+
+    def take_moved(self) -> list[Request]:
+        """Requests that drafts have taken elsewhere than was projected. Mutates: each is named once."""
+        if not self._moved:
+            return []
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     def counts(self, token: SampledToken) -> bool:
         """Whether it is the next one of its choice, and not surplus."""
@@ -124,29 +149,38 @@ class DecodeBatcher:
         sequence.finish_reason = reason = request.finish_reason_of(token.token_id, sequence.num_known)
         return Token(token.request_id, token.choice, index, token.token_id, reason, token.logprobs)
 
-    def settle(self, accepted: Accepted) -> Request | None:
+    def settle(self, accepted: Accepted) -> None:
         """Of a slice with guesses, whose tokens that count are committed: the others were never planned. Mutates.
 
-        Blocks that only they have written are free again, unless later slices, which may write there, are in flight.
-        The request, or None when this choice is over.
+        Blocks are free again that are beyond what this sequence may have written, or may yet write by later slices.
         """
         request = self._running.get(accepted.request_id) or self._paused.get(accepted.request_id)
         sequence = _live_sequence(request, accepted.choice) if request else None
         if request is None or sequence is None:
-            return None
+            return
         sequence.num_planned -= accepted.num_sampled - accepted.num_accepted
-        if sequence.num_planned == sequence.num_known:
-            num_needed = num_blocks_for(request.prompt_len + sequence.num_known - 1, self._block_size)
-            surplus = sequence.block_ids[num_needed:]
-            del sequence.block_ids[num_needed:]
-            self._allocator.release(surplus)
-        return request
+        sequence.num_unsure -= accepted.num_sampled - 1
+        num_needed = num_blocks_for(request.prompt_len + sequence.num_planned - 1, self._block_size)
+        surplus = sequence.block_ids[num_needed:]
+        del sequence.block_ids[num_needed:]
+        self._allocator.release(surplus)
+        self._moved[request.request_id] = request
+        if self._drafts is not None:
+            self._drafts.settled(request, accepted)
 
-    def _plan_row(self, request: Request, sequence: Sequence) -> Slice:
+    def _plan_row(self, request: Request, sequence: Sequence, num_drafts: int = 0) -> Slice:
         position = len(request.spec.prompt_ids) + sequence.num_planned - 1
         self._make_writable(sequence, position // self._block_size)
-        sequence.num_planned += 1
-        return Slice(request.request_id, sequence.choice, sequence.slot, position)
+        if not num_drafts:
+            sequence.num_planned += 1
+            return Slice(request.request_id, sequence.choice, sequence.slot, position)
+        for index in range(position // self._block_size + 1, (position + num_drafts) // self._block_size + 1):
+            self._make_writable(sequence, index)
+        count = 1 + num_drafts
+        sequence.num_planned += count
+        sequence.num_unsure += num_drafts
+        self._moved[request.request_id] = request
+        return Slice(request.request_id, sequence.choice, sequence.slot, position, count, count, num_drafts=num_drafts)
 
     def _make_writable(self, sequence: Sequence, index: int) -> None:
         """Give the sequence a block of its own at `index` of its table: a new one, or a copy of a shared one."""

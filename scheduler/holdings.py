@@ -10,6 +10,7 @@ from scheduler.block_allocator import BlockAllocator
 from scheduler.capabilities import Capabilities
 from scheduler.deadlines import Deadlines
 from scheduler.decode_batcher import DecodeBatcher
+from scheduler.draft_planner import DraftPlanner, Speculation
 from scheduler.host_cache import HostCache
 from scheduler.host_tier import HostTier
 from scheduler.lane import Lane
@@ -42,10 +43,11 @@ class Holdings:
         num_host_blocks: int = 0,
         has_two_lanes: bool = False,
         prefixes: PrefixOptions | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """lag: steps that may be in flight when one is planned, in each lane. num_host_blocks: room for those that give
         way, and for what prefixes keep there. has_two_lanes: prompts are computed in steps of their own, beside those
-        of rows. prefixes: None: what was computed once is not found again.
+        of rows. prefixes: None: what was computed once is not found again. speculation: None: no row has drafts.
 
         Where nothing is decoded, prompts are all that takes memory: admission then does not matter. Raises ValueError
         when running sequences alone could fill a step, so that prompts would starve.
@@ -54,10 +56,12 @@ class Holdings:
             raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
         self.limits, self.capabilities, self.lag = limits, capabilities, lag
         num_blocks, block_size = limits.num_blocks, limits.block_size
+        self.drafts = None if speculation is None else DraftPlanner(speculation, block_size)
         admission = admission or AdmissionPolicy()
         if capabilities.decodes:
             # Of two lanes one may be full while the other is looked at: as if a step more were in flight.
-            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes)
+            max_drafts = 0 if self.drafts is None else self.drafts.max_drafts
+            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes, max_drafts)
             self._max_overtakes = admission.max_overtakes
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
@@ -77,7 +81,7 @@ class Holdings:
         self.builder = self.decode_lane.builder
         self.prompts = PrefillBatcher(_MOST_SHARED_TOKENS if has_two_lanes else None)
         filled = None if self.prefixes is None else self.prefixes.filled
-        self.batch = DecodeBatcher(self.allocator, self.builder, block_size, filled)
+        self.batch = DecodeBatcher(self.allocator, self.builder, block_size, filled, self.drafts)
         self.preemption = Preemption(self.allocator, self.builder, block_size, self.host)
         self.host_tier: HostTier | None = None
         if self.prefixes is not None and uses_host:

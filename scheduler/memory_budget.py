@@ -66,6 +66,10 @@ class Budget(ABC):
         """Blocks that a newcomer may use from the step on that is num_steps away."""
         return self.available
 
+    def num_ahead(self) -> int:
+        """Blocks by which the highest use may rise if requests get further than was projected."""
+        return self.available
+
     def later_free(self) -> tuple[int, ...]:
         """As free_from, at each of admission.LATER_STEPS; empty where nothing is projected."""
         return ()

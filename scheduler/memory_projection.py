@@ -3,8 +3,8 @@
 Time is counted in steps. Every running sequence takes one row in each step, so what a request will use is known
 as a function of the step's number: it grows by one block per sequence whenever their position enters a new
 block, until its last row, and stays until that row's step has been committed. Nothing of it changes as steps go
-by; it changes when a request comes, starts, loses a choice, stalls, guesses or goes. One that sits out steps is taken
-to grow as if it did not, and to stay for as long as it may.
+by; it changes when a request comes, starts, loses a choice, stalls, drafts or goes. One that sits out steps is taken
+to grow as if it did not, and to stay for as long as it may. One that drafts has a pace: tokens that a step brings it.
 
 Total use only falls when somebody's blocks are released. So its peak is at one of the last steps before a
 release, or beyond all of them, and only there it is computed.
@@ -13,6 +13,7 @@ release, or beyond all of them, and only there it is computed.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.memory_budget import num_blocks_for
@@ -23,11 +24,12 @@ NO_END = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Blocks of one request: base + live * ((step + offset) // block_size) up to last_row, then no more growth.
+    """Blocks of one request: base + live * ((pace * step + offset) // block_size) up to last_row, then no more growth.
 
-    live: sequences that still grow, all at the same position. offset: their position minus the step's number.
-    last_row: the step of their last row. until: the last step at which the blocks are still held. is_estimate: there
-    may be rows behind the last one.
+    live: sequences that still grow, all at the same position. offset: their position minus the step's number, or that
+    times the pace. last_row: the step of their last row. until: the last step at which the blocks are still held.
+    is_estimate: there may be rows behind the last one. others: offsets of sequences that grow, too, from elsewhere: one
+    block more each like the live ones. most: blocks that it never exceeds.
     """
 
     base: int
@@ -36,15 +38,23 @@ class Profile:
     last_row: int
     until: int
     is_estimate: bool = False
+    pace: int = 1
+    others: tuple[int, ...] = ()
+    most: int = NO_END
 
     def use_at(self, step: int, block_size: int) -> int:
         """Blocks in use after the rows of `step`, which must not lie before the profile was made."""
-        if step > self.until:
-            return 0
-        return self.base + self.live * ((min(step, self.last_row) + self.offset) // block_size)
+        return 0 if step > self.until else self._grown_to(min(step, self.last_row), block_size)
 
     def peak(self, block_size: int) -> int:
-        return self.base + self.live * ((self.last_row + self.offset) // block_size)
+        return self._grown_to(self.last_row, block_size)
+
+    def _grown_to(self, step: int, block_size: int) -> int:
+        way = self.pace * step
+        blocks = self.base + self.live * ((way + self.offset) // block_size)
+        if self.others:
+            blocks += sum([(way + offset) // block_size for offset in self.others])
+        return min(self.most, blocks)
 
 
 def constant(num_blocks: int, until: int = NO_END) -> Profile:
@@ -70,18 +80,26 @@ def growing(
     first_step: int,
     until: int,
     block_size: int,
+    pace: int = 1,
+    others: Sequence[int] = (),
+    num_spare: int = 0,
 ) -> Profile:
     """A request that holds num_held blocks and whose num_live sequences go on at `position`, from first_step on.
 
     num_sharing: sequences that have the block of `position` in common, if it was begun: all but the last one to
-    write it copy it first (1: it has been copied already, or there is nobody else).
+    write it copy it first (1: it has been copied already, or there is nobody else). others: positions of more
+    sequences, each in a block of its own. num_spare: tokens behind its position that each holds blocks for, too.
     """
     if num_rows == 0:
         return Profile(num_held, 0, 0, first_step - 1, until)
     num_copies = min(num_live, num_sharing - 1) if position % block_size else 0
-    offset = position - first_step
+    elsewhere: tuple[int, ...] = ()
+    shift = num_spare - pace * first_step
     base = num_held + num_copies - num_live * ((position - 1) // block_size)
-    return Profile(base, num_live, offset, first_step + num_rows - 1, until)
+    if others:
+        base -= sum([(other - 1) // block_size for other in others])
+        elsewhere = tuple([other + shift for other in others])
+    return Profile(base, num_live, position + shift, first_step + num_rows - 1, until, pace=pace, others=elsewhere)
 
 
 class MemoryProjection:
@@ -179,16 +197,19 @@ class MemoryProjection:
         by_end = sorted(self._profiles.values(), key=lambda p: p.until)
         by_last_row = sorted(self._profiles.values(), key=lambda p: p.last_row)
         # From the last release backwards: who is there, and of those, who still grows.
-        held, grown = 0, _Growth(block_size)
+        held = 0
+        growths: dict[int, _Growth] = {}  # by pace
         totals = []
         for end in (NO_END, *reversed(releases)):
             while by_end and by_end[-1].until >= end:
                 held += by_end.pop().peak(block_size)
-            while by_last_row and by_last_row[-1].last_row >= end:
+            while by_last_row and by_last_row[-1].last_row > end:
                 profile = by_last_row.pop()
                 held -= profile.peak(block_size)
-                grown.add(profile)
-            totals.append(held + grown.at(end))
+                if (growth := growths.get(profile.pace)) is None:
+                    growth = growths[profile.pace] = _Growth(block_size, profile.pace)
+                growth.add(profile)
+            totals.append(held + sum([growth.at(end) for growth in growths.values()]))
         self._ends = releases
         self._totals = totals[::-1]
         self._peaks = list(self._totals)
@@ -202,20 +223,27 @@ def _due(profile: Profile) -> int:
 
 
 class _Growth:
-    """The sum of profiles that still grow at a step, in O(block_size) instead of one by one."""
+    """The sum of profiles of one pace that still grow at a step, in O(block_size) instead of one by one. Of those that
+    reach the most that they hold before their last row it may be more."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, pace: int) -> None:
+        self._block_size, self._pace = block_size, pace
         self._base = self._live = 0
         self._live_of_remainder = [0] * block_size
 
     def add(self, profile: Profile) -> None:
-        quotient, remainder = divmod(profile.offset, self._block_size)
-        self._base += profile.base + profile.live * quotient
-        self._live += profile.live
-        self._live_of_remainder[remainder] += profile.live
+        self._base += profile.base
+        self._grow(profile.offset, profile.live)
+        for offset in profile.others:
+            self._grow(offset, 1)
+
+    def _grow(self, offset: int, live: int) -> None:
+        quotient, remainder = divmod(offset, self._block_size)
+        self._base += live * quotient
+        self._live += live
+        self._live_of_remainder[remainder] += live
 
     def at(self, step: int) -> int:
-        quotient, remainder = divmod(step, self._block_size)
+        quotient, remainder = divmod(self._pace * step, self._block_size)
         carried = sum(self._live_of_remainder[self._block_size - remainder :]) if remainder else 0
         return self._base + self._live * quotient + carried

@@ -73,7 +73,7 @@ class PlanBuilder:
             swap_ins=tuple(self._swap_ins),
             fetches=tuple(self._fetches),
             saves=tuple(self._saves),
-            has_drafts=has_drafts,
+            has_drafts=has_drafts and bool(rows),
         )
         self.next_step_id += 1
         self._slot_inits, self._table_writes, self._copies = [], [], []

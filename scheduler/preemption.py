@@ -178,9 +178,10 @@ def importance(request: Request) -> tuple[int, int]:
 
 
 def num_planned(request: Request) -> int:
-    """Tokens planned of the choices that go on; max_tokens when none does."""
-    live = (sequence.num_planned for sequence in request.sequences if sequence.finish_reason is None)
-    return max(live, default=request.spec.max_tokens)
+    """Tokens planned that will surely count of the choices that go on, of the one that is least far; max_tokens when
+    none does."""
+    live = (s.num_planned - s.num_unsure for s in request.sequences if s.finish_reason is None)
+    return min(live, default=request.spec.max_tokens)
 
 
 def growth_blocks(
@@ -190,19 +191,21 @@ def growth_blocks(
 
     Of a beam search: at most so many, and for one row exactly. tables: its sequences' while it is preempted.
     """
-    planned = num_planned(request)
-    num_rows = min(num_rows, request.spec.max_tokens - planned)
-    if num_rows <= 0:
+    most, prompt_len = request.spec.max_tokens, request.prompt_len
+    live = [s for s in request.sequences if s.finish_reason is None and s.num_planned < most]
+    if not live or num_rows <= 0:
         return 0
-    live = [sequence for sequence in request.sequences if sequence.finish_reason is None]
-    position = request.prompt_len + planned - 1
-    grown = len(live) * ((position + num_rows - 1) // block_size - (position - 1) // block_size)
+    grown = 0
+    for sequence in live:
+        position = prompt_len + sequence.num_planned - 1
+        last = position + min(num_rows, most - sequence.num_planned) - 1
+        grown += last // block_size - (position - 1) // block_size
     if not position % block_size:
         return grown
     if request.search is not None:  # whichever beams live on, each writes its own copy of the last block
         tables = [sequence.block_ids for sequence in request.sequences] if tables is None else tables
-        last = position // block_size
-        grown += len(live) - len({table[last] for table in tables if len(table) > last})
-    elif planned == 1:
+        place = position // block_size
+        grown += len(live) - len({table[place] for table in tables if len(table) > place})
+    elif live[0].num_planned == 1:
         grown += min(len(live), len(request.sequences) - 1)
     return grown

@@ -22,7 +22,9 @@ from scheduler.beam_search import BeamSearch, Candidate
 from scheduler.block_chain import OutputChain, PromptChain
 from scheduler.generated_token import FinishReason
 from scheduler.generation_spec import GenerationSpec
+from scheduler.pace import Pace
 from scheduler.plan import RuleContext, SlotInit
+from scheduler.speculation import SpeculationState
 
 
 class RequestState(Enum):
@@ -77,6 +79,7 @@ class Sequence:
     # Generated tokens: planned counts those whose sampling is in some plan, known those read back.
     num_planned: int = 0
     num_known: int = 0
+    num_unsure: int = 0  # of the planned ones: drafts in flight, which may not count
     # Once its last token is known; or why it rests all the same.
     finish_reason: str | None = None
     # Of a beam search: what may come next, as the last committed step has it.
@@ -98,6 +101,8 @@ class Request:
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
     may_draft: bool = False  # whether its rows may have drafts
+    speculation: SpeculationState = field(default_factory=SpeculationState)
+    pace: Pace = field(default_factory=Pace)
     search: BeamSearch | None = field(init=False)  # a beam search, as far as it has come
     state: RequestState = RequestState.QUEUED
     # When each state was first entered: every latency is a difference of two.

@@ -45,6 +45,7 @@ class Residents(Holdings):
             raise NeverFits("sequence slots", num_slots, self.limits.max_sequences)
         if self.prefixes is not None:
             self.prefixes.submitted(request)
+        request.may_draft = self.drafts is not None and not request.hands_over and self.drafts.may_draft(request)
         request.entered_s[RequestState.QUEUED] = now_s
         self._queue.add(request, self._cost(request))
         self._requests[request.request_id] = request
@@ -130,6 +131,9 @@ class Residents(Holdings):
 
     def _project_from_now(self) -> None:
         """The next step is where the projection begins. Called when commits have released what they release."""
+        for request in self.batch.take_moved():
+            if request.state is RequestState.RUNNING:
+                self.budget.running(request, self.builder.next_step_id)
         self.budget.move_to(self.builder.next_step_id, self.get)
 
     # -- ends --------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 
 from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
+from scheduler.draft_planner import DraftRoom
 from scheduler.generated_token import Token
 from scheduler.giving_way import GivingWay
 from scheduler.lane import Lane
 from scheduler.outcome import Load, PromptDone, StepEvents
-from scheduler.plan import Accepted, SampledToken, Slice, StepOutput, StepPlan
+from scheduler.plan import SampledToken, Slice, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
 
@@ -101,7 +102,7 @@ class Scheduler(GivingWay):
         if self.prompts:
             chunks = self._plan_chunks(self.limits.max_step_tokens - sum([row.num_tokens for row in rows]), now_s)
         self._save(num_fetched, rows, chunks)
-        plan = self.builder.build(rows, chunks)
+        plan = self.builder.build(rows, chunks, self.batch.has_drafts)
         self._stalled(stalled)
         return plan
 
@@ -110,7 +111,7 @@ class Scheduler(GivingWay):
         self._project_from_now()
         rows, stalled = self._plan_rows(now_s)
         self._save(self._fetch(rows), rows, [])
-        plan = self.builder.build(rows, [])
+        plan = self.builder.build(rows, [], self.batch.has_drafts)
         if plan is not None:
             for request in stalled:  # what was noted of their slots is in this step, too
                 request.last_step_id = plan.step_id
@@ -130,7 +131,15 @@ class Scheduler(GivingWay):
         step_id = self.builder.next_step_id
         self._bring_back(step_id, now_s)
         self._make_room(step_id, now_s)
-        return self.batch.plan_rows(step_id, self._num_available)
+        room = None if self.drafts is None or self.preemption else self._room_for_drafts
+        return self.batch.plan_rows(step_id, self._num_available, room)
+
+    def _room_for_drafts(self, num_rows: int, num_blocks: int) -> DraftRoom:
+        """Beside so many rows, in so many free blocks. Prompts of the same step get half of what rows leave of it."""
+        num_tokens = max(0, self.limits.max_step_tokens - num_rows)
+        if self.prompts and not self.has_two_lanes:
+            num_tokens //= 2
+        return DraftRoom(num_tokens, num_blocks, self.budget.num_ahead())
 
     def _stalled(self, requests: list[Request]) -> None:
         self.num_stalls += len(requests)
@@ -179,7 +188,7 @@ class Scheduler(GivingWay):
             if event is not None:
                 events.append(event)
         for accepted in output.accepted:
-            self._settle(accepted)
+            self.batch.settle(accepted)
         if self.host_tier is not None and (lane is None or lane is self.decode_lane):
             self.host_tier.fetched(output.step_id, output.damaged)
         self._step_committed(lane or self.decode_lane, output.step_id)
@@ -229,12 +238,6 @@ class Scheduler(GivingWay):
         self.builder.next_step_id += count
         self.decode_lane.committed_step_id += count
         self._project_from_now()
-
-    def _settle(self, accepted: Accepted) -> None:
-        """The request is as far as its tokens that count, no further. Mutates."""
-        request = self.batch.settle(accepted)
-        if request is not None and request.state is RequestState.RUNNING:
-            self.budget.running(request, self.builder.next_step_id)
 
     def _choice_ended(self, request_id: str, now_s: float) -> None:
         request = self.get(request_id)

@@ -19,7 +19,7 @@ def num_steady_steps(scheduler: Scheduler, most: int) -> int:
     Ends are foreseen only by max_tokens: who knows of earlier ones lowers `most`. O(running).
     """
     requests, budget, lag = scheduler.batch.requests, scheduler.budget, scheduler.lag
-    if type(budget) is not ProjectedBudget:
+    if type(budget) is not ProjectedBudget or scheduler.drafts is not None:
         return 0
     room = scheduler.room_to_grow()
     if not requests or not room or not all(_is_in_step(request, lag) for request in requests):

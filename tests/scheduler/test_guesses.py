@@ -42,6 +42,7 @@ class GuessingBatcher(DecodeBatcher):
         )
         guesses = [token if self._rng.random() < 0.7 else token + 1 for token in text[sequence.num_planned - 1 :]]
         sequence.num_planned += count
+        sequence.num_unsure += count
         for position in range(row.start + 1, row.start + 1 + count):
             self._make_writable(sequence, position // self._block_size)
         return row._replace(num_tokens=1 + count, num_sampled=1 + count, token_ids=tuple(guesses[:count]))
@@ -117,14 +118,19 @@ def test_of_a_request_that_is_over_nothing_is_accepted() -> None:
     assert scheduler.ledger() == decode_scheduler(limits()).ledger()
 
 
-def test_blocks_that_a_later_row_may_write_are_kept() -> None:
+@pytest.mark.parametrize(("num_behind", "num_blocks"), [(1, 2), (2, 3)])
+def test_blocks_that_a_later_row_may_write_are_kept(num_behind: int, num_blocks: int) -> None:
+    """Four guesses, all wrong, and a row of so many tokens in flight behind them: it lies behind what counts."""
     scheduler = decode_scheduler(limits(), lag=1)
     request = running(scheduler, make_request(prompt_len=6, max_tokens=20, local_prefill=False))
     (sequence,) = request.sequences
-    sequence.num_planned, sequence.num_known = 7, 2  # four guesses, all wrong, and a row behind them
+    sequence.num_planned, sequence.num_known, sequence.num_unsure = 6 + num_behind, 2, 3 + num_behind
     sequence.block_ids += scheduler.allocator.allocate(1)
     scheduler.batch.settle(Accepted("r", 0, 1, 5))
-    assert (sequence.num_planned, sequence.num_known, len(sequence.block_ids)) == (3, 2, 3)
+    assert (sequence.num_planned, sequence.num_known) == (2 + num_behind, 2)
+    assert sequence.num_unsure == num_behind - 1
+    assert len(sequence.block_ids) == num_blocks == num_blocks_for(6 + 1 + num_behind, B)
+    assert scheduler.allocator.counts().request == num_blocks
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

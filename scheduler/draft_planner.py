@@ -1,0 +1,102 @@
+"""Which rows of a step have drafts, and how many: what a speculator chooses, as far as there is room for it.
+
+Drafts are never worth what others lose by them. So they take free blocks that no row of the step needs, no more of the
+step than prompts can spare, and only so many that the projected use stays within its limit if all of them count: a
+request is then further than was projected, and holds its blocks earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from scheduler.plan import Accepted
+from scheduler.request import Request
+from scheduler.request import Sequence as Choice
+from scheduler.sampling_params import SamplingParams
+from scheduler.speculation import RowSpeculation, SpeculationState
+
+
+class Speculator(Protocol):
+    """Chooses, and learns from what comes of it."""
+
+    def choose(
+        self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Drafts of each row of the next step, at most its `most`. num_context_tokens: that its rows attend to.
+        most_tokens: of the step. Mutates."""
+
+    def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
+        """A row that was to have num_planned drafts had num_drafted, of which the first num_accepted held. Mutates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters."""
+
+    speculator: Speculator
+    max_drafts: int
+    can_draft: Callable[[SamplingParams], bool]
+
+
+class DraftRoom(NamedTuple):
+    """What a step leaves to drafts. num_blocks: free ones. num_ahead: blocks by which the projected use may rise."""
+
+    num_tokens: int
+    num_blocks: int
+    num_ahead: int
+
+
+class DraftPlanner:
+    """Of one engine."""
+
+    def __init__(self, speculation: Speculation, block_size: int) -> None:
+        self._speculation, self._block_size = speculation, block_size
+
+    @property
+    def max_drafts(self) -> int:
+        """Of a row."""
+        return self._speculation.max_drafts
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether its rows may ever have any. Not of a search, whose next row depends on all its beams; nor with a
+        grammar: which tokens it allows behind a draft is known when the draft is."""
+        spec = request.spec
+        return spec.beam is None and spec.grammar is None and self._speculation.can_draft(spec.sampling)
+
+    def plan(self, rows: Sequence[tuple[Request, Choice]], room: DraftRoom) -> Sequence[int]:
+        """Drafts of each row, all of which have room for their own token. Mutates what the speculator has learned."""
+        asking = [self._row(request, choice) for request, choice in rows]
+        if not any(row.most for row in asking):
+            return [0] * len(rows)
+        num_context_tokens = sum([row.position + 1 for row in asking])
+        wanted = self._speculation.speculator.choose(asking, num_context_tokens, len(rows) + room.num_tokens)
+        counts = []
+        for (_, choice), row, count in zip(rows, asking, wanted, strict=True):
+            if count:
+                count, room = self._within(room, row.position, len(choice.block_ids), min(count, row.most))
+            counts.append(count)
+        return counts
+
+    def settled(self, request: Request, accepted: Accepted) -> None:
+        """What came of a row that was planned with drafts. Mutates what the speculator has learned."""
+        if not request.may_draft:
+            return
+        num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
+        self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
+
+    def _row(self, request: Request, choice: Choice) -> RowSpeculation:
+        num_left = request.spec.max_tokens - choice.num_planned - 1  # behind the row's own token
+        most = min(self._speculation.max_drafts, num_left) if request.may_draft else 0
+        return RowSpeculation(request.speculation, request.prompt_len + choice.num_planned - 1, most)
+
+    def _within(self, room: DraftRoom, position: int, num_held: int, count: int) -> tuple[int, DraftRoom]:
+        """At most `count` drafts behind a token at `position`, and what they leave. num_held: blocks of the sequence,
+        as far as it has them; the token's own is there."""
+        size = self._block_size
+        num_there = max(num_held, position // size + 1)
+        count = min(count, room.num_tokens, (num_there + room.num_blocks) * size - 1 - position, room.num_ahead * size)
+        num_new = max(0, (position + count) // size + 1 - num_there)
+        num_ahead = -(-count // size)  # it needs each block so many tokens sooner
+        return count, DraftRoom(room.num_tokens - count, room.num_blocks - num_new, room.num_ahead - num_ahead)
