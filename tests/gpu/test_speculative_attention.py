@@ -55,6 +55,8 @@ class SeveralQueries:
         """[R, Q, heads, head_dim], NaN where nothing was written. Mutates the pool."""
         num_rows, most = len(self.firsts), self.num_queries
         firsts = torch.tensor(self.firsts, dtype=torch.int32, device=self.device)
+        if most == 1:
+            return self.attended_alone(firsts)
         query, key, value = (self.real(t).to(self.device) for t in (self.query, self.key, self.value))
         places = [sum(self.counts[:row]) for row in range(num_rows)]
         rows = torch.tensor([*zip(range(num_rows), places, self.counts, self.firsts, strict=True)], dtype=torch.int32)
@@ -70,6 +72,18 @@ class SeveralQueries:
         for row, (place, count) in enumerate(zip(places, self.counts, strict=True)):
             padded[row, :count] = out[place : place + count]
         return padded
+
+    def attended_alone(self, positions: torch.Tensor) -> torch.Tensor:
+        """As a plain step does it."""
+        num_rows = len(positions)
+        query, key, value = (t[:, 0].to(self.device) for t in (self.query, self.key, self.value))
+        out = torch.full(query.shape, torch.nan, dtype=self.dtype, device=self.device)
+        slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
+        paged_decode(
+            query, key, value, self.case.kv, self.case.table, slots, positions, self.sharing.share_out(positions),
+            self.sharing.most_pieces(num_rows), self.sharing.tile_len(num_rows), self.scale, out,
+        )  # fmt: skip
+        return out[:, None]
 
     def real(self, tokens: torch.Tensor) -> torch.Tensor:
         """Of [R, Q, ...] those that are no padding, one behind the other."""
