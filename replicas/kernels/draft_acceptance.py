@@ -66,7 +66,7 @@ def _accept(
         _remember(state_row, history, slot, fed, count, history_stride, QUERIES)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["tokens", "slots", "positions"])
 def _follow(tokens, slots, positions, state, history, state_stride, history_stride) -> None:
     """One row of one token."""
     row = tl.program_id(0)

@@ -66,16 +66,24 @@ class PlannedRows(NamedTuple):
     of_token: torch.Tensor
     most: int
 
+    @classmethod
+    def split(cls, columns: torch.Tensor, num_rows: int, most: int) -> PlannedRows:
+        """Of all columns one behind the other, in this order: int32 [5 * R + T]."""
+        slots, planned, choices, firsts, counts = columns[: 5 * num_rows].view(5, num_rows)
+        return cls(slots, planned, choices, firsts, counts, columns[5 * num_rows :], most)
+
 
 class FedRows(NamedTuple):
     """The same rows as they are computed. ids: int64 [T], 0 in padding, which drafts that there are none of are too;
     places: int32 [2 * T], slots, then positions, -1 in padding. choices: int32 [T]. firsts: int32 [R], positions of the
-    rows' first tokens. rows: int32 [R, 4], as RowQueries has them; most: as in PlannedRows."""
+    rows' first tokens. shares: a WorkSharing's, that has rows in it as RowQueries says; rows: these, int32 [R, 4].
+    most: as in PlannedRows."""
 
     ids: torch.Tensor
     places: torch.Tensor
     choices: torch.Tensor
     firsts: torch.Tensor
+    shares: torch.Tensor
     rows: torch.Tensor
     most: int
 
@@ -101,7 +109,10 @@ def _num_drafts(drafts, row, planned_count, drafts_stride, NUM_COLUMNS: tl.const
     return count
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "drafts_stride"],
+    do_not_specialize_on_alignment=["drafts", "slots", "planned", "choices", "firsts", "counts", "of_token"],
+)
 def _feed(
     state, drafts, slots, planned, choices, firsts, counts, of_token, ids, places, token_choices, row_positions, rows,
     num_rows, num_tokens, padding_slot, state_stride, drafts_stride, NUM_COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
@@ -142,10 +153,13 @@ def _feed(
         tl.store(rows + row * 4 + 3, position, mask=is_row)
 
 
-def feed_rows(state: torch.Tensor, planned: PlannedRows, drafts: torch.Tensor, rows: torch.Tensor) -> FedRows:
-    """state: as in `draw_tokens`, its last line that of padding. drafts: int64 [R or more, most - 1] of any row stride,
-    negative from where there are none. rows: int32 [R, 4], written. Does not block."""
+def feed_rows(
+    state: torch.Tensor, planned: PlannedRows, drafts: torch.Tensor, shares: torch.Tensor, rows_at: int
+) -> FedRows:
+    """state: as in `draw_tokens`, its last line that of padding. drafts: int64 [R or more, most - 1], negative from
+    where there are none. shares: int32 [rows_at + R or more, 4], written from line rows_at on. Does not block."""
     num_rows, num_tokens = planned.slots.shape[0], planned.of_token.shape[0]
+    rows = shares[rows_at : rows_at + num_rows]
     ids = torch.empty(num_tokens, dtype=torch.int64, device=state.device)
     places = torch.empty(2 * num_tokens, dtype=torch.int32, device=state.device)
     choices = torch.empty(num_tokens, dtype=torch.int32, device=state.device)
@@ -155,4 +169,4 @@ def feed_rows(state: torch.Tensor, planned: PlannedRows, drafts: torch.Tensor, r
         planned.of_token, ids, places, choices, firsts, rows, num_rows, num_tokens, state.shape[0] - 1, state.stride(0),
         drafts.stride(0), NUM_COLUMNS=planned.most - 1, TOKENS=_TOKENS,
     )  # fmt: skip
-    return FedRows(ids, places, choices, firsts, rows, planned.most)
+    return FedRows(ids, places, choices, firsts, shares, rows, planned.most)

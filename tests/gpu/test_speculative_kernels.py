@@ -87,8 +87,8 @@ def test_rows_feed_their_last_token_and_what_drafts_there_are(device: torch.devi
     state = make_state(device)
     state[4, LENGTH], state[2, LENGTH] = 28, 25
     drafts = torch.tensor([[31, -1, 33, -1], [35, 36, 37, 38], [41, 42, 43, 44], [9, 9, 9, 9]], device=device)
-    rows = torch.full((4, 4), 99, dtype=torch.int32, device=device)
-    fed = feed_rows(state, planned_rows(device, num_tokens, 5), drafts, rows)
+    shares = torch.full((9, 4), 99, dtype=torch.int32, device=device)
+    fed = feed_rows(state, planned_rows(device, num_tokens, 5), drafts, shares, 3)
     last = state[:, LAST_TOKEN].tolist()
     padding = num_tokens - 8
     # A draft behind one that is none is none either; none is beyond what the plan has room for.
@@ -98,7 +98,12 @@ def test_rows_feed_their_last_token_and_what_drafts_there_are(device: torch.devi
     assert fed.slots.tolist() == [4, 4, 4, 4, 0, 2, 2, 2] + [NUM_SLOTS] * padding
     assert fed.choices.tolist() == [5, 5, 5, 5, 0, 1, 1, 1] + [0] * padding
     assert fed.firsts.tolist() == [28, 11, 25, -1]
-    assert rows.tolist() == [[4, 0, 2, 28], [0, 4, 1, 11], [2, 5, 3, 25], [NUM_SLOTS, 0, 0, -1]]
+    assert set(shares[[0, 1, 2, 7, 8]].flatten().tolist()) == {99}
+    assert (
+        fed.rows.tolist()
+        == shares[3:7].tolist()
+        == [[4, 0, 2, 28], [0, 4, 1, 11], [2, 5, 3, 25], [NUM_SLOTS, 0, 0, -1]]
+    )
 
 
 def test_drafts_count_as_far_as_they_are_what_was_chosen(device: torch.device) -> None:
@@ -119,7 +124,7 @@ def test_drafts_count_as_far_as_they_are_what_was_chosen(device: torch.device) -
     rows.append([len(cases), 0, 0, -1])
     fed_rows = torch.tensor(rows, dtype=torch.int32, device=device)
     nothing = int32([], device)
-    fed = FedRows(torch.tensor(ids, device=device), nothing, nothing, nothing, fed_rows, 5)
+    fed = FedRows(torch.tensor(ids, device=device), nothing, nothing, nothing, nothing, fed_rows, 5)
     accepted = accept_drafts(torch.tensor(chosen, device=device), fed, state, history)
     is_counted = counting(places, chosen)
     for slot, case in enumerate(cases):
@@ -146,7 +151,7 @@ def test_no_token_is_remembered_as_some_token(device: torch.device) -> None:
     state[1, HISTORY] = 4
     nothing = int32([], device)
     rows = torch.tensor([[1, 0, 3, 9]], dtype=torch.int32, device=device)
-    fed = FedRows(torch.tensor([3, 50, 51], device=device), nothing, nothing, nothing, rows, 5)
+    fed = FedRows(torch.tensor([3, 50, 51], device=device), nothing, nothing, nothing, nothing, rows, 5)
     accepted = accept_drafts(torch.tensor([50, -1, 51], device=device), fed, state, history)
     assert accepted.counts.tolist() == [[2, 2]]
     assert state[1, LAST_TOKEN] == 0
