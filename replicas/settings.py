@@ -91,6 +91,19 @@ class GrammarSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """How tokens are drafted. method: "none" | "ngram" | "draft_model" | "eagle3", the last two by `model`: a folder, or
+    a Hub id. max_drafts: of a row in a step. ngram_min, ngram_max: tokens that must have stood together before.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    max_drafts: int = 7
+    ngram_min: int = 2
+    ngram_max: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Sections of the config, and the keys of the pool. pool: "prefill" | "decode". kv_memory_bytes is used when
     kv_capacity_tokens is None.
@@ -117,6 +130,7 @@ class EngineSettings:
     admission: AdmissionPolicy = field(default_factory=AdmissionPolicy)
     lanes: LaneObjectives = field(default_factory=LaneObjectives)  # decode only, with two lanes
     lifecycle: LifecycleSettings = field(default_factory=LifecycleSettings)
+    speculative: SpeculationSettings = field(default_factory=SpeculationSettings)
     structured_outputs: GrammarSettings = field(default_factory=GrammarSettings)
     logging: LoggingSettings = field(default_factory=LoggingSettings)
     testing: FaultSettings = field(default_factory=FaultSettings)

@@ -172,30 +172,31 @@ class ProjectedBudget(Budget):
         memory, it goes on at its own pace, with blocks for the drafts of a row; where nobody may, at the slowest, and
         drafts have to fit in (`num_ahead`).
         """
-        first, *others = [request.prompt_len + choice.num_planned - 1 for choice in live]
-        is_together = not others or others.count(first) == len(others)
-        least = min([choice.num_planned - choice.num_unsure for choice in live])
-        num_tokens = self._rows_left(request, least)
-        tokens_a_step = request.pace.looked_at(first_step, min([choice.num_known for choice in live]))
-        is_bound = self.estimator is None
-        pace = 1 if is_bound else max(1, int(tokens_a_step))
-        num_rows = -(-num_tokens // pace)
-        last_step = first_step + num_rows - 1 if num_rows else request.last_step_id
-        profile = growing(
-            num_held=num_held,
-            num_live=len(live) if is_together else 1,
-            num_sharing=_num_sharing(request, least),
-            position=first,
-            num_rows=num_rows,
-            first_step=first_step,
-            until=last_step + self._lag,
-            block_size=self._block_size,
-            pace=pace,
-            others=() if is_together else others,
-            num_spare=0 if is_bound else self._max_drafts,
-        )
-        most = blocks_needed(request, self._block_size) - request.num_shared
-        return replace(profile, is_estimate=num_tokens < request.spec.max_tokens - least, most=most)
+        pace, num_spare = 1, 0
+        if self.estimator is not None:
+            num_known = min([choice.num_known for choice in live])
+            pace = max(1, int(request.pace.looked_at(first_step, num_known)))
+            num_spare = self._max_drafts
+        sure = min([choice.num_planned - choice.num_unsure for choice in live])
+        num_tokens = self._rows_left(request, sure)
+        last_step = first_step + -(-num_tokens // pace) - 1 if num_tokens else request.last_step_id
+        until = last_step + self._lag
+
+        def of(num_planned: int, num_held: int, num_live: int, num_sharing: int) -> Profile:
+            num_left = sure + num_tokens - num_planned
+            spare = min(num_spare, max(0, num_left - 1))
+            num_rows = max(0, num_left - spare + pace - 1) // pace  # until it has all its blocks
+            position = request.prompt_len + num_planned - 1
+            return growing(
+                num_held, num_live, num_sharing, position, num_rows, first_step, until, self._block_size, pace, spare
+            )
+
+        first, *others = [choice.num_planned for choice in live]
+        if others.count(first) == len(others):
+            profile = of(first, num_held, len(live), _num_sharing(request, sure))
+        else:
+            profile = replace(of(first, num_held, 1, 1), others=tuple([of(other, 0, 1, 1) for other in others]))
+        return replace(profile, is_estimate=num_tokens < request.spec.max_tokens - sure)
 
     def _rows_left(self, request: Request, num_planned: int) -> int:
         """Rows still to come of a choice with so many tokens planned, as bounded or estimated."""

@@ -10,7 +10,7 @@ from scheduler.speculation import RowSpeculation, SpeculationState
 
 @dataclass(frozen=True, slots=True)
 class ConstantDrafts:
-    """As `draft_planner.Speculator`."""
+    """As `draft_planner.ChoosesDrafts`."""
 
     num_drafts: int
 
@@ -20,4 +20,7 @@ class ConstantDrafts:
         return tuple([min(row.most, self.num_drafts) for row in rows])
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
+        """Nothing is learned."""
+
+    def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Nothing is learned."""

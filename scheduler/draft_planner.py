@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from scheduler.plan import Accepted
+from scheduler.plan import Accepted, StepPlan
 from scheduler.request import Request
 from scheduler.request import Sequence as Choice
 from scheduler.sampling_params import SamplingParams
 from scheduler.speculation import RowSpeculation, SpeculationState
 
 
-class Speculator(Protocol):
-    """Chooses, and learns from what comes of it."""
+class ChoosesDrafts(Protocol):
+    """Chooses, and learns from what comes of it: `scheduler.speculator` does."""
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -30,14 +30,19 @@ class Speculator(Protocol):
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
         """A row that was to have num_planned drafts had num_drafted, of which the first num_accepted held. Mutates."""
 
+    def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed. Mutates."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters."""
+    """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters. is_padded: whether a
+    step computes all drafts that were planned, there or not."""
 
-    speculator: Speculator
+    speculator: ChoosesDrafts
     max_drafts: int
     can_draft: Callable[[SamplingParams], bool]
+    is_padded: bool = False
 
 
 class DraftRoom(NamedTuple):
@@ -51,8 +56,8 @@ class DraftRoom(NamedTuple):
 class DraftPlanner:
     """Of one engine."""
 
-    def __init__(self, speculation: Speculation, block_size: int) -> None:
-        self._speculation, self._block_size = speculation, block_size
+    def __init__(self, speculation: Speculation, block_size: int, lag: int) -> None:
+        self._speculation, self._block_size, self._lag = speculation, block_size, lag
 
     @property
     def max_drafts(self) -> int:
@@ -60,10 +65,11 @@ class DraftPlanner:
         return self._speculation.max_drafts
 
     def may_draft(self, request: Request) -> bool:
-        """Whether its rows may ever have any. Not of a search, whose next row depends on all its beams; nor with a
-        grammar: which tokens it allows behind a draft is known when the draft is."""
+        """Whether its rows may ever have any. Not where a row waits for the tokens in front of it; nor with a grammar:
+        what it allows behind a draft is only known with the draft."""
         spec = request.spec
-        return spec.beam is None and spec.grammar is None and self._speculation.can_draft(spec.sampling)
+        is_free = not request.needs_known_tokens and spec.grammar is None
+        return is_free and self._speculation.can_draft(spec.sampling)
 
     def plan(self, rows: Sequence[tuple[Request, Choice]], room: DraftRoom) -> Sequence[int]:
         """Drafts of each row, all of which have room for their own token. Mutates what the speculator has learned."""
@@ -86,9 +92,21 @@ class DraftPlanner:
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
         self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
 
+    def step_took(self, plan: StepPlan, accepted: Sequence[Accepted], seconds: float) -> None:
+        """A step has run, with these rows that had room for drafts. Mutates what the speculator has learned."""
+        if plan.num_prefill_tokens or plan.is_empty:
+            return
+        is_padded = self._speculation.is_padded
+        counts = [one.num_sampled - 1 if is_padded else one.num_drafted for one in accepted]
+        num_context_tokens = sum([row.start + 1 for row in plan.slices])
+        num_tokens = len(plan.slices) + sum(counts)
+        self._speculation.speculator.step_took(max(counts, default=0), num_tokens, num_context_tokens, seconds)
+
     def _row(self, request: Request, choice: Choice) -> RowSpeculation:
-        num_left = request.spec.max_tokens - choice.num_planned - 1  # behind the row's own token
-        most = min(self._speculation.max_drafts, num_left) if request.may_draft else 0
+        # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:
+        # as if all did, or the sequence would sit out steps at what may be its end.
+        num_left = request.spec.max_tokens - choice.num_planned - 1 - self._lag
+        most = max(0, min(self._speculation.max_drafts, num_left)) if request.may_draft else 0
         return RowSpeculation(request.speculation, request.prompt_len + choice.num_planned - 1, most)
 
     def _within(self, room: DraftRoom, position: int, num_held: int, count: int) -> tuple[int, DraftRoom]:

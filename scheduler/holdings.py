@@ -56,7 +56,7 @@ class Holdings:
             raise ValueError(f"{limits.max_step_tokens} step tokens for {limits.max_sequences} sequences")
         self.limits, self.capabilities, self.lag = limits, capabilities, lag
         num_blocks, block_size = limits.num_blocks, limits.block_size
-        self.drafts = None if speculation is None else DraftPlanner(speculation, block_size)
+        self.drafts = None if speculation is None else DraftPlanner(speculation, block_size, lag)
         admission = admission or AdmissionPolicy()
         if capabilities.decodes:
             # Of two lanes one may be full while the other is looked at: as if a step more were in flight.

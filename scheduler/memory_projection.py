@@ -13,7 +13,6 @@ release, or beyond all of them, and only there it is computed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.memory_budget import num_blocks_for
@@ -28,8 +27,7 @@ class Profile:
 
     live: sequences that still grow, all at the same position. offset: their position minus the step's number, or that
     times the pace. last_row: the step of their last row. until: the last step at which the blocks are still held.
-    is_estimate: there may be rows behind the last one. others: offsets of sequences that grow, too, from elsewhere: one
-    block more each like the live ones. most: blocks that it never exceeds.
+    is_estimate: there may be rows behind the last one. others: of its sequences that are elsewhere, on top.
     """
 
     base: int
@@ -39,22 +37,22 @@ class Profile:
     until: int
     is_estimate: bool = False
     pace: int = 1
-    others: tuple[int, ...] = ()
-    most: int = NO_END
+    others: tuple[Profile, ...] = ()
 
     def use_at(self, step: int, block_size: int) -> int:
         """Blocks in use after the rows of `step`, which must not lie before the profile was made."""
-        return 0 if step > self.until else self._grown_to(min(step, self.last_row), block_size)
+        if step > self.until:
+            return 0
+        blocks = self.base + self.live * ((self.pace * min(step, self.last_row) + self.offset) // block_size)
+        return blocks + sum([other.use_at(step, block_size) for other in self.others]) if self.others else blocks
 
     def peak(self, block_size: int) -> int:
-        return self._grown_to(self.last_row, block_size)
+        blocks = self.own_peak(block_size)
+        return blocks + sum([other.peak(block_size) for other in self.others]) if self.others else blocks
 
-    def _grown_to(self, step: int, block_size: int) -> int:
-        way = self.pace * step
-        blocks = self.base + self.live * ((way + self.offset) // block_size)
-        if self.others:
-            blocks += sum([(way + offset) // block_size for offset in self.others])
-        return min(self.most, blocks)
+    def own_peak(self, block_size: int) -> int:
+        """Without the others."""
+        return self.base + self.live * ((self.pace * self.last_row + self.offset) // block_size)
 
 
 def constant(num_blocks: int, until: int = NO_END) -> Profile:
@@ -81,25 +79,20 @@ def growing(
     until: int,
     block_size: int,
     pace: int = 1,
-    others: Sequence[int] = (),
     num_spare: int = 0,
 ) -> Profile:
     """A request that holds num_held blocks and whose num_live sequences go on at `position`, from first_step on.
 
     num_sharing: sequences that have the block of `position` in common, if it was begun: all but the last one to
-    write it copy it first (1: it has been copied already, or there is nobody else). others: positions of more
-    sequences, each in a block of its own. num_spare: tokens behind its position that each holds blocks for, too.
+    write it copy it first (1: it has been copied already, or there is nobody else). num_rows: until it grows no more.
+    num_spare: tokens behind its position that each holds blocks for, too.
     """
     if num_rows == 0:
         return Profile(num_held, 0, 0, first_step - 1, until)
     num_copies = min(num_live, num_sharing - 1) if position % block_size else 0
-    elsewhere: tuple[int, ...] = ()
-    shift = num_spare - pace * first_step
+    offset = position + num_spare - pace * first_step
     base = num_held + num_copies - num_live * ((position - 1) // block_size)
-    if others:
-        base -= sum([(other - 1) // block_size for other in others])
-        elsewhere = tuple([other + shift for other in others])
-    return Profile(base, num_live, position + shift, first_step + num_rows - 1, until, pace=pace, others=elsewhere)
+    return Profile(base, num_live, offset, first_step + num_rows - 1, until, pace=pace)
 
 
 class MemoryProjection:
@@ -194,18 +187,20 @@ class MemoryProjection:
         block_size = self._block_size
         self._next_due = min(map(_due, self._profiles.values()), default=NO_END)
         releases = sorted({p.until for p in self._profiles.values() if p.until < NO_END})
-        by_end = sorted(self._profiles.values(), key=lambda p: p.until)
-        by_last_row = sorted(self._profiles.values(), key=lambda p: p.last_row)
+        profiles = list(self._profiles.values())
+        profiles += [other for profile in profiles if profile.others for other in profile.others]
+        by_end = sorted(profiles, key=lambda p: p.until)
+        by_last_row = sorted(profiles, key=lambda p: p.last_row)
         # From the last release backwards: who is there, and of those, who still grows.
         held = 0
         growths: dict[int, _Growth] = {}  # by pace
         totals = []
         for end in (NO_END, *reversed(releases)):
             while by_end and by_end[-1].until >= end:
-                held += by_end.pop().peak(block_size)
+                held += by_end.pop().own_peak(block_size)
             while by_last_row and by_last_row[-1].last_row > end:
                 profile = by_last_row.pop()
-                held -= profile.peak(block_size)
+                held -= profile.own_peak(block_size)
                 if (growth := growths.get(profile.pace)) is None:
                     growth = growths[profile.pace] = _Growth(block_size, profile.pace)
                 growth.add(profile)
@@ -223,8 +218,7 @@ def _due(profile: Profile) -> int:
 
 
 class _Growth:
-    """The sum of profiles of one pace that still grow at a step, in O(block_size) instead of one by one. Of those that
-    reach the most that they hold before their last row it may be more."""
+    """The sum of profiles of one pace that still grow at a step, in O(block_size) instead of one by one."""
 
     def __init__(self, block_size: int, pace: int) -> None:
         self._block_size, self._pace = block_size, pace
@@ -232,16 +226,10 @@ class _Growth:
         self._live_of_remainder = [0] * block_size
 
     def add(self, profile: Profile) -> None:
-        self._base += profile.base
-        self._grow(profile.offset, profile.live)
-        for offset in profile.others:
-            self._grow(offset, 1)
-
-    def _grow(self, offset: int, live: int) -> None:
-        quotient, remainder = divmod(offset, self._block_size)
-        self._base += live * quotient
-        self._live += live
-        self._live_of_remainder[remainder] += live
+        quotient, remainder = divmod(profile.offset, self._block_size)
+        self._base += profile.base + profile.live * quotient
+        self._live += profile.live
+        self._live_of_remainder[remainder] += profile.live
 
     def at(self, step: int) -> int:
         quotient, remainder = divmod(self._pace * step, self._block_size)

@@ -30,6 +30,7 @@ from cluster.config.pool import PoolsConfig
 from cluster.config.prefix_cache import host_memory_conflicts, prefix_cache_conflicts
 from cluster.config.service import RayConfig
 from cluster.config.serving import ServingConfig
+from cluster.config.speculative import speculative_conflicts
 
 CONFLICT_ERROR_TYPE = "conflict"
 
@@ -57,6 +58,7 @@ class Config(ServingConfig):
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
             lifecycle_conflicts(self.lifecycle),
+            speculative_conflicts(self.speculative),
             prefix_cache_conflicts(self.prefix_cache, self.auth, self.fairness),
             host_memory_conflicts(self.prefix_cache, self.pools),
             resource_conflicts(self.ray, self.reserved_cpus),

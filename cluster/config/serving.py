@@ -16,6 +16,7 @@ from cluster.config.routing import RoutingConfig
 from cluster.config.section import Section
 from cluster.config.service import FaultsConfig, IngressConfig, KVConfig, LoggingConfig, ServerConfig, TransferConfig
 from cluster.config.slo import SloConfig
+from cluster.config.speculative import SpeculativeConfig
 from cluster.config.structured_outputs import StructuredOutputsConfig
 from cluster.config.tracing import TracingConfig
 
@@ -34,6 +35,9 @@ class SharedConfig(Section):
         default=PrefixCacheConfig(), description="What is kept of prompts that were computed"
     )
     transfer: TransferConfig = Field(default=TransferConfig(), description="The handoff from prefill to decode")
+    speculative: SpeculativeConfig = Field(
+        default=SpeculativeConfig(), description="How tokens are guessed ahead, several in a step"
+    )
     structured_outputs: StructuredOutputsConfig = Field(
         default=StructuredOutputsConfig(), description="How answers are held to grammars"
     )

@@ -225,7 +225,7 @@ class Engine:
         if isinstance(handle, StepHandle) and handle.is_running:
             self._timer.launched(plan, started_s)
         else:
-            self._count(plan, time.monotonic() - started_s)
+            self._timer.ran(plan, time.monotonic() - started_s)
         return handle
 
     def _count(self, plan: StepPlan, duration_s: float) -> None:
@@ -237,6 +237,8 @@ class Engine:
         self.recorder.committed(output.step_id)
         if (timed := self._timer.committed(output.step_id, time.monotonic())) is not None:
             self._count(*timed)
+            if self.scheduler.drafts is not None:
+                self.scheduler.drafts.step_took(timed[0], output.accepted, timed[1])
         self._take_output(output)
 
     def _take_output(self, output: StepOutput, lane: Lane | None = None) -> None:
@@ -268,6 +270,7 @@ class Engine:
         """Raises nothing. If blocks and books can't be trusted after it, no step is run any more."""
         try:
             self._finish_steps()  # what was launched uses blocks that are about to be free
+            self._timer.abandon()
             self.core.abandon()
             if self._stopping:
                 self._inbox.run()  # nobody does after this

@@ -14,14 +14,21 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._running: deque[tuple[StepPlan, float]] = deque()
+        self._ran: dict[int, tuple[StepPlan, float]] = {}  # not committed yet
         self._last_end_s = 0.0
+
+    def ran(self, plan: StepPlan, duration_s: float) -> None:
+        """It has run when it is launched, which took so long. Mutates."""
+        self._ran[plan.step_id] = plan, duration_s
 
     def launched(self, plan: StepPlan, started_s: float) -> None:
         """It was launched at started_s and still runs. Mutates."""
         self._running.append((plan, started_s))
 
     def committed(self, step_id: int, now_s: float) -> tuple[StepPlan, float] | None:
-        """Its tokens are here: the step and its seconds; None if it was not running. Forgets those before. Mutates."""
+        """Its tokens are here: the step and its seconds; None if it is unknown. Forgets those before. Mutates."""
+        if (ran := self._ran.pop(step_id, None)) is not None:
+            return ran
         found = None
         while self._running and self._running[0][0].step_id <= step_id:
             plan, started_s = self._running.popleft()
@@ -30,3 +37,8 @@ class StepTimer:
         if found is not None:
             self._last_end_s = now_s
         return found
+
+    def abandon(self) -> None:
+        """Nothing that was launched is committed. Mutates."""
+        self._running.clear()
+        self._ran.clear()

@@ -148,5 +148,7 @@ class TwoLaneEngine(Engine):
         self.metrics.step_done(duration_s)
         recorder = self._prompt_recorder if step.plan.chunks else self.recorder
         recorder.ran(step.plan, step.started_s, step.ended_s)
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.step_took(step.plan, step.output.accepted, duration_s)
         self._take_output(step.output, lane)
         self._make_masks()

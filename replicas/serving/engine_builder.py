@@ -39,14 +39,18 @@ from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
 from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks, pool_limits
 from replicas.serving.device_runner import make_runner
+from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import EngineSettings
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
+from scheduler.draft_planner import Speculation
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
+from scheduler.speculation import SpeculationPolicy
+from scheduler.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +154,14 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         recent_keys = RecentKeys(base.epoch)
         uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
+    speculation = None
+    if base.drafting is not None:
+        max_drafts = settings.speculative.max_drafts
+        speculation = Speculation(Speculator(SpeculationPolicy(max_drafts)), max_drafts, base.runner.can_draft)
     scheduler = Scheduler(
-        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes, prefixes
-    )
+        base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes,
+        prefixes, speculation,
+    )  # fmt: skip
     kind = TwoLaneEngine if base.has_two_lanes else Engine
     engine = kind(settings.pool, base.engine_parts(scheduler), frames)
     engine.transfers = base.transfer_thread(engine.on_transfer_event)
@@ -180,6 +189,7 @@ class _Base:
         opening = GrammarsOpening(settings.model, settings.structured_outputs, settings.device, loaded.vocab_size)
         self.layout = loaded.kv_layout(settings.kv.block_size, settings.kv.dtype)
         _log_numbers(self.layout, loaded)
+        self.drafting = Drafting.by(settings)
         self.limits = _limits(settings, self.layout)
         num_blocks = self.limits.num_blocks
         with start_step(f"allocating the KV pool of {num_blocks * settings.kv.block_size:,} tokens"):
@@ -215,10 +225,11 @@ class _Base:
 
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
-        settings = self.settings
+        settings, drafting = self.settings, self.drafting
         make = partial(
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
+            make_drafter=None if drafting is None else drafting.make_drafter,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False

@@ -54,6 +54,9 @@ class DraftingRunner(ModelRunner):
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
+        """As the base's. masks: by rows of the plan as it was made, with all its drafts."""
+        if masks is not None and forwarded.plan.has_drafts:
+            masks = masks.at(_computed_rows(forwarded.plan))
         handle = super().choose(forwarded, masks)
         if forwarded.logits is not None:
             self._remember(forwarded.plan, handle.read_tokens())
@@ -132,6 +135,20 @@ def _resolved_row(row: Slice, start: int, drafts: tuple[int, ...]) -> Slice:
         count = 1 + len(drafts)
         return row._replace(start=start, num_tokens=count, num_sampled=count, token_ids=drafts)
     return row if row.start == start else row._replace(start=start)
+
+
+def _computed_rows(plan: StepPlan) -> list[int]:
+    """Of each row of logits of a plan, as it was made, which one of the resolved plan's it is. (A draft that was not
+    found is the last one that was: nobody asks for it.)"""
+    rows: list[int] = []
+    first = 0
+    for part in plan.slices:
+        num_planned = max(part.num_sampled, 1 + part.num_drafts) if part.num_sampled else 0
+        rows += [first + min(index, part.num_sampled - 1) for index in range(num_planned)]
+        first += part.num_sampled
+        rows += range(first, first + len(part.forks))
+        first += len(part.forks)
+    return rows
 
 
 def _until_none(drafts: list[int]) -> tuple[int, ...]:

@@ -27,7 +27,16 @@ def test_overlapping_steps_are_not_counted_twice() -> None:
     assert timed[1] == pytest.approx(1.0)
 
 
-def test_steps_that_ended_at_launch_or_were_abandoned_are_none_of_its_business() -> None:
+def test_a_step_that_ended_at_launch_took_what_the_launch_took() -> None:
+    timer = StepTimer()
+    timer.ran(plan(1), 0.25)
+    timer.ran(plan(2), 0.5)
+    assert timer.committed(1, 100.0) == (plan(1), 0.25)
+    timer.abandon()
+    assert timer.committed(2, 101.0) is None
+
+
+def test_steps_that_were_abandoned_are_none_of_its_business() -> None:
     timer = StepTimer()
     assert timer.committed(1, 5.0) is None
     timer.launched(plan(2), 6.0)  # abandoned

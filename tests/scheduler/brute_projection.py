@@ -47,6 +47,15 @@ def play(tables: list[list[object]], live: list[int], position: int, num_rows: i
     return counts or [len({block for table in tables for block in table})]
 
 
+def play_row(table: list[object], tables: list[list[object]], at: int) -> list[object]:
+    """The table once a token was written into its block at `at`."""
+    if at == len(table):
+        return [*table, object()]
+    if sum(table[at] in other for other in tables) > 1:
+        return [*table[:at], object(), *table[at + 1 :]]
+    return table
+
+
 def newcomer_future(request: Request, num_rows: int, first_step: int, block_size: int) -> Future:
     prompt: list[object] = list(range(num_blocks_for(request.prompt_len, block_size)))
     tables = [prompt for _ in request.spec.choices]
@@ -114,6 +123,8 @@ class BruteProjection:
     def _running(self, request: Request) -> Future:
         live = [i for i, s in enumerate(request.sequences) if s.finish_reason is None]
         going: list[Sequence] = [request.sequences[i] for i in live]
+        if request.may_draft and going:
+            return self._drafting(request, going)
         (planned,) = {sequence.num_planned for sequence in going}
         rows = self._rows(request, request.spec.max_tokens - planned)
         position = request.prompt_len + planned - 1
@@ -132,6 +143,30 @@ class BruteProjection:
         if self._budget.estimator is not None:
             return Future(self.step, counts, profile.until)
         last_step = self.step + rows - 1 if rows else request.last_step_id
+        return Future(self.step, counts, last_step + self._lag)
+
+    def _drafting(self, request: Request, going: list[Sequence]) -> Future:
+        """Each choice from where it may be at most, a token a step, to its own end; all stay until the slowest one is
+        done if no draft in flight counts. With estimates as the profile has it."""
+        profile = self._budget.projection.get(request.request_id)
+        assert profile is not None
+        if self._budget.estimator is not None:
+            last_row = max(one.last_row for one in (profile, *profile.others))
+            steps = range(self.step, max(self.step, last_row) + 1)
+            counts = [profile.use_at(step, self._block_size) + request.num_shared for step in steps]
+            return Future(self.step, counts, profile.until)
+        most = request.spec.max_tokens
+        num_rows = max(most - choice.num_planned + choice.num_unsure for choice in going)
+        tables: list[list[object]] = [list(choice.block_ids) for choice in request.sequences]
+        counts = []
+        for row in range(max(1, num_rows)):
+            for choice in going:
+                if choice.num_planned + row < most:
+                    position = request.prompt_len + choice.num_planned - 1 + row
+                    table = tables[request.sequences.index(choice)]
+                    table[:] = play_row(table, tables, position // self._block_size)
+            counts.append(len({block for table in tables for block in table}))
+        last_step = self.step + num_rows - 1 if num_rows else request.last_step_id
         return Future(self.step, counts, last_step + self._lag)
 
     def _rows(self, request: Request, bound: int) -> int:

@@ -8,11 +8,13 @@ shows as a different token, and from there on as a different text.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
+from functools import lru_cache
 
 from scheduler.beam_search import BeamSearch, Candidate
-from scheduler.plan import Accepted, BlockSwap, SampledToken, Slice, StepOutput, StepPlan
+from scheduler.plan import Accepted, BlockSwap, SampledToken, Slice, SlotInit, StepOutput, StepPlan
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import TokenLogprobs
@@ -72,10 +74,35 @@ def until_stop(token_ids: Row[int], stop_token_ids: frozenset[int]) -> Answer:
     return Answer(tuple(token_ids), "length")
 
 
-class PagedRunner:
-    """Applies plans to the letter, as replicas.model.model_runner and replicas.sampling.slot_state do."""
+class OracleDrafts:
+    """Knows what will be sampled, and says so, each time with the probability right; it drafts any number of tokens."""
 
-    def __init__(self, limits: PoolLimits, max_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(self, seed: int, right: float) -> None:
+        self._rng, self._right = random.Random(seed), right
+        self.num_drafted = self.num_held = self.num_none = 0
+
+    def draft(self, init: SlotInit, position: int, most: int) -> tuple[int, ...]:
+        """At most so many tokens behind the one at `position`."""
+        rng, prompt_ids = self._rng, init.context.prompt_ids
+        first = position + 1 - len(prompt_ids)
+        tokens = _cached_tokens(prompt_ids, init.choice, init.sampling.seed, first + most)[first:]
+        tokens = tokens[: rng.choice([0, most, rng.randint(0, most)])]
+        self.num_none += not tokens
+        return tuple([token_id if rng.random() < self._right else token_id + 1 for token_id in tokens])
+
+
+@lru_cache(10_000)
+def _cached_tokens(prompt_ids: tuple[int, ...], choice: int, seed: int, count: int) -> list[int]:
+    return reference_tokens(prompt_ids, choice, seed, count)
+
+
+class PagedRunner:
+    """Applies plans to the letter, as replicas.model.model_runner, replicas.sampling.slot_state and
+    replicas.speculation.drafting_runner do."""
+
+    def __init__(
+        self, limits: PoolLimits, max_blocks: int, num_host_blocks: int = 0, drafts: OracleDrafts | None = None
+    ) -> None:
         self._block_size = limits.block_size
         self.blocks = [[_EMPTY] * limits.block_size for _ in range(limits.num_blocks)]
         self.host: list[list[int]] = [[] for _ in range(num_host_blocks)]
@@ -84,34 +111,56 @@ class PagedRunner:
         self.table = [[0] * max_blocks for _ in range(limits.max_sequences)]
         self._last_token = [0] * limits.max_sequences
         self._sampling = [SamplingParams()] * limits.max_sequences
+        self._drafts = drafts
+        self._length: list[int | None] = [None] * limits.max_sequences
+        self._inits: dict[int, SlotInit] = {}
 
     def run(self, plan: StepPlan) -> StepOutput:
         """One step. Writes all KV of the step before anything reads, as a layer does."""
         self._prepare(plan)
         damaged = self._fetch(plan)
-        for part in plan.slices:
+        slices = [part if part.is_prompt else self._resolved(part) for part in plan.slices]
+        for part in slices:
             own = [] if part.is_prompt else [self._last_token[part.slot]]
             assert len(own) + len(part.token_ids) == part.num_tokens
             for position, token_id in enumerate((*own, *part.token_ids), start=part.start):
                 self._write(part.slot, position, token_id)
         sampled: list[SampledToken] = []
         accepted: list[Accepted] = []
-        fed: dict[int, int] = {}
-        for part in plan.slices:
+        fed: dict[int, tuple[int, int]] = {}
+        for part in slices:
             tokens = self._sample_behind_guesses(part)
-            if part.num_sampled > 1:
+            if part.num_drafts:
+                num_drafted = part.num_tokens - 1
+                accepted.append(Accepted(part.request_id, part.choice, len(tokens), 1 + part.num_drafts, num_drafted))
+                assert self._drafts is not None
+                self._drafts.num_drafted += num_drafted
+                self._drafts.num_held += len(tokens) - 1
+            elif part.num_sampled > 1:
                 accepted.append(Accepted(part.request_id, part.choice, len(tokens), part.num_sampled))
             if tokens:
-                fed[part.slot] = tokens[-1].token_id
+                fed[part.slot] = tokens[-1].token_id, part.end - part.num_sampled + len(tokens)
             sampled += tokens
             for fork in part.forks:
                 sampled.append(self._sample(part.request_id, part.slot, fork.choice, part.end))
-                fed[fork.slot] = sampled[-1].token_id
-        for slot, token_id in fed.items():
-            self._last_token[slot] = token_id
+                fed[fork.slot] = sampled[-1].token_id, part.end
+        for slot, (token_id, position) in fed.items():
+            self._last_token[slot], self._length[slot] = token_id, position
         for swap in plan.saves:
             self._swap_out(swap)
         return StepOutput(plan.step_id, tuple(sampled), accepted=tuple(accepted), damaged=damaged)
+
+    def _resolved(self, row: Slice) -> Slice:
+        """Where its slot is, with the drafts that there are for it."""
+        length = self._length[row.slot]
+        assert length is None or length <= row.start, "it has got further than it could"
+        start = row.start if length is None else length
+        if not row.num_drafts:
+            return row._replace(start=start)
+        assert self._drafts is not None
+        drafts = self._drafts.draft(self._inits[row.slot], start, row.num_drafts)
+        count = 1 + len(drafts)
+        return row._replace(start=start, num_tokens=count, num_sampled=count, token_ids=drafts)
 
     def _swap_out(self, swap: BlockSwap) -> None:
         self.host[swap.host] = list(self.blocks[swap.device])
@@ -139,6 +188,7 @@ class PagedRunner:
     def _prepare(self, plan: StepPlan) -> None:
         for init in plan.slot_inits:
             self._sampling[init.slot] = init.sampling
+            self._length[init.slot], self._inits[init.slot] = init.last_position, init
             if init.last_token is not None:
                 self._last_token[init.slot] = init.last_token
         for write in plan.table_writes:

@@ -17,16 +17,16 @@ from scheduler.block_allocator import BlockCounts
 from scheduler.engine_core import EngineCore, Turn
 from scheduler.generated_token import Token
 from scheduler.lane import Lane
-from scheduler.memory_budget import MemoryBudget
+from scheduler.memory_budget import MemoryBudget, num_blocks_for
 from scheduler.outcome import Ledger, PromptDone
 from scheduler.plan import StepOutput, StepPlan
-from scheduler.request import TERMINAL_STATES, Request, RequestState
+from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
 from scheduler.scheduler import Scheduler
 from scheduler.two_lane_core import TwoLaneCore
 from tests.scheduler.brute_cache import BruteCache
 from tests.scheduler.brute_projection import check_projection
 from tests.scheduler.brute_queue import BruteQueue
-from tests.scheduler.paged_model import PagedRunner
+from tests.scheduler.paged_model import OracleDrafts, PagedRunner
 from tests.scheduler.short_requests import works_on
 
 _ACTIVE = (
@@ -106,9 +106,10 @@ class SimulatedEngine:
         faults: FaultRates,
         on_event: Callable[[Token | PromptDone], None],
         on_end: Callable[[str], None],
+        drafts: OracleDrafts | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.runner = PagedRunner(scheduler.limits, max_blocks, scheduler.preemption.num_host_blocks)
+        self.scheduler, self.drafts = scheduler, drafts
+        self.runner = PagedRunner(scheduler.limits, max_blocks, scheduler.preemption.num_host_blocks, drafts)
         self.cache = BruteCache(scheduler, self.runner)
         self._admitted_at: dict[str, int] = {}  # the step that came next
         self.num_steps = self.num_rows = self.num_sampled = 0
@@ -117,6 +118,7 @@ class SimulatedEngine:
         self._rng, self._faults, self._on_event, self._on_end = rng, faults, on_event, on_end
         self._core = _CheckedTwoLanes(self) if scheduler.has_two_lanes else _CheckedCore(self)
         self._num_turns = 0
+        self.num_given_back = 0  # blocks
         self._is_failing = False
         self.num_ahead = 0  # steps that ran though one of the other lane was launched before
         self.num_overtaken: Counter[str] = Counter()
@@ -305,10 +307,36 @@ class SimulatedEngine:
             output = replace(output, tokens=tuple(token for token in output.tokens if token.request_id != victim))
         self.num_sampled += len(output.tokens)
         self._count_beams(output)
+        before = self._tables(output)
         events = self._core.commit(output, now_s, self._take(step, now_s))
+        self._given_back(before)
         for event in (*events.tokens, *events.prompts):
             self._on_event(event)
         self.check()
+
+    def _tables(self, output: StepOutput) -> list[tuple[Request, Sequence, list[int]]]:
+        """Of the rows with drafts."""
+        rows = [(self.scheduler.get(one.request_id), one.choice) for one in output.accepted]
+        return [
+            (request, sequence, list(sequence.block_ids))
+            for request, choice in rows
+            for sequence in (request.sequences if request is not None else ())
+            if sequence.choice == choice
+        ]
+
+    def _given_back(self, before: list[tuple[Request, Sequence, list[int]]]) -> None:
+        """Blocks behind what may be written: the steps in flight may have been planned with them, but will not touch
+        them. (If they do, somebody else's text shows it.)"""
+        block_size = self.scheduler.limits.block_size
+        for request, sequence, table in before:
+            if request.is_over or sequence.finish_reason is not None:
+                continue
+            num_written = request.prompt_len + sequence.num_planned - 1
+            assert len(sequence.block_ids) in (0, num_blocks_for(num_written, block_size)), "too many, or too few"
+            given_back = frozenset(table[len(sequence.block_ids) :])
+            self.num_given_back += len(given_back)
+            for step in self._in_flight:
+                step.block_ids -= given_back
 
     def _take(self, step: _Step, now_s: float) -> Lane | None:
         """It is in flight no more; its lane, where there are two."""
@@ -373,11 +401,19 @@ class SimulatedEngine:
             assert sequence.slot == row.slot
             assert sequence.finish_reason is None
             assert request.search is None or request.sequences[0].num_planned == request.search.length + 1
-            assert not request.needs_known_tokens or sequence.num_known == sequence.num_planned - 1
-            written = sequence.block_ids[row.start // scheduler.limits.block_size]
-            assert owners[written] == 1, f"{row} writes block {written}, which others see"
-            assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
-            assert not self.cache.has_name(written), f"{row} writes block {written}, which others may find"
+            assert not request.needs_known_tokens or sequence.num_known == row.start - request.prompt_len + 1
+            assert row.num_tokens == row.num_sampled == 1 + row.num_drafts
+            assert sequence.num_planned <= request.spec.max_tokens, "drafts beyond the end"
+            # Where it lies is not known: drafts in flight may count or not.
+            earliest = request.prompt_len + sequence.num_planned - sequence.num_unsure - 2
+            assert earliest <= row.start
+            for place in range(
+                earliest // scheduler.limits.block_size, (row.end - 1) // scheduler.limits.block_size + 1
+            ):
+                written = sequence.block_ids[place]
+                assert owners[written] == 1, f"{row} writes block {written}, which others see"
+                assert written not in being_read, f"{row} writes block {written}, which a transfer holds"
+                assert not self.cache.has_name(written), f"{row} writes block {written}, which others may find"
         for chunk in plan.chunks:
             request = scheduler.get(chunk.request_id)
             assert request is not None
@@ -443,6 +479,9 @@ class SimulatedEngine:
     def _check_budget(self, budget: ProjectedBudget, num_held: int) -> None:
         """Everybody is in the projection; with bounds instead of estimates it never exceeds the pool."""
         scheduler = self.scheduler
+        for request in scheduler.batch.take_moved():  # as whoever decides something next
+            if request.state is RequestState.RUNNING:
+                budget.running(request, scheduler.builder.next_step_id)
         known = budget.projection._profiles.keys()
         admitted = {rid for rid in scheduler._requests if rid not in scheduler._queue}
         out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from math import inf
@@ -15,6 +16,8 @@ from math import inf
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams, BeamSearch
 from scheduler.capabilities import DECODE, PREFILL
+from scheduler.constant_drafts import ConstantDrafts
+from scheduler.draft_planner import Speculation
 from scheduler.generated_token import Token
 from scheduler.generation_spec import GenerationSpec
 from scheduler.outcome import NeverFits, PromptDone
@@ -23,8 +26,16 @@ from scheduler.prefix_book import PrefixOptions
 from scheduler.request import Request, RequestState
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.speculation import RowSpeculation, SpeculationState
 from tests.scheduler.brute_cache import SALTS
-from tests.scheduler.paged_model import BEAM_VOCAB_SIZE, VOCAB_SIZE, reference_search, reference_tokens, until_stop
+from tests.scheduler.paged_model import (
+    BEAM_VOCAB_SIZE,
+    VOCAB_SIZE,
+    OracleDrafts,
+    reference_search,
+    reference_tokens,
+    until_stop,
+)
 from tests.scheduler.short_requests import ALL_ABLE
 from tests.scheduler.simulated_engine import FaultRates, SimulatedEngine
 
@@ -53,6 +64,8 @@ class Workload:
     two_lanes: bool = False  # each computes prompts beside its rows
     damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
+    max_drafts: int = 0  # of a row
+    right_drafts: float = 0.7  # chance of each
 
 
 class Status(Enum):
@@ -85,6 +98,23 @@ class Transfer:
     lost: bool = False
 
 
+@dataclass(frozen=True)
+class RandomDrafts(ConstantDrafts):
+    """Some steps none, else any numbers."""
+
+    rng: random.Random
+
+    def choose(
+        self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        if self.rng.random() < 0.2:
+            return (0,) * len(rows)
+        return tuple([self.rng.choice([0, row.most, self.rng.randint(0, row.most)]) for row in rows])
+
+    def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
+        assert num_planned >= num_drafted >= num_accepted >= 0
+
+
 class SimulatedSystem:
     """`run` plays the whole workload and checks it."""
 
@@ -104,6 +134,10 @@ class SimulatedSystem:
         self.num_kept = 0  # blocks that were not read, as they were there
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
+        speculation = None
+        if workload.max_drafts:
+            drafts, most = RandomDrafts(workload.max_drafts, rng), workload.max_drafts
+            speculation = Speculation(drafts, most, can_draft=lambda sampling: sampling.seed % 8 != 0)
         scheduler = Scheduler(
             decode,
             ALL_ABLE if workload.all_able else DECODE,
@@ -112,6 +146,7 @@ class SimulatedSystem:
             num_host_blocks=int(decode_blocks * workload.host_share),
             has_two_lanes=workload.two_lanes,
             prefixes=workload.prefixes,
+            speculation=speculation,
         )
         num_kept = int(prefill_blocks * workload.host_share) if workload.prefixes else 0
         source = Scheduler(prefill, PREFILL, None, workload.lag, num_kept, prefixes=workload.prefixes)
@@ -121,7 +156,10 @@ class SimulatedSystem:
             source = Scheduler(
                 prefill, ALL_ABLE, workload.admission, workload.lag, num_kept, two_lanes, workload.prefixes
             )
-        self.decode = SimulatedEngine(scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both)
+        oracle = OracleDrafts(workload.seed, workload.right_drafts) if workload.max_drafts else None
+        self.decode = SimulatedEngine(
+            scheduler, max_blocks, rng, workload.faults, self._on_decode, self._end_both, oracle
+        )
         self.prefill = SimulatedEngine(source, max_blocks, rng, workload.faults, self._on_prefill, self._end_both)
 
     def run(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,10 @@ class TokenMasks:
         """Those of rows [first, first + num_rows), which count from 0 then; None if none of them has one."""
         places = [place for place, row in enumerate(self.rows) if first <= row < first + num_rows]
         return TokenMasks(tuple(self.rows[place] - first for place in places), self.words[places]) if places else None
+
+    def at(self, rows: Sequence[int]) -> TokenMasks:
+        """The same masks, of rows of another count: rows[i] is where row i is in it."""
+        return TokenMasks(tuple([rows[row] for row in self.rows]), self.words)
 
     def leaves_only(self, row: int, token_ids: Iterable[int]) -> bool:
         """Whether nothing but some of these tokens may come in this row. False of a row without a mask."""
