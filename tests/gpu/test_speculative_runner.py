@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,9 +159,18 @@ class Host:
 
 EMPTY = {"slot_inits": (), "table_writes": (), "copies": ()}
 PROMPTS = {
-    0: [7, 8, 9, 10] * 6, 1: [*range(20, 40)], 3: [5, 6, 5, 6, 7], 4: [50 + i % 7 for i in range(33)]
+    0: [7, 8, 9, 10] * 4, 1: [*range(20, 40)], 3: [5, 6, 5, 6, 7], 4: [50 + i % 7 for i in range(33)]
 }  # fmt: skip
-NUM_NEW = 24
+NUM_NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def few_graphs(card: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Of the interpreter's time most goes into capturing them."""
+    monkeypatch.setattr("replicas.cuda.card_drafts._ROW_TOKENS", (8, 20))
+    monkeypatch.setattr("replicas.cuda.graphs._ALONE", (64,))
+    monkeypatch.setattr("replicas.cuda.graphs._BESIDE_ROWS", ((4, (64,), ()),))
+    monkeypatch.setattr("replicas.cuda.runner.batch_sizes", lambda largest: [largest])
 
 
 def make_prompt_dependent(loaded: LoadedModel) -> None:
@@ -179,3 +187,231 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     loaded = load(tmp_path_factory.mktemp("model"), device, "LlamaForCausalLM")
     make_prompt_dependent(loaded)
     return loaded
+
+
+def texts_without_drafts(loaded: LoadedModel, device: torch.device, sampling: SamplingParams) -> dict[int, list[int]]:
+    host = Host(make_runner(loaded, device, None), NUM_NEW, sampling, 0)
+    host.begin(PROMPTS)
+    return host.run({})
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("is_warm", [True, False], ids=["graphs", "by hand"])
+def test_texts_are_those_without_drafts(
+    device: torch.device, loaded: LoadedModel, lag: int, sampling: SamplingParams, is_warm: bool
+) -> None:
+    """Rows of no, some and many drafts in one step, right ones, wrong ones, and some that are missing."""
+    expected = texts_without_drafts(loaded, device, sampling)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    assert len({tuple(text) for text in expected.values()}) == len(expected), "the texts differ"
+    drafters: list[ScriptedDrafter] = []
+
+    def make_drafter(slots: CudaSlots) -> ScriptedDrafter:
+        drafters.append(ScriptedDrafter(slots, known, 4))
+        return drafters[0]
+
+    runner = make_runner(loaded, device, CardDrafting(make_drafter, MAX_DRAFTS))
+    if is_warm:
+        runner.warm_up()
+    host = Host(runner, NUM_NEW, sampling, lag)
+    host.begin(PROMPTS)
+    assert host.run({0: 4, 1: 2, 3: 1}) == expected
+    # It was told of each token that counts, once; and drafts that were right made steps of several.
+    told = dict.fromkeys(PROMPTS, 0)
+    for slot, count in drafters[0].told:
+        told[slot] += count
+    assert told == {slot: sum(host.running[slot].taken) for slot in PROMPTS}
+    assert max(host.running[0].taken) > 2
+    assert set(host.running[4].taken) == {1}
+    for slot, sequence in host.running.items():
+        length, number = runner._slots.state[slot, [LENGTH, HISTORY]].tolist()
+        assert (length, number) == (len(sequence.tokens) - 1, len(sequence.tokens))
+        assert runner._slots.history is not None
+        assert runner._slots.history[slot, :number].tolist() == sequence.tokens
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lag", [0, 1])
+def test_ngrams_draft_what_comes_again(device: torch.device, loaded: LoadedModel, lag: int) -> None:
+    """Over prompt and output; steps are fewer than tokens, and the texts are the same."""
+    expected = texts_without_drafts(loaded, device, GREEDY)
+    # A prompt that has the answer in it.
+    prompts = {0: [*PROMPTS[0], *expected[0], 3, *PROMPTS[0]], 1: PROMPTS[1]}
+    plain = Host(make_runner(loaded, device, None), NUM_NEW, GREEDY, 0)
+    plain.begin(prompts)
+    texts = plain.run({})
+    drafting = CardDrafting(lambda slots: CardNgramDrafter(slots, MAX_DRAFTS, 2, 4), MAX_DRAFTS)
+    runner = make_runner(loaded, device, drafting)
+    runner.warm_up()
+    host = Host(runner, NUM_NEW, GREEDY, lag)
+    host.begin(prompts)
+    assert host.run({0: 4, 1: 4}) == texts
+
+
+@torch.inference_mode()
+def test_a_step_of_drafts_beside_prompts_computes_both(device: torch.device, loaded: LoadedModel) -> None:
+    """By graphs one behind the other; what is too much for graphs by hand. The prompt's row then goes on itself."""
+    expected = texts_without_drafts(loaded, device, GREEDY)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    for most_prompts in (4, 0):
+        runner = make_runner(loaded, device, CardDrafting(lambda slots: ScriptedDrafter(slots, known, 9), MAX_DRAFTS))
+        runner.warm_up()
+        assert runner._graphs is not None
+        host = Host(runner, NUM_NEW, GREEDY, 1)
+        host.begin({slot: PROMPTS[slot] for slot in (0, 3)})
+        host.step({0: 4, 3: 2})
+        chunks, extra = later_prompts(host, (1, 4))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("replicas.cuda.graphs._MOST_PROMPTS", most_prompts)
+            plan = StepPlan(0, (), (), (), (Slice("0", 0, 0, 30, 5, 5, num_drafts=4), *chunks), has_drafts=True)
+            assert len(runner._graphs.passes(plan) or ()) == (3 if most_prompts else 0)
+            host.step({0: 4, 3: 4}, chunks, **extra)
+            assert host.run({0: 4, 1: 3, 4: 2}) == expected
+
+
+def later_prompts(host: Host, slots: tuple[int, ...]) -> tuple[tuple[Slice, ...], dict[str, object]]:
+    other = Host(RecordedPlans(), NUM_NEW, GREEDY, 9)  # type: ignore[arg-type]
+    other.begin({slot: PROMPTS[slot] for slot in slots})
+    plan = other.waiting[0][0]
+    host.running |= other.running
+    return plan.slices, {"slot_inits": plan.slot_inits, "table_writes": plan.table_writes}
+
+
+class RecordedPlans:
+    def launch(self, plan: StepPlan) -> None:
+        """Nothing."""
+
+
+@torch.inference_mode()
+def test_rows_of_slots_that_may_not_draft_are_where_plans_say(device: torch.device, loaded: LoadedModel) -> None:
+    """Also twice the same step, as a measurement does it."""
+    runner = make_runner(loaded, device, CardDrafting(lambda slots: CardNgramDrafter(slots, 4, 2, 4), MAX_DRAFTS))
+    runner.warm_up()
+    host = Host(runner, 9, GREEDY, 0)
+    host.begin({1: PROMPTS[1]}, may_draft=False)
+    row = StepPlan(7, (), (), (), (Slice("1", 0, 1, 20),))
+    first = runner.launch(row).result().tokens
+    last = int(runner._slots.last_token[1])
+    runner._slots.last_token[1] = host.running[1].tokens[-1]
+    assert runner.launch(row).result().tokens == first
+    assert int(runner._slots.last_token[1]) == last
+    assert runner._slots.state[1, [LENGTH, HISTORY]].tolist() == [-1, 0]
+
+
+@torch.inference_mode()
+def test_a_drafter_that_fails_costs_drafts_only(
+    device: torch.device, loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = texts_without_drafts(loaded, device, GREEDY)
+
+    class Failing(ScriptedDrafter):
+        calls = 0
+
+        def draft(self, rows: Sequence[DraftRow]) -> torch.Tensor:
+            Failing.calls += 1
+            if Failing.calls == 3:
+                raise RuntimeError("no draft today")
+            return super().draft(rows)
+
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    runner = make_runner(loaded, device, CardDrafting(lambda slots: Failing(slots, known, 100), MAX_DRAFTS))
+    runner.warm_up()
+    assert runner.can_draft(GREEDY)
+    host = Host(runner, NUM_NEW, GREEDY, 1)
+    host.begin(PROMPTS)
+    assert host.run(dict.fromkeys(PROMPTS, 4)) == expected
+    assert Failing.calls == 3
+    assert "no more drafts" in caplog.text
+    assert not runner.can_draft(GREEDY)
+
+
+@torch.inference_mode()
+def test_a_step_that_fails_is_run_again_from_where_its_slots_were(
+    device: torch.device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replicas.cuda import card_drafts
+
+    expected = texts_without_drafts(loaded, device, GREEDY)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    runner = make_runner(loaded, device, CardDrafting(lambda slots: ScriptedDrafter(slots, known, 99), MAX_DRAFTS))
+    runner.warm_up()
+    host = Host(runner, NUM_NEW, GREEDY, 0)
+    host.begin(PROMPTS)
+    original = card_drafts.accept_drafts
+
+    def failing(*arguments: object) -> None:
+        original(*arguments)  # type: ignore[arg-type]
+        raise RuntimeError("out of memory")
+
+    before = runner._slots.state.clone()
+    monkeypatch.setattr(card_drafts, "accept_drafts", failing)
+    row = Slice("0", 0, 0, len(PROMPTS[0]), 5, 5, num_drafts=4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.launch(StepPlan(9, (), (), (), (row,), has_drafts=True))
+    assert torch.equal(runner._slots.state, before)
+    monkeypatch.setattr(card_drafts, "accept_drafts", original)
+    assert host.run(dict.fromkeys(PROMPTS, 3)) == expected
+
+
+@torch.inference_mode()
+def test_more_than_there_are_graphs_for_is_computed_without_drafts(
+    device: torch.device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replicas.cuda import card_drafts
+
+    monkeypatch.setattr(card_drafts, "MOST_ROWS", 3)
+    expected = texts_without_drafts(loaded, device, SAMPLED)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    drafting = CardDrafting(lambda slots: ScriptedDrafter(slots, known, 99), MAX_DRAFTS)
+    runner = make_runner(loaded, device, drafting)
+    runner.warm_up()
+    host = Host(runner, NUM_NEW, SAMPLED, 1)
+    host.begin(PROMPTS)
+    num_replays = CalledGraph.num_replays
+    assert host.run(dict.fromkeys(PROMPTS, 4)) == expected
+    assert {count for s in host.running.values() for count in s.taken} == {1}
+    if not torch.cuda.is_available():
+        assert CalledGraph.num_replays > num_replays
+
+
+def test_what_drafts_cannot_be_is_refused(device: torch.device, loaded: LoadedModel) -> None:
+    drafting = CardDrafting(lambda slots: CardNgramDrafter(slots, MAX_DRAFTS, 2, 4), MAX_DRAFTS)
+    runner, plain = make_runner(loaded, device, drafting), make_runner(loaded, device, None)
+    row = Slice("0", 0, 0, 20, 3, 3, num_drafts=2)
+    guessed = row._replace(token_ids=(1, 2), num_drafts=0)
+    for case, refusing, message in (
+        (guessed, runner, "up to 4 drafts of the runner's own"),
+        (row._replace(num_tokens=6, num_sampled=6, num_drafts=5), runner, "0: 6 tokens, 6 of them"),
+        (row, plain, "up to 0 drafts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refusing.launch(StepPlan(1, (), (), (), (case,), has_drafts=True))
+    assert not plain.can_draft(GREEDY)
+    assert runner.can_draft(SAMPLED)
+    assert not runner.can_draft(replace(GREEDY, repetition_penalty=1.1))
+    assert not runner.can_draft(replace(GREEDY, num_logprobs=2))
+    with pytest.raises(ValueError, match="n-grams of 3 to 2"):
+        CardNgramDrafter(runner._slots, 4, 3, 2)
+
+
+@pytest.mark.parametrize(("num_slots", "max_drafts"), [(1, 1), (1, 7), (6, 4), (64, 4), (256, 7)])
+def test_graphs_of_rows_with_drafts_ascend_and_waste_little(
+    num_slots: int, max_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # all that there are
+    sizes = row_tokens(num_slots, max_drafts)
+    assert sizes == sorted(set(sizes))
+    most = min(num_slots, 64) * (1 + max_drafts)
+    assert sizes[-1] == min(most, 320)
+    for num_tokens in range(2, sizes[-1] + 1):
+        padded = next(size for size in sizes if size >= num_tokens)
+        assert padded <= max(num_tokens + 3, num_tokens * 1.34), num_tokens
+
+
+def test_columns_say_whose_token_each_is() -> None:
+    rows = [Slice("a", 2, 5, 30, 3, 3, num_drafts=2), Slice("b", 0, 1, 9)]
+    assert columns_of(rows, 3, 6, 8) == [[5, 1, 8], [30, 9, -1], [2, 0, 0], [0, 3, 0], [3, 1, 0], [0, 0, 0, 1, -1, -1]]
+    assert columns_of([], 1, 2, 8) == [[8], [-1], [0], [0], [0], [-1, -1]]
+    assert np.array(columns_of(rows, 3, 6, 8)[5]).dtype == np.int64
