@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,16 +26,38 @@ from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
-from replicas.serving.device_runner import make_runner
+from replicas.serving.device_runner import make_runner, speculation_of
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
+from replicas.speculation.drafter import Drafter
+from replicas.speculation.history import TokenHistory
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE
+from scheduler.constant_drafts import ConstantDrafts
+from scheduler.draft_planner import Speculation
 from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from replicas.cuda.card_drafts import CardDrafting
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """make_drafter, card_drafting: as `make_runner` wants them, for a CPU and a card. max_drafts: of a row. constant:
+    every row has so many; None: as many as pay."""
+
+    max_drafts: int
+    make_drafter: Callable[[TokenHistory], Drafter] | None
+    card_drafting: Callable[[], CardDrafting] | None
+    constant: int | None = None
+
+    def speculation(self, runner: ModelRunner) -> Speculation:
+        chosen = speculation_of(runner, self.max_drafts)
+        return chosen if self.constant is None else replace(chosen, speculator=ConstantDrafts(self.constant))
 
 
 @dataclass(slots=True)
@@ -107,9 +129,10 @@ class BareEngine:
         sender: RecordingSender | None = None,
         lanes: LaneObjectives | None = None,
         grammars: GrammarSettings | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
-        grammars: it can hold texts against some; the folder has a tokenizer."""
+        grammars: it can hold texts against some; the folder has a tokenizer. drafts: its rows may have some."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
         model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
@@ -123,8 +146,9 @@ class BareEngine:
             capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
-            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None
-        )
+            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None,
+            drafts.make_drafter if drafts else None, drafts.card_drafting if drafts else None,
+        )  # fmt: skip
         self.self_check_difference = self_check(self.runner, loaded)
         self.runner.warm_up()
         for share in self.runner.shares:
@@ -137,7 +161,10 @@ class BareEngine:
             self.grammars = opening.result(lambda duration_s: None)
         limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         policy = AdmissionPolicy(quantile=size.quantile)
-        self.scheduler = Scheduler(limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None)
+        speculation = drafts.speculation(self.runner) if drafts else None
+        self.scheduler = Scheduler(
+            limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None, speculation=speculation
+        )
         parts = EngineParts(
             self.scheduler,
             self.runner,

@@ -105,6 +105,11 @@ ALONE = {
     "attention-long": 30.0,
     "prompt-beside-rows": 60.0,
     "masks": 90.0,
+    "speculative-plain": 75.0,
+    "speculative": 85.0,
+    "speculative-always": 85.0,
+    "speculative-oracle": 80.0,
+    "vllm-ngram": 240.0,
 }
 NAMES = (*ALONE, *(piece.name for piece in SERVED))
 
@@ -133,7 +138,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    if options.vllm_site is not None and name == "attention-long":
+    if options.vllm_site is not None and name in ("attention-long", "vllm-ngram"):
         paths.insert(0, str(options.vllm_site))
     started_s = time.monotonic()
     path = logs / f"{name}.log"
@@ -144,7 +149,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
             timeout=max(10.0, budget.left_s),
             cwd=_ROOT,
         )

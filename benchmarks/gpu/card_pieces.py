@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
+from benchmarks.gpu import speculative_pieces
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
 from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -245,6 +246,11 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "attention-long": long_prompts,
     "prompt-beside-rows": prompts_beside_rows,
     "masks": masks,
+    "speculative-plain": speculative_pieces.plain,
+    "speculative": speculative_pieces.ngram,
+    "speculative-always": speculative_pieces.constant,
+    "speculative-oracle": speculative_pieces.oracle,
+    "vllm-ngram": speculative_pieces.vllm_ngram,
 }
 
 

@@ -19,6 +19,7 @@ import torch
 from replicas.cuda.card_drafts import CardDrafts, row_tokens
 from replicas.cuda.graph_passes import DecodePass, DraftPass, Pass, PassModel, PromptPass, PromptShape
 from replicas.cuda.slots import CudaSlots
+from replicas.kernels.row_feed import FedRows
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
@@ -114,6 +115,21 @@ class PlannedPass:
         if self.drafts is not None and drafting is not None:
             drafting.drafts(self.rows, self.drafts)
         return self.graph.replay(self.values)
+
+
+def run_passes(passes: Sequence[PlannedPass], drafts: CardDrafts | None) -> tuple[torch.Tensor, FedRows | None]:
+    """Their logits, and what rows with drafts were fed. Of several copies: each pass overwrites what the last one gave.
+    Of one its own, until the next pass."""
+    if len(passes) == 1:
+        launched = passes[0].launch(drafts)
+        return launched.logits[: passes[0].num_samples], launched.fed
+    logits: list[torch.Tensor] = []
+    fed = None
+    for planned in passes:
+        launched = planned.launch(drafts)
+        logits.append(launched.logits[: planned.num_samples].clone())
+        fed = launched.fed.copied() if launched.fed is not None else fed
+    return torch.cat(logits), fed
 
 
 class StepGraphs:

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
-from replicas.cuda.card_drafts import CardDrafting, CardDrafts, refuse_guesses
+from replicas.cuda.card_drafts import MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.graph_passes import PromptShape
-from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
+from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
 from replicas.cuda.rotated_attention import RotatedAttention
 from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
@@ -39,6 +39,7 @@ from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
+from replicas.speculation.drafting_runner import computed_rows
 from replicas.start_step import start_step
 from replicas.stored_numbers import FP8
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
@@ -60,6 +61,9 @@ class CardForward(ForwardHandle):
 
 class CudaRunner(ModelRunner):
     """Owns what ModelRunner owns, and graphs once `warm_up` has run. Engine thread only, after that."""
+
+    most_drafting_rows = MOST_ROWS
+    pads_drafts = True
 
     def __init__(
         self,
@@ -112,6 +116,8 @@ class CudaRunner(ModelRunner):
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         """As the base's. Rows with masks are drawn by the kernels that draw others, if these know their parameters."""
         plan = forwarded.plan
+        if masks is not None and plan.has_drafts:
+            masks = masks.at(computed_rows(plan))
         if masks is not None and forwarded.logits is not None and (kinds := self._slots.kinds(plan)).is_plain:
             return self._keeping_fed(plan, lambda: self._draw_masked(forwarded, masks, kinds))
         if forwarded.logits is not None:
@@ -138,7 +144,7 @@ class CudaRunner(ModelRunner):
 
     def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> ForwardHandle:
         if passes:
-            logits, fed = _logits_of(passes, self._drafts)
+            logits, fed = run_passes(passes, self._drafts)
             return CardForward(plan, logits, fed=fed)
         self._fed = None
         forwarded = super()._run(plan)
@@ -288,17 +294,3 @@ def _refuse_numbers(stored: torch.dtype, of_model: torch.dtype, device: torch.de
     if stored is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         has = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise UnsupportedModel(f"kv.dtype fp8 needs a card of compute capability 8.9, this one has {has}; set auto")
-
-
-def _logits_of(passes: Sequence[PlannedPass], drafts: CardDrafts | None) -> tuple[torch.Tensor, FedRows | None]:
-    """Run them; and what rows with drafts were fed. Of several copies: each pass overwrites what the last one gave. Of
-    one its own, until the next pass."""
-    if len(passes) == 1:
-        launched = passes[0].launch(drafts)
-        return launched.logits[: passes[0].num_samples], launched.fed
-    logits, fed = [], None
-    for planned in passes:
-        launched = planned.launch(drafts)
-        logits.append(launched.logits[: planned.num_samples].clone())
-        fed = launched.fed or fed
-    return torch.cat(logits), fed

@@ -87,6 +87,10 @@ class FedRows(NamedTuple):
     rows: torch.Tensor
     most: int
 
+    def copied(self) -> FedRows:
+        ids, places, choices, firsts, shares, rows = (tensor.clone() for tensor in self[:-1])
+        return FedRows(ids, places, choices, firsts, shares, rows, self.most)
+
     @property
     def slots(self) -> torch.Tensor:
         return self.places[: len(self.ids)]

@@ -1,0 +1,209 @@
+"""Drafts on a card, of a model whose text is known (`walking_model`): ms a token, with drafts and without.
+
+Without a server: the bare engine. Each figure is the time of a run less that of the same prompts with one token each,
+by tokens: so what prompts take is in neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bare_engine import BareEngine, Drafts, EngineSize
+from benchmarks.gpu.shape_folder import make_shape_folder
+from benchmarks.gpu.step_times import GREEDY
+from benchmarks.gpu.walking_model import followers, make_walk, start_of_new, walk
+from replicas.speculation.ngram_drafter import NgramDrafter
+from scheduler.sampling_params import SamplingParams
+
+MAX_DRAFTS = 4
+# As an EAGLE-3 head's drafts are reported to hold, each if those in front of it do.
+_HOLDING = (0.7, 0.6, 0.5, 0.4)
+_DRAFT_VOCABULARY = 32_000
+_MAX_MODEL_LEN = 1024
+
+Prompts = list[list[int]]
+Generate = Callable[[Prompts, int, bool], float]  # prompts, tokens of each, whether at temperature 1: seconds
+
+
+def plain(options: argparse.Namespace) -> dict[str, Any]:
+    """No drafts: nothing of them is there."""
+    return _with_engine(options, None, all_texts)
+
+
+def ngram(options: argparse.Namespace) -> dict[str, Any]:
+    """N-grams; as many drafts as pay, up to MAX_DRAFTS."""
+    return _with_engine(options, _ngrams(None), all_texts)
+
+
+def constant(options: argparse.Namespace) -> dict[str, Any]:
+    """N-grams, MAX_DRAFTS in each row of each step."""
+    return _with_engine(options, _ngrams(MAX_DRAFTS), all_texts)
+
+
+def oracle(options: argparse.Namespace) -> dict[str, Any]:
+    """Drafts that hold as often as EAGLE's are said to, at what such a head's products cost."""
+    if options.device != "cuda":
+        return {"skipped": "needs a card"}
+    drafts = Drafts(MAX_DRAFTS, None, lambda: _oracle(options), MAX_DRAFTS)
+    return _with_engine(options, drafts, lambda options, generate: _texts(options, generate, ("repeat",), (1, 16, 64)))
+
+
+def vllm_ngram(options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM with n-grams, and without, offline; one process for both engines, one after the other."""
+    if options.device != "cuda":
+        return {"skipped": "needs a card"}
+    found: dict[str, Any] = {}
+    for name, drafting in (
+        ("plain", None),
+        ("ngram", {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_max": 4,
+                   "prompt_lookup_min": 2}),
+    ):  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            made = make_shape_folder(options.shape, Path(folder))
+            engine = VllmWalk(str(made), _vocab_size(options), drafting)
+            found[name] = all_texts(options, engine.generate)
+            engine.close()
+    return found
+
+
+class VllmWalk:
+    """vLLM's offline class in this process. VLLM_ENABLE_V1_MULTIPROCESSING=0, or its weights can't be changed."""
+
+    def __init__(self, folder: str, vocab_size: int, drafting: dict[str, Any] | None) -> None:
+        self._vllm: Any = import_module("vllm")  # it is in no environment of ours
+        self._llm: Any = self._vllm.LLM(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=_MAX_MODEL_LEN,
+            enable_prefix_caching=False, max_num_seqs=256, gpu_memory_utilization=0.45,
+            **({"speculative_config": drafting} if drafting else {}),
+        )  # fmt: skip
+        self._llm.apply_model(lambda model: make_walk(model, vocab_size))
+
+    def generate(self, prompts: Prompts, num_tokens: int, is_sampled: bool) -> float:
+        params = self._vllm.SamplingParams(
+            temperature=float(is_sampled), ignore_eos=True, max_tokens=num_tokens, detokenize=False, seed=None
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started_s = time.perf_counter()
+        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        duration_s = time.perf_counter() - started_s
+        counts = {len(output.outputs[0].token_ids) for output in outputs}
+        if counts != {num_tokens}:
+            raise RuntimeError(f"{counts} tokens instead of {num_tokens}")
+        return duration_s
+
+    def close(self) -> None:
+        """Its memory is free then, or most of it."""
+        del self._llm
+        torch.cuda.empty_cache()
+
+
+def all_texts(options: argparse.Namespace, generate: Generate) -> dict[str, Any]:
+    """ms a token by text and batch: what comes again, the same at temperature 1, and nothing to be found."""
+    batches = (1, 4) if options.small else (1, 16, 64, 256)
+    return _texts(options, generate, ("repeat", "sampled", "new"), batches)
+
+
+def _texts(
+    options: argparse.Namespace, generate: Generate, texts: Sequence[str], batches: Sequence[int]
+) -> dict[str, Any]:
+    vocab_size = _vocab_size(options)
+    num_in, num_out = (60, 20) if options.small else (256, 384)
+    found: dict[str, Any] = {}
+    generate(_prompts("repeat", 2, num_in, vocab_size), 40, False)  # whatever is made when it is first used
+    for text in texts:
+        for batch in batches:
+            prompts = _prompts(text, batch, num_in, vocab_size)
+            firsts_s = generate(prompts, 1, text == "sampled")
+            all_s = generate(prompts, num_out, text == "sampled")
+            found[f"{text}_{batch}_ms"] = round(1e3 * (all_s - firsts_s) / (num_out - 1), 3)
+    return found
+
+
+def _prompts(text: str, count: int, length: int, vocab_size: int) -> Prompts:
+    """Of each another circle; or of nothing that comes twice."""
+    first = start_of_new(vocab_size)
+    if text == "new":
+        tokens = iter(walk(vocab_size, first, count * length))
+        return [[next(tokens) for _ in range(length)][::-1] for _ in range(count)]
+    return [walk(vocab_size, 50 * (index + 1) % first, length) for index in range(count)]
+
+
+def _with_engine(
+    options: argparse.Namespace,
+    drafts: Drafts | None,
+    measure: Callable[[argparse.Namespace, Generate], dict[str, Any]],
+) -> dict[str, Any]:
+    size = EngineSize(
+        4 if options.small else 256, 256 if options.small else _MAX_MODEL_LEN, 2304,
+        8192 if options.small else 256 * _MAX_MODEL_LEN, device=options.device,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_shape_folder(options.shape, Path(name))
+        engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, drafts=drafts)
+    make_walk(engine.runner._model, _vocab_size(options))
+    accepted = {"drafted": 0, "held": 0, "steps": 0}
+    _count(engine, accepted)
+
+    def generate(prompts: Prompts, num_tokens: int, is_sampled: bool) -> float:
+        sampling = SamplingParams(temperature=1.0, seed=7) if is_sampled else GREEDY
+        started_s = time.perf_counter()
+        streams = engine.run(prompts, [num_tokens] * len(prompts), sampling)
+        duration_s = time.perf_counter() - started_s
+        if not is_sampled and num_tokens > 1:
+            expected = walk(_vocab_size(options), prompts[0][-1], num_tokens + 1)[1:]
+            if streams[0].tokens != expected:
+                raise RuntimeError(f"no walk: {streams[0].tokens[:20]} instead of {expected[:20]}")
+        return duration_s
+
+    with engine:
+        found = measure(options, generate)
+    return {"start_s": round(engine.start_s, 1), **found, **accepted}
+
+
+def _count(engine: BareEngine, accepted: dict[str, int]) -> None:
+    """Of all steps with drafts from now on: how many there were, of what rows, and how many held. Mutates accepted."""
+    planner = engine.scheduler.drafts
+    if planner is None:
+        return
+    settled = planner.settled
+
+    def counting(request: Any, one: Any) -> None:
+        accepted["steps"] += 1
+        accepted["drafted"] += one.num_drafted
+        accepted["held"] += one.num_accepted - 1
+        settled(request, one)
+
+    planner.settled = counting  # type: ignore[method-assign]
+
+
+def _ngrams(constant: int | None) -> Drafts:
+    def on_card() -> Any:
+        from replicas.cuda.card_drafts import CardDrafting
+        from replicas.cuda.card_ngram_drafter import CardNgramDrafter
+
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, MAX_DRAFTS, 2, 4), MAX_DRAFTS)
+
+    return Drafts(MAX_DRAFTS, lambda history: NgramDrafter(history, 2, 4), on_card, constant)
+
+
+def _oracle(options: argparse.Namespace) -> Any:
+    from benchmarks.gpu.oracle_drafter import OracleDrafter
+    from replicas.cuda.card_drafts import CardDrafting
+
+    config = json.loads(options.shape.read_text())
+    behind = followers(_vocab_size(options), 1)
+    return CardDrafting(lambda slots: OracleDrafter(slots, behind, _HOLDING, config, _DRAFT_VOCABULARY), MAX_DRAFTS)
+
+
+def _vocab_size(options: argparse.Namespace) -> int:
+    size: int = json.loads(options.shape.read_text())["vocab_size"]
+    return size
