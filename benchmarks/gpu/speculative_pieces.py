@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from benchmarks.gpu.bare_engine import BareEngine, Drafts, EngineSize
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY
-from benchmarks.gpu.walking_model import followers, make_walk, start_of_new, walk
+from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_new, walk
 from replicas.speculation.ngram_drafter import NgramDrafter
 from scheduler.sampling_params import SamplingParams
 
@@ -150,6 +151,7 @@ def _with_engine(
         folder = make_shape_folder(options.shape, Path(name))
         engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, drafts=drafts)
     make_walk(engine.runner._model, _vocab_size(options))
+    near, far = (followers(_vocab_size(options), ahead).tolist() for ahead in (1, AHEAD))
     accepted = {"drafted": 0, "held": 0, "steps": 0}
     _count(engine, accepted)
 
@@ -158,10 +160,10 @@ def _with_engine(
         started_s = time.perf_counter()
         streams = engine.run(prompts, [num_tokens] * len(prompts), sampling)
         duration_s = time.perf_counter() - started_s
-        if not is_sampled and num_tokens > 1:
-            expected = walk(_vocab_size(options), prompts[0][-1], num_tokens + 1)[1:]
-            if streams[0].tokens != expected:
-                raise RuntimeError(f"no walk: {streams[0].tokens[:20]} instead of {expected[:20]}")
+        text = [prompts[0][-1], *streams[0].tokens]
+        steps = sum(new not in (near[last], far[last]) for last, new in pairwise(text))
+        if steps > 0.02 * num_tokens:
+            raise RuntimeError(f"no walk: {text[:20]}")
         return duration_s
 
     with engine:

@@ -2,8 +2,8 @@
 
 Layers add next to nothing to what a token's embedding is, and the head holds each embedding against those of the two
 tokens that may come before it. So a text is a walk through the vocabulary: below `START_OF_NEW` in circles of PERIOD
-tokens, which n-grams find, above it through everything once, where nothing is to be found. Greedy it never leaves the
-walk; at temperature 1 one token in five is AHEAD tokens further on.
+tokens, which n-grams find, above it through everything once, where nothing is to be found. Greedy it hardly ever takes
+another step than the next one; at temperature 1 one in five is AHEAD tokens further.
 """
 
 from __future__ import annotations
