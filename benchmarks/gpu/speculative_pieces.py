@@ -42,12 +42,12 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
 
 def ngram(options: argparse.Namespace) -> dict[str, Any]:
     """N-grams; as many drafts as pay, up to MAX_DRAFTS."""
-    return _with_engine(options, _ngrams(None), all_texts)
+    return _with_engine(options, ngram_drafts(None), all_texts)
 
 
 def constant(options: argparse.Namespace) -> dict[str, Any]:
     """N-grams, MAX_DRAFTS in each row of each step."""
-    return _with_engine(options, _ngrams(MAX_DRAFTS), all_texts)
+    return _with_engine(options, ngram_drafts(MAX_DRAFTS), all_texts)
 
 
 def oracle(options: argparse.Namespace) -> dict[str, Any]:
@@ -152,8 +152,7 @@ def _with_engine(
         engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, drafts=drafts)
     make_walk(engine.runner._model, _vocab_size(options))
     near, far = (followers(_vocab_size(options), ahead).tolist() for ahead in (1, AHEAD))
-    accepted = {"drafted": 0, "held": 0, "steps": 0}
-    _count(engine, accepted)
+    counts = count_drafts(engine)
 
     def generate(prompts: Prompts, num_tokens: int, is_sampled: bool) -> float:
         sampling = SamplingParams(temperature=1.0, seed=7) if is_sampled else GREEDY
@@ -168,26 +167,31 @@ def _with_engine(
 
     with engine:
         found = measure(options, generate)
-    return {"start_s": round(engine.start_s, 1), **found, **accepted}
+    return {"start_s": round(engine.start_s, 1), **found, **counts}
 
 
-def _count(engine: BareEngine, accepted: dict[str, int]) -> None:
-    """Of all steps with drafts from now on: how many there were, of what rows, and how many held. Mutates accepted."""
+def count_drafts(engine: BareEngine) -> dict[str, int]:
+    """What goes on counting from now on: rows that were planned with drafts, drafts that there were, and those that
+    held. Mutates the engine's planner."""
+    accepted = {"drafted": 0, "held": 0, "rows": 0}
     planner = engine.scheduler.drafts
     if planner is None:
-        return
+        return accepted
     settled = planner.settled
 
     def counting(request: Any, one: Any) -> None:
-        accepted["steps"] += 1
+        accepted["rows"] += 1
         accepted["drafted"] += one.num_drafted
         accepted["held"] += one.num_accepted - 1
         settled(request, one)
 
     planner.settled = counting  # type: ignore[method-assign]
+    return accepted
 
 
-def _ngrams(constant: int | None) -> Drafts:
+def ngram_drafts(constant: int | None) -> Drafts:
+    """By n-grams of 2 to 4 tokens. constant: in every row so many; None: as many as pay."""
+
     def on_card() -> Any:
         from replicas.cuda.card_drafts import CardDrafting
         from replicas.cuda.card_ngram_drafter import CardNgramDrafter

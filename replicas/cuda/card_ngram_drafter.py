@@ -16,12 +16,13 @@ class CardNgramDrafter:
     """Over the slots' histories. Nothing to compute, nothing to remember."""
 
     def __init__(self, slots: CudaSlots, max_drafts: int, ngram_min: int, ngram_max: int) -> None:
-        """Raises ValueError unless 1 <= ngram_min <= ngram_max."""
+        """Blocks: compiles its kernel. Raises ValueError unless 1 <= ngram_min <= ngram_max."""
         if not 1 <= ngram_min <= ngram_max:
             raise ValueError(f"n-grams of {ngram_min} to {ngram_max} tokens")
         assert slots.history is not None, "n-grams need slots with histories"
         self._state, self._history, self._max_drafts = slots.state, slots.history, max_drafts
         self._ngram_min, self._ngram_max = ngram_min, ngram_max
+        self.draft([DraftRow(0, 0, max_drafts)])
 
     def start(self, init: SlotInit) -> None:
         """The history knows."""
