@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
-from benchmarks.gpu import speculative_pieces
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
 from benchmarks.gpu.lane_pieces import evict_first, share_table
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -229,6 +228,27 @@ def masks(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def cache_steps(options: argparse.Namespace) -> dict[str, Any]:
+    """What the prefix cache brings for a repeated prompt of 8,192, and what it costs where nothing is shared; lag 1."""
+    from benchmarks.gpu.cache_steps import CacheSteps, Loads, with_cache
+
+    loads = Loads((4, 1), 20, 24, (3, 100), 100, 2) if options.small else Loads()
+    longest, step_tokens = (256, 64) if options.small else (9000, 2304)
+    # Little more than the rows take: from the second run on a new block takes the place of a cached one.
+    capacity = 1024 if options.small else 96_000
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_shape_folder(options.shape, Path(name))
+        size = EngineSize(max(loads.rows), longest, step_tokens, capacity, device=options.device)
+        cached = BareEngine(str(folder), options.dtype, "dummy", size, 1, prefixes=with_cache())
+    plain = cached.beside(None)
+    with cached, plain:
+        steps = CacheSteps(cached, plain, loads, 400 if options.small else 30_000)
+        found = {"start_s": round(cached.start_s, 1), **steps.repeated(5)}
+        found |= steps.nothing_shared()
+    stats = cached.scheduler.prefixes.stats() if cached.scheduler.prefixes is not None else None
+    return found | {"evicted_blocks": 0 if stats is None else stats.num_evicted_blocks}
+
+
 def _capacity(options: argparse.Namespace) -> int:
     return 8192 if options.small else 400_000
 
@@ -246,11 +266,7 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "attention-long": long_prompts,
     "prompt-beside-rows": prompts_beside_rows,
     "masks": masks,
-    "speculative-plain": speculative_pieces.plain,
-    "speculative": speculative_pieces.ngram,
-    "speculative-always": speculative_pieces.constant,
-    "speculative-oracle": speculative_pieces.oracle,
-    "vllm-ngram": speculative_pieces.vllm_ngram,
+    "cache-steps": cache_steps,
 }
 
 

@@ -1,29 +1,33 @@
-"""Drafts on a card, of a model whose text is known (`walking_model`): ms a token, with drafts and without.
+"""python -m benchmarks.gpu.speculative_pieces PIECE --shape FILE: ms a token, with drafts and without, on a card.
 
-Without a server: the bare engine. Each figure is the time of a run less that of the same prompts with one token each,
-by tokens: so what prompts take is in neither.
+Of a model whose text is known (`walking_model`), without a server: the bare engine, and vLLM's offline class. Each
+figure is the time of a run less that of the same prompts with one token each, by tokens: so what prompts take is in
+neither. Prints one JSON line, last.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.bare_engine import BareEngine, Drafts, EngineSize
 from benchmarks.gpu.shape_folder import make_shape_folder
-from benchmarks.gpu.step_times import GREEDY
 from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_new, walk
-from replicas.speculation.ngram_drafter import NgramDrafter
 from scheduler.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # vLLM's process has nothing of them
+    from benchmarks.gpu.bare_engine import BareEngine, Drafts
 
 MAX_DRAFTS = 4
 # As an EAGLE-3 head's drafts are reported to hold, each if those in front of it do.
@@ -37,25 +41,29 @@ Generate = Callable[[Prompts, int, bool], float]  # prompts, tokens of each, whe
 
 def plain(options: argparse.Namespace) -> dict[str, Any]:
     """No drafts: nothing of them is there."""
-    return _with_engine(options, None, all_texts)
+    return _measured(options, _engine(options, None), all_texts)
 
 
 def ngram(options: argparse.Namespace) -> dict[str, Any]:
-    """N-grams; as many drafts as pay, up to MAX_DRAFTS."""
-    return _with_engine(options, ngram_drafts(None), all_texts)
-
-
-def constant(options: argparse.Namespace) -> dict[str, Any]:
-    """N-grams, MAX_DRAFTS in each row of each step."""
-    return _with_engine(options, ngram_drafts(MAX_DRAFTS), all_texts)
+    """N-grams: as many drafts as pay; then always MAX_DRAFTS; then none, over the same runner."""
+    engine = _engine(options, ngram_drafts(None))
+    found = _measured(options, engine, all_texts)
+    for name, drafts in (("always", ngram_drafts(MAX_DRAFTS)), ("none", None)):
+        beside = _measured(
+            options, engine.beside(None, drafts), partial(_texts, texts=("repeat", "new"), batches=(1, 16))
+        )
+        found |= {f"{name}_{key}": value for key, value in beside.items()}
+    return found
 
 
 def oracle(options: argparse.Namespace) -> dict[str, Any]:
     """Drafts that hold as often as EAGLE's are said to, at what such a head's products cost."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
-    drafts = Drafts(MAX_DRAFTS, None, lambda: _oracle(options), MAX_DRAFTS)
-    return _with_engine(options, drafts, lambda options, generate: _texts(options, generate, ("repeat",), (1, 16, 64)))
+    from benchmarks.gpu.bare_engine import Drafts
+
+    engine = _engine(options, Drafts(MAX_DRAFTS, None, lambda: _oracle(options), MAX_DRAFTS))
+    return _measured(options, engine, partial(_texts, texts=("repeat",), batches=(1, 16, 64)))
 
 
 def vllm_ngram(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,9 +85,10 @@ def vllm_ngram(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class VllmWalk:
-    """vLLM's offline class in this process. VLLM_ENABLE_V1_MULTIPROCESSING=0, or its weights can't be changed."""
+    """vLLM's offline class, all in this process: its weights are changed once it has loaded them."""
 
     def __init__(self, folder: str, vocab_size: int, drafting: dict[str, Any] | None) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self._vllm: Any = import_module("vllm")  # it is in no environment of ours
         self._llm: Any = self._vllm.LLM(
             model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=_MAX_MODEL_LEN,
@@ -138,11 +147,9 @@ def _prompts(text: str, count: int, length: int, vocab_size: int) -> Prompts:
     return [walk(vocab_size, 50 * (index + 1) % first, length) for index in range(count)]
 
 
-def _with_engine(
-    options: argparse.Namespace,
-    drafts: Drafts | None,
-    measure: Callable[[argparse.Namespace, Generate], dict[str, Any]],
-) -> dict[str, Any]:
+def _engine(options: argparse.Namespace, drafts: Drafts | None) -> BareEngine:
+    from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+
     size = EngineSize(
         4 if options.small else 256, 256 if options.small else _MAX_MODEL_LEN, 2304,
         8192 if options.small else 256 * _MAX_MODEL_LEN, device=options.device,
@@ -151,11 +158,17 @@ def _with_engine(
         folder = make_shape_folder(options.shape, Path(name))
         engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, drafts=drafts)
     make_walk(engine.runner._model, _vocab_size(options))
+    return engine
+
+
+def _measured(
+    options: argparse.Namespace, engine: BareEngine, measure: Callable[[argparse.Namespace, Generate], dict[str, Any]]
+) -> dict[str, Any]:
     near, far = (followers(_vocab_size(options), ahead).tolist() for ahead in (1, AHEAD))
     counts = count_drafts(engine)
 
     def generate(prompts: Prompts, num_tokens: int, is_sampled: bool) -> float:
-        sampling = SamplingParams(temperature=1.0, seed=7) if is_sampled else GREEDY
+        sampling = SamplingParams(temperature=float(is_sampled), seed=7)
         started_s = time.perf_counter()
         streams = engine.run(prompts, [num_tokens] * len(prompts), sampling)
         duration_s = time.perf_counter() - started_s
@@ -192,6 +205,9 @@ def count_drafts(engine: BareEngine) -> dict[str, int]:
 def ngram_drafts(constant: int | None) -> Drafts:
     """By n-grams of 2 to 4 tokens. constant: in every row so many; None: as many as pay."""
 
+    from benchmarks.gpu.bare_engine import Drafts
+    from replicas.speculation.ngram_drafter import NgramDrafter
+
     def on_card() -> Any:
         from replicas.cuda.card_drafts import CardDrafting
         from replicas.cuda.card_ngram_drafter import CardNgramDrafter
@@ -213,3 +229,30 @@ def _oracle(options: argparse.Namespace) -> Any:
 def _vocab_size(options: argparse.Namespace) -> int:
     size: int = json.loads(options.shape.read_text())["vocab_size"]
     return size
+
+
+PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "speculative-plain": plain,
+    "speculative": ngram,
+    "speculative-oracle": oracle,
+    "vllm-ngram": vllm_ngram,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("piece", choices=PIECES)
+    parser.add_argument("--shape", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, help="as of other pieces; none is needed")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(4)
+    found = PIECES[options.piece](options)
+    gc.collect()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
