@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,7 +167,10 @@ NUM_NEW = 12
 
 @pytest.fixture(autouse=True)
 def few_graphs(card: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Of the interpreter's time most goes into capturing them."""
+    """Of the interpreter's time most goes into capturing them, and into programs that have nothing to do."""
+    if not torch.cuda.is_available():
+        properties = SimpleNamespace(multi_processor_count=1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("replicas.cuda.card_drafts._ROW_TOKENS", (8, 20))
     monkeypatch.setattr("replicas.cuda.graphs._ALONE", (64,))
     monkeypatch.setattr("replicas.cuda.graphs._BESIDE_ROWS", ((4, (64,), ()),))
@@ -415,3 +419,30 @@ def test_columns_say_whose_token_each_is() -> None:
     assert columns_of(rows, 3, 6, 8) == [[5, 1, 8], [30, 9, -1], [2, 0, 0], [0, 3, 0], [3, 1, 0], [0, 0, 0, 1, -1, -1]]
     assert columns_of([], 1, 2, 8) == [[8], [-1], [0], [0], [0], [-1, -1]]
     assert np.array(columns_of(rows, 3, 6, 8)[5]).dtype == np.int64
+
+
+@torch.inference_mode()
+def test_without_drafts_nothing_of_them_is_there(
+    device: torch.device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel, no graph, no history; rows are where plans say."""
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("a kernel of drafts, without drafts")
+
+    for name in (
+        "graph_passes.locate_rows",
+        "card_drafts.feed_rows",
+        "card_drafts.accept_drafts",
+        "card_drafts.follow_tokens",
+    ):
+        monkeypatch.setattr(f"replicas.cuda.{name}", unexpected)
+    runner = make_runner(loaded, device, None)
+    runner.warm_up()
+    assert runner._graphs is not None
+    assert runner._graphs.most_row_tokens == 0
+    assert runner._slots.history is None
+    host = Host(runner, 4, GREEDY, 1)
+    host.begin({slot: PROMPTS[slot] for slot in (0, 3)})
+    assert all(len(text) == 4 for text in host.run({}).values())
+    assert runner._slots.length.eq(-1).all()
