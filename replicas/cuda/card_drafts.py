@@ -33,8 +33,7 @@ _ROW_TOKENS = (3, 5, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 
 def row_tokens(num_slots: int, max_drafts: int) -> list[int]:
     """Numbers of rows' tokens that get a graph, ascending: as many as rows can have, or less."""
     most = min(num_slots, MOST_ROWS) * (1 + max_drafts)
-    sizes = [size for size in _ROW_TOKENS if size < most]
-    return [*sizes, min(most, _ROW_TOKENS[-1])] if most not in sizes else sizes
+    return sorted({*(size for size in _ROW_TOKENS if size < most), min(most, _ROW_TOKENS[-1])})
 
 
 def columns_of(rows: Sequence[Slice], num_rows: int, num_tokens: int, padding_slot: int) -> list[list[int]]:
