@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,17 +28,39 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
-from replicas.serving.device_runner import make_runner
+from replicas.serving.device_runner import make_runner, speculation_of
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
+from replicas.speculation.drafter import Drafter
+from replicas.speculation.history import TokenHistory
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE
+from scheduler.constant_drafts import ConstantDrafts
+from scheduler.draft_planner import Speculation
 from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from replicas.cuda.card_drafts import CardDrafting
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """make_drafter, card_drafting: as `make_runner` wants them, for a CPU and a card. max_drafts: of a row. constant:
+    every row has so many; None: as many as pay."""
+
+    max_drafts: int
+    make_drafter: Callable[[TokenHistory], Drafter] | None
+    card_drafting: Callable[[], CardDrafting] | None
+    constant: int | None = None
+
+    def speculation(self, runner: ModelRunner) -> Speculation:
+        chosen = speculation_of(runner, self.max_drafts)
+        return chosen if self.constant is None else replace(chosen, speculator=ConstantDrafts(self.constant))
 
 
 @dataclass(slots=True)
@@ -134,11 +156,12 @@ class BareEngine:
         grammars: GrammarSettings | None = None,
         prefixes: PrefixOptions | None = None,
         bits: FewBits | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
         grammars: it can hold texts against some; the folder has a tokenizer. prefixes: it has a prefix cache. bits:
         what is quantised; then a check that fails is only noted, in `failed_check`: times of random weights tell all
-        the same."""
+        the same. drafts: its rows may have some."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
         few = bits or FewBits()
@@ -156,8 +179,9 @@ class BareEngine:
             capacity_bytes = int(0.9 * torch.cuda.mem_get_info()[0])
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
-            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None
-        )
+            loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None,
+            drafts.make_drafter if drafts else None, drafts.card_drafting if drafts else None,
+        )  # fmt: skip
         self.failed_check = ""
         try:
             self.self_check_difference = self_check(self.runner, loaded)
@@ -175,14 +199,17 @@ class BareEngine:
             opening = GrammarsOpening(model, grammars, size.device, loaded.vocab_size)
             self.grammars = opening.result(lambda duration_s: None)
         self._size, self._lag, self._lanes, self._num_blocks = size, lag, lanes, pool.num_blocks
-        self._assemble(sender or RecordingSender(), prefixes)
+        self._assemble(sender or RecordingSender(), prefixes, drafts)
 
-    def _assemble(self, sender: RecordingSender, prefixes: PrefixOptions | None) -> None:
+    def _assemble(self, sender: RecordingSender, prefixes: PrefixOptions | None, drafts: Drafts | None) -> None:
         """Scheduler and engine around the runner. Mutates."""
         size, lanes = self._size, self._lanes
         limits = PoolLimits(self._num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         policy = AdmissionPolicy(quantile=size.quantile)
-        self.scheduler = Scheduler(limits, DECODE, policy, self._lag, size.num_host_blocks, lanes is not None, prefixes)
+        self.scheduler = Scheduler(
+            limits, DECODE, policy, self._lag, size.num_host_blocks, lanes is not None, prefixes,
+            drafts.speculation(self.runner) if drafts else None,
+        )  # fmt: skip
         parts = EngineParts(
             self.scheduler,
             self.runner,
@@ -197,11 +224,12 @@ class BareEngine:
         kind = Engine if lanes is None else TwoLaneEngine
         self.engine = kind("decode", parts, frames)
 
-    def beside(self, prefixes: PrefixOptions | None) -> BareEngine:
+    def beside(self, prefixes: PrefixOptions | None, drafts: Drafts | None = None) -> BareEngine:
         """Another engine over the same runner and KV memory, to be compared with this one. Both may be entered, but
-        only one computes at a time, and what the other has cached is then no longer what it was."""
+        only one computes at a time, and what the other has cached is then no longer what it was. drafts: of a runner
+        that makes them."""
         other = copy(self)
-        other._assemble(RecordingSender(), prefixes)
+        other._assemble(RecordingSender(), prefixes, drafts)
         return other
 
     def __enter__(self) -> BareEngine:

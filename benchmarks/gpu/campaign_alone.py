@@ -46,7 +46,12 @@ ALONE = {
     "vllm-fp8": 120.0,
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
+    "speculative-plain": 70.0,
+    "speculative": 85.0,
+    "speculative-oracle": 75.0,
+    "vllm-ngram": 240.0,
 }
+_SPECULATIVE = ("speculative-plain", "speculative", "speculative-oracle", "vllm-ngram")
 _MOST_OF_EXPECTED = 2.5  # times as long as expected: it hangs
 
 
@@ -96,6 +101,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
 def run_child(name: str, options: argparse.Namespace, log: Path, timeout_s: float) -> ChildEnd:
     """A piece's process. Blocks. Whatever it has started ends with it."""
     module = "quantised_pieces" if name in (*QUANTISED, PRODUCTS) else "card_pieces"
+    module = "speculative_pieces" if name in _SPECULATIVE else module
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", name, "--shape", str(shape_of(options))]
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]
@@ -123,7 +129,7 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
 def _environment(name: str, options: argparse.Namespace) -> dict[str, str]:
     """Raises ValueError where vLLM is to be measured and nothing says where it is."""
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    if name in QUANTISED and QUANTISED[name].said is not None:
+    if name == "vllm-ngram" or (name in QUANTISED and QUANTISED[name].said is not None):
         if options.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         return own_vllm_cache(os.environ | VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"})

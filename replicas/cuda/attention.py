@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.kv_write import write_kv
-from replicas.kernels.paged_decode import paged_decode
+from replicas.kernels.paged_decode import RowQueries, paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.attention_seam import refuse_arguments, use_attention
@@ -112,7 +112,7 @@ def attend_over_pool(
     if kv.dtype is FP8:
         key, value = (as_stored(new, FP8, by).to(new.dtype) for new, by in zip((key, value), scales, strict=True))
     step, launches = CudaStep(block_table, places, chunks, shares, layout), Launches.unpack(layout)
-    rows = launches.num_rows
+    rows = launches.num_row_tokens
     if query.shape[0] > rows:
         write_kv(key[rows:], value[rows:], kv, block_table, step.token_slots[rows:], step.positions[rows:])
     return attend_written(query, key, value, kv, step, launches, scale, scales)
@@ -155,7 +155,7 @@ def _attend_unscaled(
 ) -> torch.Tensor:
     token_slots, positions = step.token_slots, step.positions
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    rows = launches.num_rows
+    rows = launches.num_row_tokens
     if rows:
         paged_decode(
             query[:rows],
@@ -170,6 +170,7 @@ def _attend_unscaled(
             launches.tile_len,
             scale,
             out,
+            RowQueries(launches.most_queries, launches.num_rows, launches.rows_at) if launches.num_queries else None,
         )
     for first, length, count in launches.fresh:
         span = slice(first, first + length * count)

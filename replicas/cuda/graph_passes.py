@@ -8,16 +8,19 @@ padding, at position -1: they write no KV, and nobody attends to them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from replicas.cuda.attention import library_attention
+from replicas.cuda.card_drafts import MOST_ROWS, CardDrafts, columns_of
 from replicas.cuda.slots import CudaSlots
 from replicas.cuda.step import CudaStep, Launches
+from replicas.kernels.row_feed import FedRows, PlannedRows, locate_rows
 from replicas.kernels.work_sharing import WorkSharing
+from replicas.speculation.drafter import NO_DRAFT
 from scheduler.plan import Slice
 
 # Choices of a prompt's first token, beyond one, that there is room for.
@@ -28,25 +31,35 @@ _MORE_CHOICES = 7
 class Pass:
     """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
 
-    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included.
+    slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included. fed: the
+    rows, if they have drafts.
     """
 
     logits: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
     choices: torch.Tensor
+    fed: FedRows | None = None
 
 
 class PassModel:
     """What all passes of a runner compute with."""
 
-    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing) -> None:
+    def __init__(self, model: Any, slots: CudaSlots, sharing: WorkSharing, drafts: CardDrafts | None = None) -> None:
+        """drafts: None where there never are any: then rows are where plans say."""
         self._model = model
         self.slots = slots
+        self.drafts = drafts
         self.sharing = sharing
         self.device = slots.state.device
         self.no_shares = sharing.share_out(torch.full((1,), -1, dtype=torch.int32, device=self.device))
         self.no_chunks = torch.zeros(2, 3, dtype=torch.int32, device=self.device)
+
+    def located(self, slots: torch.Tensor, planned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows of one token, int32 [R]: last tokens, and their places, int32 [2 * R], slots, then positions."""
+        if self.drafts is not None and len(slots):
+            return locate_rows(self.slots.state, slots, planned)
+        return self.slots.last_token.index_select(0, slots), torch.cat([slots, planned])
 
     def logits(
         self, input_ids: torch.Tensor, positions: torch.Tensor, keep: int | torch.Tensor, step: CudaStep
@@ -86,11 +99,44 @@ class DecodePass:
 
     def run(self) -> Pass:
         slots, positions, choices = self.static_input
+        if self._model.drafts is None:
+            input_ids, places = self._model.slots.last_token.index_select(0, slots), self.static_input[:2].view(-1)
+        else:
+            input_ids, places = self._model.located(slots, positions)
+            positions = places[self._size :]
         shares = self._model.sharing.share_out(positions)
         table = self._model.slots.block_table
-        step = CudaStep(table, self.static_input[:2].view(-1), self._model.no_chunks, shares, self._layout)
-        input_ids = self._model.slots.last_token.index_select(0, slots)
+        step = CudaStep(table, places, self._model.no_chunks, shares, self._layout)
         return Pass(self._model.logits(input_ids, positions, 0, step), slots, positions, choices)
+
+
+class DraftPass:
+    """Rows with drafts behind their last tokens: num_tokens in all, of at most MOST_ROWS rows, divided anyhow.
+
+    Static input: the columns of PlannedRows. The drafts are a tensor of their own, which the drafter writes.
+    """
+
+    def __init__(self, model: PassModel, drafts: CardDrafts, num_tokens: int) -> None:
+        self._model, self._drafts = model, drafts
+        self._num_rows, self._num_tokens = min(num_tokens, MOST_ROWS, len(model.slots.sampling)), num_tokens
+        self.drafts = torch.full((self._num_rows, drafts.max_drafts), NO_DRAFT, dtype=torch.int64, device=model.device)
+        self.static_input = self.values(()).to(model.device)
+        launches = _launches(model.sharing, self._num_rows)
+        self._layout = replace(
+            launches, num_queries=num_tokens, most_queries=drafts.most, rows_at=model.sharing.rows_at
+        ).pack()
+
+    def values(self, rows: Sequence[Slice]) -> torch.Tensor:
+        """The static input for these rows, in pinned memory."""
+        columns = columns_of(rows, self._num_rows, self._num_tokens, self._model.slots.padding_slot)
+        return _pinned([number for column in columns for number in column])
+
+    def run(self) -> Pass:
+        planned = PlannedRows.split(self.static_input, self._num_rows, self._drafts.most)
+        fed = self._drafts.laid_out(planned, self.drafts, self._model.sharing)
+        table = self._model.slots.block_table
+        step = CudaStep(table, fed.places, self._model.no_chunks, fed.shares, self._layout)
+        return Pass(self._model.logits(fed.ids, fed.positions, 0, step), fed.slots, fed.positions, fed.choices, fed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +199,12 @@ class PromptPass:
     def run(self) -> Pass:
         parts = self.static_input.split(self._sizes)
         row_slots, row_positions, kept, slots, positions, choices, chunk, slot, ids = parts
+        if self._model.drafts is None:
+            row_ids = None
+        else:
+            row_ids, row_places = self._model.located(row_slots, row_positions)
+            row_positions = row_places[self._shape.num_rows :]
+            positions = self._model.located(slots, positions)[1][self._shape.num_samples :]
         prompt_positions = torch.where(self._offsets < chunk[1], self._offsets + chunk[2], -1)
         token_positions = torch.cat([row_positions, prompt_positions])
         sharing = self._model.sharing
@@ -163,7 +215,9 @@ class PromptPass:
             sharing.share_out(row_positions) if self._shape.num_rows else self._model.no_shares,
             self._layout,
         )
-        input_ids = torch.cat([self._model.slots.last_token.index_select(0, row_slots), ids])
+        if row_ids is None:
+            row_ids = self._model.slots.last_token.index_select(0, row_slots)
+        input_ids = torch.cat([row_ids, ids])
         return Pass(self._model.logits(input_ids, token_positions, kept.long(), step), slots, positions, choices)
 
 

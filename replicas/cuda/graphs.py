@@ -3,7 +3,8 @@
 Decode: one graph for each size of batch. Prompts: one for each of some lengths, alone and with room for decode rows
 beside it: launching a pass by hand takes the host longer than the card needs to compute some thousand tokens. A step of
 a few prompts is several passes, one behind the other, the rows in the first. Tokens are drawn behind each, by kernels
-chosen for the step's parameters, whose launches hide behind the pass.
+chosen for the step's parameters, whose launches hide behind the pass. Rows with drafts: one graph for each of some
+numbers of their tokens, with no prompt beside them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 
 import torch
 
-from replicas.cuda.graph_passes import DecodePass, Pass, PassModel, PromptPass, PromptShape
+from replicas.cuda.card_drafts import CardDrafts, row_tokens
+from replicas.cuda.graph_passes import DecodePass, DraftPass, Pass, PassModel, PromptPass, PromptShape
 from replicas.cuda.slots import CudaSlots
+from replicas.kernels.row_feed import FedRows
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
@@ -97,15 +100,36 @@ class StepGraph:
 @dataclass(frozen=True, slots=True)
 class PlannedPass:
     """A pass that a graph does for a plan. num_samples: of how many of its rows of logits, the first ones, the plan
-    wants tokens."""
+    wants tokens. used: the slots that get them, one each. rows: those with drafts instead, which come to lie in
+    `drafts`."""
 
     graph: StepGraph
     values: torch.Tensor
     num_samples: int
+    used: tuple[int, ...] = ()
+    rows: tuple[Slice, ...] = ()
+    drafts: torch.Tensor | None = None
 
-    def launch(self) -> Pass:
-        """Does not wait. What the last pass of any graph gave is overwritten."""
+    def launch(self, drafting: CardDrafts | None = None) -> Pass:
+        """Does not wait. What the last pass of any graph gave is overwritten. drafting: makes its drafts."""
+        if self.drafts is not None and drafting is not None:
+            drafting.drafts(self.rows, self.drafts)
         return self.graph.replay(self.values)
+
+
+def run_passes(passes: Sequence[PlannedPass], drafts: CardDrafts | None) -> tuple[torch.Tensor, FedRows | None]:
+    """Their logits, and what rows with drafts were fed. Of several copies: each pass overwrites what the last one gave.
+    Of one its own, until the next pass."""
+    if len(passes) == 1:
+        launched = passes[0].launch(drafts)
+        return launched.logits[: passes[0].num_samples], launched.fed
+    logits: list[torch.Tensor] = []
+    fed = None
+    for planned in passes:
+        launched = planned.launch(drafts)
+        logits.append(launched.logits[: planned.num_samples].clone())
+        fed = launched.fed.copied() if launched.fed is not None else fed
+    return torch.cat(logits), fed
 
 
 class StepGraphs:
@@ -121,11 +145,16 @@ class StepGraphs:
         *,
         memory: Any = None,
         stream: torch.cuda.Stream | None = None,
+        drafts: CardDrafts | None = None,
     ) -> None:
         """sizes: of batches, ascending; shapes: of prompts' passes, those of the fewest tokens first. memory: a pool of
-        graphs that never run while these do; None: their own. stream: as for `StepGraph`.
+        graphs that never run while these do; None: their own. stream: as for `StepGraph`. drafts: of rows, if they may
+        have any.
         """
-        self._model = PassModel(model, slots, sharing)
+        self._model = PassModel(model, slots, sharing, drafts)
+        self._drafts = drafts
+        self._draft_sizes = row_tokens(len(slots.sampling), drafts.max_drafts) if drafts else []
+        self._drafting: dict[int, tuple[DraftPass, StepGraph]] = {}
         self._slots = slots
         self._pool = torch.cuda.graph_pool_handle() if memory is None else memory
         self._stream = stream
@@ -136,7 +165,8 @@ class StepGraphs:
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
-        with start_step("capturing graphs", len(self._shapes) + len(self._batch_sizes), "graphs") as step:
+        num_graphs = len(self._shapes) + len(self._batch_sizes) + len(self._draft_sizes)
+        with start_step("capturing graphs", num_graphs, "graphs") as step:
             for shape in reversed(self._shapes):
                 prompt = PromptPass(self._model, shape)
                 self._prompts[shape] = prompt, self._captured(prompt)
@@ -145,9 +175,19 @@ class StepGraphs:
                 decode = DecodePass(self._model, size)
                 self._decode[size] = decode, self._captured(decode)
                 step.advance()
-        return len(self._decode) + len(self._prompts)
+            for size in reversed(self._draft_sizes):
+                assert self._drafts is not None
+                drafting = DraftPass(self._model, self._drafts, size)
+                self._drafting[size] = drafting, self._captured(drafting)
+                step.advance()
+        return num_graphs
 
-    def _captured(self, captured: PromptPass | DecodePass) -> StepGraph:
+    @property
+    def most_row_tokens(self) -> int:
+        """Of a step with drafts."""
+        return max(self._drafting, default=0)
+
+    def _captured(self, captured: PromptPass | DecodePass | DraftPass) -> StepGraph:
         return StepGraph(captured.static_input, captured.run, self._pool, self._stream)
 
     def draw_all_ways(self) -> None:
@@ -175,6 +215,9 @@ class StepGraphs:
         rows, chunks, planned = plan.rows, plan.chunks, []
         if len(chunks) > _MOST_PROMPTS or len(rows) > max(self._batch_sizes, default=0):
             return None
+        if plan.has_drafts and any(row.num_tokens > 1 for row in rows):
+            planned.append(self._plan_drafting(rows))
+            rows = ()
         for chunk in chunks:
             shape = self._shape_of(chunk, 0)
             if shape is None:
@@ -198,8 +241,14 @@ class StepGraphs:
 
     def _plan_decode(self, rows: Sequence[Slice]) -> PlannedPass:
         decode, graph = self._decode[self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]]
-        return PlannedPass(graph, decode.values(rows), len(rows))
+        return PlannedPass(graph, decode.values(rows), len(rows), tuple([row.slot for row in rows]))
+
+    def _plan_drafting(self, rows: tuple[Slice, ...]) -> PlannedPass:
+        num_tokens = sum([row.num_tokens for row in rows])
+        drafting, graph = self._drafting[self._draft_sizes[bisect_left(self._draft_sizes, num_tokens)]]
+        return PlannedPass(graph, drafting.values(rows), num_tokens, (), rows, drafting.drafts)
 
     def _plan_prompt(self, shape: PromptShape, chunk: Slice, rows: Sequence[Slice]) -> PlannedPass:
         prompt, graph = self._prompts[shape]
-        return PlannedPass(graph, prompt.values(chunk, rows), len(rows) + len(chunk.sampled_choices))
+        used = (*(row.slot for row in rows), *([chunk.slot] * chunk.num_sampled), *(fork.slot for fork in chunk.forks))
+        return PlannedPass(graph, prompt.values(chunk, rows), len(used), used)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from replicas.cuda.card_drafts import CardDrafting, CardDrafts
 from replicas.cuda.cublas_lt import CublasLt, NoCublasLt
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes
@@ -62,6 +63,7 @@ class LaneParts:
     max_model_len: int
     has_fresh: bool
     sharing: WorkSharing
+    drafts: CardDrafts | None
 
 
 class LaneRunner(CudaRunner):
@@ -76,7 +78,7 @@ class LaneRunner(CudaRunner):
         self._model, self._loaded = model, parts.loaded
         self.pool, self.host_pool, self._slots = parts.pool, parts.host_pool, parts.slots
         self._max_model_len, self._has_fresh, self._sharing = parts.max_model_len, parts.has_fresh, parts.sharing
-        self._graphs = None
+        self._graphs, self._fed, self._drafts = None, None, parts.drafts
         self.stream, self._order = stream, order
         self._products = products
 
@@ -126,15 +128,24 @@ class DividedRunner(CudaRunner):
     """
 
     def __init__(
-        self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+        self,
+        loaded: LoadedModel,
+        pool: KvPool,
+        num_slots: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        *,
+        drafting: CardDrafting | None = None,
     ) -> None:
-        """Raises NotDivisible, before anything is changed."""
+        """As CudaRunner's. Raises NotDivisible, before anything is changed."""
         streams = lane_streams(pool.tensor.device)
-        super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
+        super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks, drafting=drafting)
         self.shares = tuple(share for share in streams if share is not WHOLE_CARD)
         model, order = twin_of(self._model), LaneOrder()
         count_apart(model)
-        parts = LaneParts(loaded, pool, self.host_pool, self._slots, max_model_len, self._has_fresh, self._sharing)
+        parts = LaneParts(
+            loaded, pool, self.host_pool, self._slots, max_model_len, self._has_fresh, self._sharing, self._drafts
+        )
         products = products_of(tuple(streams))
         self._beside = {
             share: LaneRunner(parts, model, stream, order, products[share]) for share, stream in streams.items()

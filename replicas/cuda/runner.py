@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
+from replicas.cuda.card_drafts import MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
 from replicas.cuda.card_linear import card_linear
+from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.graph_passes import PromptShape
-from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
+from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
 from replicas.cuda.rotated_attention import RotatedAttention
-from replicas.cuda.slots import CudaSlots, SamplingKinds, numbers_to_device
+from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain, numbers_to_device
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
-from replicas.cuda.tokens_in_flight import TokensInFlight
+from replicas.cuda.tokens_in_flight import SettledTokens, TokensInFlight
 from replicas.device_copy import to_device
-from replicas.kernels.dependent_launch import launches_early
+from replicas.kernels.row_feed import FedRows
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
@@ -37,6 +39,7 @@ from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
+from replicas.speculation.drafting_runner import computed_rows
 from replicas.start_step import start_step
 from replicas.stored_numbers import FP8
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
@@ -49,26 +52,46 @@ _WARM_UP_LENGTHS = (37, 23)
 _FP8_CAPABILITY = (8, 9)  # cards from here on convert numbers of 8 bits
 
 
+@dataclass(frozen=True, slots=True)
+class CardForward(ForwardHandle):
+    """fed: the plan's rows with drafts, as they were fed, until the next step; None: the plan has none."""
+
+    fed: FedRows | None = None
+
+
 class CudaRunner(ModelRunner):
     """Owns what ModelRunner owns, and graphs once `warm_up` has run. Engine thread only, after that."""
 
+    most_drafting_rows = MOST_ROWS
+    pads_drafts = True
+
     def __init__(
-        self, loaded: LoadedModel, pool: KvPool, num_slots: int, max_model_len: int, num_host_blocks: int = 0
+        self,
+        loaded: LoadedModel,
+        pool: KvPool,
+        num_slots: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        *,
+        drafting: CardDrafting | None = None,
     ) -> None:
+        """drafting: who makes drafts, and how many of a row; None: there are none, and rows are where plans say."""
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         device = pool.tensor.device
         _refuse_numbers(pool.layout.dtype, loaded.dtype, device)
         self._max_model_len = max_model_len
-        self._slots: CudaSlots = CudaSlots(
-            num_slots, -(-max_model_len // pool.layout.block_size), max_model_len, device
-        )
+        num_blocks = -(-max_model_len // pool.layout.block_size)
+        self._slots: CudaSlots = CudaSlots(num_slots, num_blocks, max_model_len, device, drafting is not None)
+        self._drafts = CardDrafts(self._slots, drafting) if drafting else None
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._sharing = WorkSharing.of(
-            pool.layout.num_kv_heads, pool.layout.head_dim, loaded.dtype, num_processors, num_slots
-        )
+            pool.layout.num_kv_heads, pool.layout.head_dim, loaded.dtype, num_processors, num_slots,
+            num_slots if drafting else 0,
+        )  # fmt: skip
         # Library kernels of float32 attention round to tf32 or are slow; ours does neither.
         self._has_fresh = loaded.dtype is not torch.float32
         self._graphs: StepGraphs | None = None
+        self._fed: FedRows | None = None  # of the last pass by hand
         bind_attention(loaded.model, pool)
         replace_layers(loaded.model, with_card_kernels(RotatedAttention, card_linear))
 
@@ -76,7 +99,7 @@ class CudaRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> StepHandle:
         """As the base's. Where graphs do the step and nothing has to come in between, both phases are one: tokens are
         drawn behind each pass."""
-        moved = self._prepare(plan)
+        moved, plan = self._prepare(plan), self._resolved(plan)
         passes = self._passes(plan)
         if passes and (kinds := self._slots.kinds(plan)).is_plain:
             return self._keeping_fed(
@@ -85,10 +108,16 @@ class CudaRunner(ModelRunner):
         forwarded = self._run_passes(passes, plan)
         return self.choose(forwarded if moved is None else replace(forwarded, moved=moved))
 
+    def can_draft(self, sampling: SamplingParams) -> bool:
+        """The drawing kernels choose behind each draft, and only they."""
+        return self._drafts is not None and self._drafts.is_alive and is_plain(sampling)
+
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         """As the base's. Rows with masks are drawn by the kernels that draw others, if these know their parameters."""
         plan = forwarded.plan
+        if masks is not None and plan.has_drafts:
+            masks = masks.at(computed_rows(plan))
         if masks is not None and forwarded.logits is not None and (kinds := self._slots.kinds(plan)).is_plain:
             return self._keeping_fed(plan, lambda: self._draw_masked(forwarded, masks, kinds))
         if forwarded.logits is not None:
@@ -100,67 +129,86 @@ class CudaRunner(ModelRunner):
         return super().logits(plan).to(torch.float32, copy=True)
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
+        plan = self._resolved(plan)
         return self._run_passes(self._passes(plan), plan)
+
+    def _resolved(self, plan: StepPlan) -> StepPlan:
+        """The plan as it is computed: perhaps without drafts. By hand rows may have as many as they like."""
+        if self._drafts is None or not plan.has_drafts:
+            return plan
+        return self._drafts.resolved(plan, self._graphs.most_row_tokens if self._graphs else None)
 
     def _passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """Of the graphs that do the plan; None or empty if it is launched by hand."""
         return self._graphs.passes(plan) if self._graphs else None
 
     def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> ForwardHandle:
-        return ForwardHandle(plan, _logits_of(passes)) if passes else super()._run(plan)
+        if passes:
+            logits, fed = run_passes(passes, self._drafts)
+            return CardForward(plan, logits, fed=fed)
+        self._fed = None
+        forwarded = super()._run(plan)
+        return CardForward(plan, forwarded.logits, forwarded.prompts, fed=self._fed)
 
     def _keeping_fed(self, plan: StepPlan, choose: Callable[[], StepHandle]) -> StepHandle:
         """If it fails, the step will be run again, in pieces: from the tokens it was planned with. Those of other slots
         are another lane's."""
-        fed = self._slots.last_token.clone()
+        moved = self._slots.moved()
         try:
             return choose()
         except Exception:
-            slots = sorted({place.next_slot for place in SamplePlace.all_of(plan)})
-            own = numbers_to_device(slots, fed.device)
-            self._slots.last_token.index_copy_(0, own, fed[own])
+            self._slots.move_back(sorted({place.next_slot for place in SamplePlace.all_of(plan)}), moved)
             raise
 
     def _prepare(self, plan: StepPlan) -> MovedBlocks | None:
         """Raises ValueError for what no kernel here computes."""
-        wide = [row for row in plan.rows if row.num_tokens > 1] or [c for c in plan.chunks if c.num_sampled > 1]
-        if wide:
-            raise ValueError(
-                f"{wide[0].request_id}: {wide[0].num_tokens} tokens, {wide[0].num_sampled} of them sampled behind: on "
-                "CUDA a running sequence is planned a token at a time, and sampled behind its last token only"
-            )
+        refuse_guesses(plan, self._drafts.max_drafts if self._drafts else 0)
+        if self._drafts is not None:
+            self._drafts.start(plan.slot_inits)
         return super()._prepare(plan)
 
     def _draw(self, passes: Sequence[PlannedPass], kinds: SamplingKinds) -> SampledTokens:
         """Run the passes; the drawing kernel behind each chooses its tokens and feeds them to the next step."""
-        tokens = []
+        tokens, accepted = [], None
         for planned in passes:
-            launched = planned.launch()
+            launched = planned.launch(self._drafts)
             drawn = draw_tokens(
                 launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
                 has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept,
             )  # fmt: skip
             tokens.append(drawn[: planned.num_samples])
-        return SampledTokens(torch.cat(tokens))
+            if self._drafts is not None and launched.fed is not None:
+                accepted = self._drafts.accept(planned.rows, drawn, launched.fed)
+            elif self._drafts is not None:
+                self._drafts.follow(planned.used, drawn, launched.slots, launched.positions)
+        return SettledTokens(torch.cat(tokens), accepted=accepted)
 
     def _draw_masked(self, forwarded: ForwardHandle, masks: TokenMasks, kinds: SamplingKinds) -> StepHandle:
         logits, places = forwarded.logits, SamplePlace.all_of(forwarded.plan)
         assert logits is not None
         device = logits.device
         # A prompt's choices have the parameters of the slot that ends it, and feed slots of their own.
-        rows = [[p.next_slot for p in places], [p.position - 1 for p in places], [p.choice for p in places]]
         has_mask = set(masks.rows)
+        rows = [[p.next_slot for p in places], [p.position - 1 for p in places], [p.choice for p in places]]
         slots, positions, choices, masked = numbers_to_device(
             [*rows, [int(row in has_mask) for row in range(len(places))]], device
         ).int()
+        if self._drafts is not None:
+            positions = (self._slots.positions(places) - 1).int()
         words = to_device(torch.from_numpy(masks.words), device)
         forbid_tokens(logits, words, numbers_to_device(list(masks.rows), device).int())
         tokens = draw_tokens(
             logits, self._slots.state, slots, positions, choices,
             has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, masked=masked,
         )  # fmt: skip
-        on_the_way = self._on_the_way(SampledTokens(tokens), forwarded.prompts)
+        on_the_way = self._on_the_way(self._settled(forwarded, SampledTokens(tokens)), forwarded.prompts)
         return StepHandle(forwarded.plan, *on_the_way, forwarded.moved)
+
+    def _settled(self, forwarded: ForwardHandle, choice: SampledTokens) -> SampledTokens:
+        if self._drafts is None:
+            return choice
+        fed = forwarded.fed if isinstance(forwarded, CardForward) else None
+        return self._drafts.settle(forwarded.plan, fed, choice)
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]
@@ -178,7 +226,9 @@ class CudaRunner(ModelRunner):
             self.compile_layers()
         compiled_s = time.monotonic()
         sizes = batch_sizes(self.num_slots)
-        self._graphs = StepGraphs(self._model, self._slots, self._sharing, sizes, self._prompt_shapes())
+        self._graphs = StepGraphs(
+            self._model, self._slots, self._sharing, sizes, self._prompt_shapes(), drafts=self._drafts
+        )
         num_graphs = self._graphs.capture()
         self._graphs.draw_all_ways()
         torch.cuda.synchronize()
@@ -195,9 +245,7 @@ class CudaRunner(ModelRunner):
 
     def compile_layers(self) -> None:
         """And run them once for each way they are compiled. Blocks. Mutates pool blocks and slot 0."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        for layer in _decoder_layers(self._model, self._loaded.num_layers):
-            layer.compile(dynamic=True, options=_compiler_options(self.pool.tensor.device))
+        compile_decoder_layers(self._model, self._loaded.num_layers, self.pool.tensor.device)
         for length in _WARM_UP_LENGTHS:
             self._run_prompt(min(length, self._max_model_len))
         torch.cuda.synchronize()
@@ -224,7 +272,9 @@ class CudaRunner(ModelRunner):
         self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh)
+        if self._drafts is not None and plan.rows:
+            self._fed = self._drafts.fed(plan.rows, self._sharing)
+        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh, self._fed)
         with library_attention():
             output = self._model(
                 input_ids=inputs.input_ids[None],
@@ -244,28 +294,3 @@ def _refuse_numbers(stored: torch.dtype, of_model: torch.dtype, device: torch.de
     if stored is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         has = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise UnsupportedModel(f"kv.dtype fp8 needs a card of compute capability 8.9, this one has {has}; set auto")
-
-
-def _logits_of(passes: Sequence[PlannedPass]) -> torch.Tensor:
-    """Run them. Of several copies: each pass overwrites what the last one gave. Of one its own, until the next pass."""
-    if len(passes) == 1:
-        return passes[0].launch().logits[: passes[0].num_samples]
-    return torch.cat([planned.launch().logits[: planned.num_samples].clone() for planned in passes])
-
-
-def _compiler_options(device: torch.device) -> dict[str, bool]:
-    """The compiler's kernels are launched early, too: without theirs, ours gain nothing by it. And it may not choose
-    tiles by how fast they were for the few tokens of the first call: for many, that choice can cost half of the rate.
-    """
-    options = {"triton.enable_pdl": launches_early(device), "triton.autotune_pointwise": False}
-    known = torch._inductor.list_options()
-    return {name: value for name, value in options.items() if name in known}
-
-
-def _decoder_layers(model: torch.nn.Module, num_layers: int) -> list[torch.nn.Module]:
-    """The model's layers: the one list of modules that is as long as there are layers. Empty if there is none."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
-            return list(module)
-    logger.warning("no list of layers found: nothing is compiled", extra={"event": "not_compiled"})
-    return []

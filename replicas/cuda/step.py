@@ -1,14 +1,14 @@
 """A plan as the CUDA attention reads it: what lies on the device, and what the host decides about launches.
 
-No triton here. Tokens of a step lie flat in one row [num_tokens]: first one per decode row, then those of the chunks,
-in the order of a ChunkLayout.
+No triton here. Tokens of a step lie flat in one row [num_tokens]: first those of the decode rows, one each or with
+drafts behind it, then those of the chunks, in the order of a ChunkLayout.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from replicas.device_copy import to_device
 from scheduler.plan import Slice, StepPlan
 
 if TYPE_CHECKING:
+    from replicas.kernels.row_feed import FedRows
     from replicas.kernels.work_sharing import WorkSharing
 
 # A library kernel computes the head of a long fresh prompt: this many tokens, or half as many more, doubled and doubled
@@ -34,7 +35,8 @@ class CudaStep(NamedTuple):
     block_table: int64 [num_slots + 1, max_blocks]. places: int32 [2 * num_tokens], the tokens' slots, then their
     positions, -1 for padding: one tensor, since a compiled layer is compiled anew for a view that begins elsewhere.
     chunks: int32 [n >= 2, 3], the chunks over the pool: first token, length, position. shares: int32 [n, 4], which
-    programs attend over which keys of the rows. layout: int64 on the host, as `Launches` packs it.
+    programs attend over which keys of the rows; and what rows with drafts are. layout: int64 on the host, as `Launches`
+    packs it.
     """
 
     block_table: torch.Tensor
@@ -58,7 +60,9 @@ class CudaStep(NamedTuple):
 class Launches:
     """What the host launches for a step. num_pieces, tile_len: of the rows' contexts, as a WorkSharing cuts them.
 
-    fresh: (first token, length, count) of prompts of one length side by side."""
+    fresh: (first token, length, count) of prompts of one length side by side. Where rows may have drafts: num_queries
+    in all, at most most_queries in one, and the line of `shares` from which on it stands which; else all three are 0.
+    """
 
     num_rows: int
     num_pieces: int
@@ -66,16 +70,25 @@ class Launches:
     num_chunks: int
     longest_chunk: int
     fresh: tuple[tuple[int, int, int], ...]
+    num_queries: int = 0
+    most_queries: int = 0
+    rows_at: int = 0
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Of the step's tokens the first ones, which are of rows."""
+        return self.num_queries or self.num_rows
 
     def pack(self) -> torch.Tensor:
-        head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk, len(self.fresh)]
-        return torch.tensor(head + [number for run in self.fresh for number in run], dtype=torch.int64)
+        head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk]
+        drafts = [self.num_queries, self.most_queries, self.rows_at]
+        return torch.tensor([*head, *drafts, *(number for run in self.fresh for number in run)], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Launches:
-        num_rows, num_pieces, tile_len, num_chunks, longest, _, *rest = packed.tolist()
+        num_rows, num_pieces, tile_len, num_chunks, longest, queries, most, rows_at, *rest = packed.tolist()
         fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
-        return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh)
+        return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh, queries, most, rows_at)
 
 
 class ChunkPart(NamedTuple):
@@ -157,8 +170,16 @@ class CudaInputs:
     step: CudaStep
 
 
-def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, has_fresh: bool) -> CudaInputs:
-    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device. Rows are a token each."""
+def build_cuda_inputs(
+    plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, has_fresh: bool, fed: FedRows | None = None
+) -> CudaInputs:
+    """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device.
+
+    fed: the plan's rows where it is the device that knows where they are, and with which drafts; None: they are a token
+    each, where the plan says.
+    """
+    if fed is not None:
+        return _behind(fed, build_cuda_inputs(replace(plan, slices=plan.chunks), slots, sharing, has_fresh), sharing)
     device = slots.state.device
     chunks, num_rows = plan.chunks, plan.num_rows
     layout = ChunkLayout.of(chunks, num_rows, has_fresh)
@@ -198,3 +219,31 @@ def build_cuda_inputs(plan: StepPlan, slots: CudaSlots, sharing: WorkSharing, ha
         launches.pack(),
     )
     return CudaInputs(input_ids, numbers_to_device(logit_rows, device), step)
+
+
+def _behind(fed: FedRows, of_chunks: CudaInputs, sharing: WorkSharing) -> CudaInputs:
+    """Rows, and the step's chunks behind them."""
+    num_tokens, num_rows, step = len(fed.ids), len(fed.rows), of_chunks.step
+    launches = Launches.unpack(step.layout)
+    launches = replace(
+        launches,
+        num_rows=num_rows,
+        num_pieces=sharing.most_pieces(num_rows),
+        tile_len=sharing.tile_len(num_rows),
+        fresh=tuple((first + num_tokens, length, count) for first, length, count in launches.fresh),
+        num_queries=num_tokens,
+        most_queries=fed.most,
+        rows_at=sharing.rows_at,
+    )
+    rows = torch.arange(num_tokens, device=fed.ids.device)
+    return CudaInputs(
+        torch.cat([fed.ids, of_chunks.input_ids]),
+        torch.cat([rows, of_chunks.logit_rows + num_tokens]),
+        CudaStep(
+            step.block_table,
+            torch.cat([fed.slots, step.token_slots, fed.positions, step.positions]),
+            torch.cat([step.chunks[:, :1] + num_tokens, step.chunks[:, 1:]], 1),
+            fed.shares,
+            launches.pack(),
+        ),
+    )

@@ -15,8 +15,16 @@ from scheduler.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class TokensInFlight(SampledTokens):
-    """Tokens and scores in pinned memory, there when `copied` has happened."""
+class SettledTokens(SampledTokens):
+    """accepted: int32 [rows, 2], of each row how many of its tokens count, and how many drafts it had, which the host
+    does not know; None where no row has any."""
+
+    accepted: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokensInFlight(SettledTokens):
+    """Tokens, scores, and what counts, in pinned memory, there when `copied` has happened."""
 
     copied: torch.cuda.Event | None = None
 
@@ -28,11 +36,13 @@ class TokensInFlight(SampledTokens):
 
         Does not wait.
         """
+        accepted = choice.accepted if isinstance(choice, SettledTokens) else None
+        accepted = None if accepted is None else _to_host(accepted)
         tokens, scores = _to_host(choice.tokens), _scores_to_host(choice.scores)
         on_the_way = tuple(replace(prompt, scores=_scores_to_host(prompt.scores)) for prompt in prompts)
         copied = torch.cuda.Event()
         copied.record()
-        return cls(tokens, choice.scored, choice.num_top, scores, copied), on_the_way
+        return cls(tokens, choice.scored, choice.num_top, scores, accepted, copied), on_the_way
 
     @property
     def is_on_the_way(self) -> bool:
@@ -42,6 +52,12 @@ class TokensInFlight(SampledTokens):
         self._wait()
         tokens: list[int] = self.tokens.tolist()
         return tokens
+
+    def read_accepted(self) -> tuple[tuple[int, int], ...] | None:
+        if self.accepted is None:
+            return None
+        self._wait()
+        return tuple((counted, drafted) for counted, drafted in self.accepted.tolist())
 
     def read_logprobs(self) -> Mapping[int, TokenLogprobs]:
         self._wait()

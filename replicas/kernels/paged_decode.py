@@ -1,4 +1,4 @@
-"""Decode attention over the paged pool: one query token per sequence, its context cut into pieces of like length.
+"""Decode attention over the paged pool: one or a few queries per sequence, its context cut into pieces of like length.
 
 The algorithm is flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): each program attends
 over one piece of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel weighs
@@ -6,11 +6,15 @@ the pieces by their log-sum-exp. How long a piece may be follows from all contex
 context nor a last wave of programs holds up the rest (the aim of Sanovar et al., "Lean Attention", 2024). The heads
 that share a KV head are the rows of one matrix product, so K and V are read once. The program of a row's last piece
 writes its new k and v first: no kernel of its own for that.
+
+A sequence's queries (its last token, and drafts behind it) are more rows of that product, which has room for them: a
+product has 16 rows at least, and a KV head 4 or 8 heads. Pieces are those of the first query alone, the last one with
+the drafts' keys behind it, so each query's sums are those that it would have alone, in the same order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +25,19 @@ from replicas.kernels.kv_write import token_place
 
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
+# Rows of one product. With 64 the compiler takes another instruction, whose sums are others than those of 16 and of 32.
+_MOST_MEMBERS = 32
+
+
+class RowQueries(NamedTuple):
+    """Rows of several queries: at most `most` each, num_rows of them. What they are stands in `shares` too, from line
+    rows_at on: slot, first query, how many there are (0: a padding row), position of the first; the others' positions
+    are those behind it.
+    """
+
+    most: int
+    num_rows: int
+    rows_at: int
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -28,19 +45,32 @@ def _attend_piece(
     query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
     query_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
+    QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
+    first_query = 0
+    if QUERIES_AT_ONCE < QUERIES:
+        num_parts: tl.constexpr = (QUERIES + QUERIES_AT_ONCE - 1) // QUERIES_AT_ONCE
+        first_query, piece = piece % num_parts * QUERIES_AT_ONCE, piece // num_parts
     row = tl.load(shares + piece * 4)
     start = tl.load(shares + piece * 4 + 1) * BLOCK_N
     end = tl.load(shares + piece * 4 + 2) * BLOCK_N
+    if QUERIES > 1:
+        of_row = shares + (ROWS_AT + row) * 4
+        first_token, count = tl.load(of_row + 1), tl.load(of_row + 2)
+        end = tl.where(first_query < count, end, start)
     if start < end:
-        slot = tl.load(slots + row).to(tl.int64)
-        position = tl.load(positions + row)
+        if QUERIES == 1:
+            slot = tl.load(slots + row).to(tl.int64)
+            position = tl.load(positions + row)
+        else:
+            slot = tl.load(of_row).to(tl.int64)
+            position = tl.load(of_row + 3)
         is_last = end > position
         end = tl.minimum(end, position + 1)
         dims = tl.arange(0, DIM_PADDED)
@@ -50,26 +80,55 @@ def _attend_piece(
         kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
         if is_last:
-            token = token_place(kv, row_table, position, kv_stride_block, kv_stride_token, BLOCK_SIZE)
-            place = token + head * HEAD_DIM + dims
-            new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
-            new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
             stored = kv.dtype.element_ty
-            tl.store(place, new_key.to(stored), mask=is_dim)
-            tl.store(place + kv_stride_value, new_value.to(stored), mask=is_dim)
+            if QUERIES == 1:
+                token = token_place(kv, row_table, position, kv_stride_block, kv_stride_token, BLOCK_SIZE)
+                place = token + head * HEAD_DIM + dims
+                new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
+                new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
+                tl.store(place, new_key.to(stored), mask=is_dim)
+                tl.store(place + kv_stride_value, new_value.to(stored), mask=is_dim)
+            else:
+                # Those of every query that a query here sees: another program writes the first ones too, the same.
+                queries = tl.arange(0, QUERIES_PADDED)
+                num_seen = tl.minimum(first_query + QUERIES_AT_ONCE, count)
+                end = position + num_seen
+                token = token_place(
+                    kv, row_table, position + tl.minimum(queries, num_seen - 1), kv_stride_block, kv_stride_token,
+                    BLOCK_SIZE,
+                )  # fmt: skip
+                news = first_token + queries
+                place = token[:, None] + head * HEAD_DIM + dims[None, :]
+                is_new = (queries < num_seen)[:, None] & is_dim[None, :]
+                new_key = tl.load(
+                    key + news[:, None] * key_stride_token + head * key_stride_head + dims[None, :], mask=is_new
+                )
+                new_value = tl.load(
+                    value + news[:, None] * value_stride_token + head * value_stride_head + dims[None, :], mask=is_new
+                )
+                tl.store(place, new_key.to(stored), mask=is_new)
+                tl.store(place + kv_stride_value, new_value.to(stored), mask=is_new)
         tl.debug_barrier()  # the loop below reads what was just written
 
-        members = tl.arange(0, GROUP_PADDED)
-        is_member = members < GROUP
-        heads = head * GROUP + members
+        members = tl.arange(0, MEMBERS_PADDED)
+        if QUERIES == 1:
+            is_member = members < GROUP
+            heads = head * GROUP + members
+            token_of = row
+        else:
+            query_of = first_query + members // GROUP
+            is_member = (members < QUERIES_AT_ONCE * GROUP) & (query_of < count)
+            heads = head * GROUP + members % GROUP
+            token_of = (first_token + query_of)[:, None]
+            seen = tl.minimum(position + query_of, end - 1)
         q = tl.load(
-            query + row * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
+            query + token_of * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
             mask=is_member[:, None] & is_dim[None, :],
             other=0.0,
         )
-        largest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PADDED], tl.float32)
-        result = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+        largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([MEMBERS_PADDED], tl.float32)
+        result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
         for first in range(start, end, BLOCK_N):
             tokens = first + tl.arange(0, BLOCK_N)
             is_token = tokens < end
@@ -77,7 +136,8 @@ def _attend_piece(
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
             k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
             scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
-            scores = tl.where(is_token[None, :], scores, float("-inf"))
+            is_seen = is_token[None, :] if QUERIES == 1 else tokens[None, :] <= seen[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
@@ -94,10 +154,15 @@ def _attend_piece(
         is_out = is_member[:, None] & is_dim[None, :]
         num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
         if (start == 0) & is_last:
-            places_out = (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
+            if QUERIES == 1:
+                places_out = (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
+            else:
+                places_out = (token_of * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
             tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
         else:
             index = piece * num_heads + heads
+            if QUERIES > 1:
+                index = (piece * QUERIES + query_of) * num_heads + heads
             tl.store(lse + index, largest + tl.log2(total), mask=is_member)
             tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
@@ -105,16 +170,23 @@ def _attend_piece(
 @triton.jit(do_not_specialize=["num_rows"])
 def _weigh_pieces(
     out, partial, lse, shares, num_rows,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows that lie in several pieces."""
+    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have."""
     wait_for_earlier(IS_EARLY)
     head = tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < HEAD_DIM
     for row in range(tl.program_id(0), num_rows, ROWS):
-        first, end = tl.load(shares + row * 4 + 3), tl.load(shares + row * 4 + 7)
+        sharer, token = row, row
+        if QUERIES > 1:
+            sharer = row // QUERIES
+        first, end = tl.load(shares + sharer * 4 + 3), tl.load(shares + sharer * 4 + 7)
+        if QUERIES > 1:
+            of_row = shares + (ROWS_AT + sharer) * 4
+            token = tl.load(of_row + 1) + row % QUERIES
+            end = tl.where(row % QUERIES < tl.load(of_row + 2), end, first)
         if end > first + 1:
             largest = tl.full([], float("-inf"), tl.float32)
             total = tl.zeros([], tl.float32)
@@ -122,6 +194,8 @@ def _weigh_pieces(
             for some in range(first, end, PIECES):
                 pieces = some + tl.arange(0, PIECES)
                 index = pieces * NUM_HEADS + head
+                if QUERIES > 1:
+                    index = (pieces * QUERIES + row % QUERIES) * NUM_HEADS + head
                 logs = tl.load(lse + index, mask=pieces < end, other=float("-inf"))
                 parts = tl.load(
                     partial + index[:, None] * HEAD_DIM + dims[None, :],
@@ -134,7 +208,7 @@ def _weigh_pieces(
                 result = result * shrink + tl.sum(parts * weights[:, None], 0)
                 total = total * shrink + tl.sum(weights, 0)
                 largest = new_largest
-            place = out + (row * NUM_HEADS + head) * HEAD_DIM + dims
+            place = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
             tl.store(place, (result / total).to(out.dtype.element_ty), mask=is_dim)
 
 
@@ -151,6 +225,7 @@ def paged_decode(
     tile_len: int,
     scale: float,
     out: torch.Tensor,
+    rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
 ) -> None:
@@ -162,29 +237,51 @@ def paged_decode(
     int64 [num_slots, max_blocks]; slots, positions: int32 [R], position -1 for a padding row: it writes nothing, and
     its output is left as it is. shares: as a WorkSharing gives it for these positions; num_pieces, tile_len: its
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
+    rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
+    of the rows, by the positions of their first queries, and slots and positions are not looked at.
     num_warps, num_stages: of a program, for measurements.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv.shape[3], kv.shape[2]
-    group = num_heads // num_kv_heads
-    partial = torch.empty(num_pieces, num_heads, head_dim, dtype=torch.float32, device=query.device)
-    lse = torch.empty(num_pieces, num_heads, dtype=torch.float32, device=query.device)
+    num_queries = rows.most if rows else 1
+    sizes = query_sizes(num_heads // num_kv_heads, num_queries)
+    num_parts = triton.cdiv(num_queries, sizes["QUERIES_AT_ONCE"])
+    num_partial = num_pieces * num_queries
+    partial = torch.empty(num_partial, num_heads, head_dim, dtype=torch.float32, device=query.device)
+    lse = torch.empty(num_partial, num_heads, dtype=torch.float32, device=query.device)
     is_early = launches_early(query.device)
     constants: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "DIM_PADDED": triton.next_power_of_2(head_dim),
+        "ROWS_AT": rows.rows_at if rows else 0,
         "IS_EARLY": is_early,
         "launch_pdl": is_early,
     }
-    _attend_piece[(num_pieces * num_kv_heads,)](
+    _attend_piece[(num_pieces * num_parts * num_kv_heads,)](
         query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E, query.stride(0),
         query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0), table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee", num_warps=num_warps, num_stages=num_stages,
-        **constants,
+        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee", num_warps=num_warps,
+        num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
-    _weigh_pieces[(min(num_rows, _WEIGHING_ROWS), num_heads)](
-        out, partial, lse, shares, num_rows, NUM_HEADS=num_heads, ROWS=_WEIGHING_ROWS, PIECES=16, num_warps=2,
-        **constants,
+    num_weighed = rows.num_rows * num_queries if rows else num_rows
+    _weigh_pieces[(min(num_weighed, _WEIGHING_ROWS), num_heads)](
+        out, partial, lse, shares, num_weighed, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS,
+        PIECES=16, num_warps=2, **constants,
     )  # fmt: skip
+
+
+def query_sizes(group: int, num_queries: int) -> dict[str, int]:
+    """The attending kernel's constants. group: heads of a KV head.
+
+    What is too much for one product is divided among programs, which find keys in the cache that another has read.
+    """
+    most = max(1, _MOST_MEMBERS // group)
+    at_once = triton.cdiv(num_queries, triton.cdiv(num_queries, most))
+    return {
+        "GROUP": group,
+        "QUERIES": num_queries,
+        "QUERIES_AT_ONCE": at_once,
+        "QUERIES_PADDED": triton.next_power_of_2(num_queries),
+        "MEMBERS_PADDED": max(16, triton.next_power_of_2(group * at_once)),
+    }

@@ -15,7 +15,10 @@ SEED = 1  # all 64 bits
 TOP_K = 2  # 0: all
 TEMPERATURE = 3  # the bits of a float32; 0.0: greedy
 DROP_MASS = 4  # the bits of a float32: probability that top-p may drop, -1 without top-p
-BLOCK_TABLE = 5  # and on
+# Where there are drafts; else neither is looked at.
+LENGTH = 5  # position of the last token, which drafts in flight may move; -1: rows are where plans say
+HISTORY = 6  # tokens that are kept of what the sequence may be drafted by, those of its prompt included; 0: none are
+BLOCK_TABLE = 7  # and on
 
 
 def sampling_columns(params: SamplingParams) -> dict[int, int]:

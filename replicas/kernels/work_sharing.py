@@ -55,22 +55,34 @@ def _share_out(
 @dataclass(frozen=True, slots=True)
 class WorkSharing:
     """How the contexts of a step's rows are cut into pieces. num_resident: pieces, of a program for each KV head, that
-    run at once. short_tile, long_tile: keys of a tile in steps of few and of many rows. most_rows: of any step.
+    run at once. short_tile, long_tile: keys of a tile in steps of few and of many rows. most_rows: of any step;
+    most_drafting: of one with drafts.
     """
 
     num_resident: int
     short_tile: int
     long_tile: int
     most_rows: int
+    most_drafting: int = 0
 
     @classmethod
     def of(
-        cls, num_kv_heads: int, head_dim: int, dtype: torch.dtype, num_processors: int, most_rows: int
+        cls,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_processors: int,
+        most_rows: int,
+        most_drafting: int = 0,
     ) -> WorkSharing:
         num_resident = max(1, _PROGRAMS_A_PROCESSOR * num_processors // num_kv_heads)
-        if dtype.itemsize > 2 or head_dim > 128:
-            return cls(num_resident, 32, 32, most_rows)
-        return cls(num_resident, 64, 128, most_rows)
+        short, long = (32, 32) if dtype.itemsize > 2 or head_dim > 128 else (64, 128)
+        return cls(num_resident, short, long, most_rows, most_drafting)
+
+    @property
+    def rows_at(self) -> int:
+        """The line of `shares` from which on there is room for what rows with drafts are (`RowQueries`)."""
+        return self.most_rows + 5 * self.num_resident // 2 + 2
 
     def tile_len(self, num_rows: int) -> int:
         """Keys of a tile in a step of so many rows; a piece is some tiles."""
@@ -82,15 +94,19 @@ class WorkSharing:
         is_few = num_rows * 4 < self.num_resident * 3
         return num_rows + max(1, self.num_resident if is_few else 5 * self.num_resident // 2)
 
-    def share_out(self, positions: torch.Tensor) -> torch.Tensor:
+    def empty_shares(self, device: torch.device) -> torch.Tensor:
+        """Room for what `share_out` gives: int32 [n, 4], n always the same."""
+        return torch.empty(self.rows_at + self.most_drafting, 4, dtype=torch.int32, device=device)
+
+    def share_out(self, positions: torch.Tensor, shares: torch.Tensor | None = None) -> torch.Tensor:
         """The pieces of a step, the same for all of its layers: int32 [n, 4], n always the same.
 
         Of piece i: row, first tile, end; then the number of pieces before row i. Behind the last piece come empty ones;
-        what is behind `most_pieces` is undefined. positions: int32 [R], -1 for a padding row. Does not block.
+        what is behind `most_pieces` is undefined. positions: int32 [R], -1 for a padding row. shares: to be written,
+        and returned; None: new ones. Does not block.
         """
         num_rows = positions.shape[0]
-        size = self.most_rows + 5 * self.num_resident // 2 + 2
-        shares = torch.empty(size, 4, dtype=torch.int32, device=positions.device)
+        shares = self.empty_shares(positions.device) if shares is None else shares
         _share_out[(self.most_pieces(num_rows) + 1,)](
             positions, shares, num_rows, self.num_resident, ROWS_PADDED=triton.next_power_of_2(max(self.most_rows, 2)),
             BLOCK_N=self.tile_len(num_rows),

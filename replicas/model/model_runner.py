@@ -22,7 +22,7 @@ from replicas.model.step_inputs import build_step_inputs
 from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores, KeptHiddenStates, score_chunks
 from replicas.sampling.rules.token_masks import TokenMasks
-from replicas.sampling.sample_place import SamplePlace, accepted_of, counting
+from replicas.sampling.sample_place import SamplePlace, accepted_of, counting, settled_by_device
 from replicas.sampling.sampled_tokens import SampledTokens, sample_tokens
 from replicas.sampling.slot_state import SlotState
 from scheduler.lane_split import LaneShare
@@ -99,8 +99,13 @@ class StepHandle:
         prompts = tuple(chunk.read() for chunk in self._prompts)
         if not has_guesses:
             return StepOutput(plan.step_id, tokens, prompts)
-        counts = counting(SamplePlace.all_of(plan), token_ids)
-        return StepOutput(plan.step_id, tuple(compress(tokens, counts)), prompts, accepted_of(plan, counts))
+        numbers = self._choice.read_accepted()
+        if numbers is not None:
+            counts, accepted = settled_by_device(plan, numbers)
+        else:
+            counts = counting(SamplePlace.all_of(plan), token_ids)
+            accepted = accepted_of(plan, counts)
+        return StepOutput(plan.step_id, tuple(compress(tokens, counts)), prompts, accepted)
 
 
 class NotDivisible(Exception):
@@ -110,6 +115,8 @@ class NotDivisible(Exception):
 class ModelRunner:
     """Owns the model, the pool's contents and the slots. Engine thread only; with two lanes, a thread of each."""
 
+    most_drafting_rows: int | None = None  # of a step with drafts; None: any number
+    pads_drafts = False  # whether drafts that are planned cost time where there are none
     shares: tuple[LaneShare, ...] = ()  # ways to divide the device between two lanes; none: they just run side by side
 
     def __init__(
@@ -150,7 +157,8 @@ class ModelRunner:
         if forwarded.logits is None:
             return StepHandle(plan, moved=forwarded.moved)
         choice = sample_tokens(forwarded.logits, SamplePlace.all_of(plan), self._slots, masks)
-        return StepHandle(plan, *self._on_the_way(choice, forwarded.prompts), forwarded.moved)
+        on_the_way = self._on_the_way(self._settled(forwarded, choice), forwarded.prompts)
+        return StepHandle(plan, *on_the_way, forwarded.moved)
 
     @property
     def num_slots(self) -> int:
@@ -208,6 +216,10 @@ class ModelRunner:
         for copy in plan.copies:
             self.pool.copy_block(copy.source, copy.destination)
         return moved
+
+    def _settled(self, forwarded: ForwardHandle, choice: SampledTokens) -> SampledTokens:
+        """What was chosen behind a pass, once it is held against drafts that only the device knows. Mutates slots."""
+        return choice
 
     def _on_the_way(
         self, choice: SampledTokens, prompts: tuple[ChunkScores, ...]

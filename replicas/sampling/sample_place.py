@@ -19,7 +19,7 @@ class SamplePlace(NamedTuple):
     position: int  # index in prompt + output of the token to choose
     next_slot: int
     # The token that was guessed to stand there: what is chosen behind it counts only if this one is chosen here. None:
-    # nothing of the slice is behind it.
+    # nothing of the slice is behind it, or only the device knows.
     guess: int | None = None
 
     @staticmethod
@@ -37,7 +37,9 @@ class SamplePlace(NamedTuple):
 
 
 def _of_several(part: Slice) -> list[SamplePlace]:
-    guesses = (*part.token_ids[len(part.token_ids) - part.num_sampled + 1 :], None)
+    known = part.token_ids[max(0, len(part.token_ids) - part.num_sampled + 1) :]
+    # Drafts that only the device knows are guesses that nobody can name here.
+    guesses = (*(None,) * (part.num_sampled - 1 - len(known)), *known, None)
     first = part.end - part.num_sampled + 1
     return [
         SamplePlace(part.slot, part.choice, position, part.slot, guess)
@@ -53,6 +55,19 @@ def counting(places: Sequence[SamplePlace], token_ids: Sequence[int]) -> list[bo
         counts.append(is_right)
         is_right = place.guess is None or (is_right and place.guess == token_id)
     return counts
+
+
+def settled_by_device(plan: StepPlan, numbers: Sequence[tuple[int, int]]) -> tuple[list[bool], tuple[Accepted, ...]]:
+    """The same where a device has compared drafts that the host does not know. numbers: of each of the plan's rows, how
+    many of its tokens count, and how many drafts it had."""
+    counts: list[bool] = []
+    accepted = []
+    for row, (num_accepted, num_drafted) in zip(plan.rows, numbers, strict=True):
+        counts += [index < num_accepted for index in range(row.num_sampled)]
+        if row.num_drafts:
+            accepted.append(Accepted(row.request_id, row.choice, num_accepted, 1 + row.num_drafts, num_drafted))
+    counts += [True] * sum(len(chunk.sampled_choices) for chunk in plan.chunks)
+    return counts, tuple(accepted)
 
 
 def accepted_of(plan: StepPlan, counts: Sequence[bool]) -> tuple[Accepted, ...]:

@@ -44,6 +44,11 @@ class SampledTokens:
         tokens: list[int] = self.tokens.tolist()
         return tokens
 
+    def read_accepted(self) -> tuple[tuple[int, int], ...] | None:
+        """Of each row of a plan with drafts that only the device knows: how many of its tokens count, and how many
+        drafts it had. None: the plan that was computed has them all as guesses. Blocks until they are there."""
+        return None
+
     def read_logprobs(self) -> Mapping[int, TokenLogprobs]:
         """By row. Blocks until they are there."""
         if self.scores is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from replicas.start_step import start_step
 
 # Of a loaded model, a pool for it, slots, tokens of a sequence: what computes it.
 MakeRunner = Callable[[LoadedModel, KvPool, int, int], ModelRunner]
+
+if TYPE_CHECKING:
+    from replicas.cuda.card_drafts import CardDrafting
 
 
 class CannotDraft(Exception):
@@ -99,3 +103,12 @@ class Drafting:
         pool.tensor.zero_()
         sizes = (max_len, loaded.vocab_size, self.served_vocab_size)
         return lambda history: DraftModel(runner, history, *sizes, self.counts)
+
+    def on_card(self) -> CardDrafting:
+        """The same for a runner on a card."""
+        from replicas.cuda.card_drafts import CardDrafting  # its kernels need triton, which a CPU torch lacks
+        from replicas.cuda.card_ngram_drafter import CardNgramDrafter
+
+        speculative = self.settings.speculative
+        sizes = (speculative.max_drafts, speculative.ngram_min, speculative.ngram_max)
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts)

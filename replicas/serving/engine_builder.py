@@ -38,7 +38,7 @@ from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
 from replicas.model_support import naming_failures
 from replicas.pool_size import keeps_prefixes_on_host, num_host_blocks
-from replicas.serving.device_runner import make_runner
+from replicas.serving.device_runner import make_runner, speculation_of
 from replicas.serving.drafting import Drafting
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.serving.kv_pool_size import limits_of, log_numbers
@@ -46,12 +46,9 @@ from replicas.settings import EngineSettings
 from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
 from scheduler.capabilities import DECODE, PREFILL
-from scheduler.draft_planner import Speculation
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
-from scheduler.speculation import SpeculationPolicy
-from scheduler.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +159,7 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
     speculation = None
     if base.drafting is not None and capabilities.decodes:
-        max_drafts = settings.speculative.max_drafts
-        speculation = Speculation(Speculator(SpeculationPolicy(max_drafts)), max_drafts, base.runner.can_draft)
+        speculation = speculation_of(base.runner, settings.speculative.max_drafts)
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes,
         prefixes, speculation,
@@ -243,6 +239,7 @@ class _Base:
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
             make_drafter=make_drafter, head=None if drafting is None else drafting.head,
+            card_drafting=None if drafting is None else drafting.on_card,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False

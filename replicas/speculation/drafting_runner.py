@@ -70,7 +70,7 @@ class DraftingRunner(ModelRunner):
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         """As the base's. masks: by rows of the plan as it was made, with all its drafts."""
         if masks is not None and forwarded.plan.has_drafts:
-            masks = masks.at(_computed_rows(forwarded.plan))
+            masks = masks.at(computed_rows(forwarded.plan))
         handle = super().choose(forwarded, masks)
         if forwarded.logits is not None:
             self._remember(forwarded.plan, handle.read_tokens())
@@ -151,7 +151,7 @@ def _resolved_row(row: Slice, start: int, drafts: tuple[int, ...]) -> Slice:
     return row if row.start == start else row._replace(start=start)
 
 
-def _computed_rows(plan: StepPlan) -> list[int]:
+def computed_rows(plan: StepPlan) -> list[int]:
     """Of each row of logits of a plan, as it was made, which one of the resolved plan's it is. (A draft that was not
     found is the last one that was: nobody asks for it.)"""
     rows: list[int] = []

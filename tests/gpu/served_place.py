@@ -44,13 +44,16 @@ PLACES = [pytest.param(CARD, id="cuda"), pytest.param(CPU, id="cpu", marks=pytes
 
 
 @contextmanager
-def serving(layout: str, place: Place, folder: Path, num_replicas: int = 1) -> Iterator[RunningServer]:
-    """A server of this layout on one device; split: each pool has its share of it, and every prompt is handed over."""
+def serving(
+    layout: str, place: Place, folder: Path, num_replicas: int = 1, drafting: str = "none"
+) -> Iterator[RunningServer]:
+    """A server of this layout on one device; split: each pool has its share of it, and every prompt is handed over.
+    drafting: by which method."""
     pools = ["prefill", "decode"] if layout == "split" else ["decode"]
     num_engines = num_replicas * len(pools)
     changes: dict[str, Any] = {"layout": layout, "routing.local_by_cost": False, "ingress.queue_timeout_s": 500.0}
     changes |= {"ingress.max_queued_requests": 2000, "limits.max_allowed_token_ids": 8192}
-    changes |= {"model.max_model_len": place.max_model_len}
+    changes |= {"model.max_model_len": place.max_model_len, "speculative.method": drafting}
     for pool in pools:
         changes |= {
             f"pools.{pool}.replicas": num_replicas,
