@@ -70,7 +70,8 @@ class Targets:
 class Scheme:
     """group_size: inputs that share a scale; None: all of them. block_rows: outputs that share one, of BLOCK.
 
-    is_symmetric: without zero points. is_ordered: groups are of inputs in an order that the file says.
+    is_symmetric: without zero points. is_ordered: groups are of inputs in an order that the file says. has_kv_scales:
+    whether the file says by what keys and values are divided where they are stored in 8 bits.
     """
 
     kind: WeightKind
@@ -82,6 +83,7 @@ class Scheme:
     is_symmetric: bool = True
     is_ordered: bool = False
     targets: Targets = Targets()
+    has_kv_scales: bool = False
 
     def describe(self) -> str:
         """In a word, for people and in what replicas must have in common."""
