@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from replicas.layers.packed_weights import FP8, PackedWeights
 from replicas.layers.place import Place
 from replicas.layers.quantised_linear import QuantisedLinear
-from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.layers.rounding import rotation, round_rows, round_weights, round_weights_int4
 from replicas.model.checkpoint import made_anew, refuse_untied
 from replicas.model.checkpoint_files import number_types, weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
@@ -177,6 +177,9 @@ def _for_layers(scheme: Scheme, model: nn.Module) -> Scheme:
             f"{type(model).__name__} has no linear layers to quantise ({scheme.describe()}); serve its unquantised "
             "checkpoint, without model.quantise"
         )
+    if scheme.rotation:
+        together = min(scheme.rotation, *(num_inputs & -num_inputs for num_inputs in layers.values()))  # type: ignore[operator]
+        return replace(scheme, rotation=together if together > 1 else 0)
     if scheme.dialect is not Dialect.MADE_HERE or scheme.granularity is not Granularity.GROUP:
         return scheme
     for size in _INT4_GROUPS:
@@ -192,7 +195,7 @@ def _for_layers(scheme: Scheme, model: nn.Module) -> Scheme:
 def _read_layer(files: _Files, name: str, linear: Any, scheme: Scheme, dtype: torch.dtype) -> QuantisedLinear:
     prefix = f"{name}."
     if scheme.dialect is Dialect.MADE_HERE:
-        weights = _rounded(files.numbers(f"{prefix}weight", linear.weight.shape), scheme)
+        weights = _rounded(files.numbers(f"{prefix}weight", linear.weight.shape), scheme, dtype)
     else:
         has = frozenset(key for key in stored_names(scheme) if prefix + key in files.of)
         stored = StoredLayer(name, linear.out_features, linear.in_features, has, lambda key: files.read(prefix + key))
@@ -211,17 +214,18 @@ def _refuse_bias(files: _Files, name: str) -> None:
         raise CheckpointMismatch(f"the checkpoint does not fit its config.json: the model has no place for {name}")
 
 
-def _rounded(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
-    """A matrix that is not quantised."""
+def _rounded(weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> PackedWeights:
+    """A matrix that is not quantised. dtype: of the model."""
     if scheme.kind is WeightKind.INT4:
         return round_weights_int4(weight, scheme.group_size or weight.shape[1])
-    return round_weights(weight, _DTYPES[scheme.kind])
+    by = rotation(scheme.rotation, dtype, weight.device) if scheme.rotation else None
+    return round_weights(weight, _DTYPES[scheme.kind], by)
 
 
 def _made_up(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
     """Random weights as the scheme has them, whoever would store them."""
     if scheme.kind is WeightKind.INT4 or scheme.dialect is Dialect.MADE_HERE:
-        return _rounded(weight, scheme)
+        return _rounded(weight, scheme, weight.dtype)
     size = scheme.group_size or weight.shape[1]
     dtype = _DTYPES[scheme.kind]
     values, scales = round_rows(weight, dtype, size)

@@ -106,8 +106,10 @@ def _at_load(kind: str) -> Callable[[Path], QuantisedReference]:
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
                 module.weight.data = _rounded_weights(module.weight.detach(), kind)
-                if kind != "int4":
-                    module.register_forward_pre_hook(rounding_hook(FP8 if kind == "fp8" else torch.int8, "token"))
+                if kind == "fp8":
+                    module.register_forward_pre_hook(rounding_hook(FP8, "token"))
+                elif kind == "int8":
+                    module.register_forward_pre_hook(_rotated_rounding)
         return QuantisedReference(folder, model, kind)
 
     return write
@@ -121,10 +123,24 @@ def _rounded_weights(weight: torch.Tensor, kind: str) -> torch.Tensor:
         scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), args)
         numbers: torch.Tensor = fake_quantize(weight, scale, zero, args)
         return numbers
+    if kind == "int8":
+        weight = _rotated(weight)
     args = QuantizationArgs(num_bits=8, type="float" if kind == "fp8" else "int", strategy="channel")
     scale = weight.abs().amax(1, keepdim=True) / (448.0 if kind == "fp8" else 127.0)
     numbers = fake_quantize(weight, scale, torch.zeros_like(scale), args)
-    return numbers
+    return _rotated(numbers) if kind == "int8" else numbers
+
+
+def _rotated(rows: torch.Tensor) -> torch.Tensor:
+    """Each 64 inputs by Hadamard's matrix over its root, which is its own inverse: its entry i, j is less than 0 where
+    i and j have an odd number of bits in common."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]
+    return (rows.unflatten(-1, (-1, 64)) @ (torch.tensor(signs) / 8)).flatten(-2)
+
+
+def _rotated_rounding(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (rounded,) = rounding_hook(torch.int8, "token")(module, (_rotated(inputs[0]),))
+    return (_rotated(rounded),)
 
 
 REFERENCES: dict[str, Callable[[Path], QuantisedReference]] = {

@@ -18,7 +18,7 @@ import torch
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
-from replicas.settings import EngineSettings, KvSettings
+from replicas.settings import EngineSettings, KvSettings, ModelSettings
 from replicas.stored_numbers import as_bits
 from scheduler.admission import AdmissionPolicy
 from scheduler.length_estimator import LengthEstimator
@@ -125,3 +125,42 @@ def test_texts_are_those_of_the_reference_in_every_way(
     name: str, kv_dtype: str, lag: int, way: str, reference_of: ReferenceOf
 ) -> None:
     TOURS[way](reference_of(name), kv_dtype, lag)
+
+
+# -- the bytes of the pool -------------------------------------------------------------------------------
+
+
+def filled_pool(
+    of: QuantisedReference, kv_dtype: str, prompt_ids: list[int], all_cuts: tuple[tuple[int, ...], ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each way to cut the prompt: its blocks, and the logits behind it."""
+    model = ModelSettings(str(of.folder), "", "float32", MAX_MODEL_LEN, "auto", False, of.quantise)
+    loaded = load_model(model, torch.device("cpu"), kv_dtype)
+    made = []
+    for cuts in all_cuts:
+        runner = ModelRunner(loaded, KvPool(loaded.kv_layout(16, kv_dtype), 8, torch.device("cpu")), 1, MAX_MODEL_LEN)
+        init = SlotInit(0, 0, SamplingParams(temperature=0.0), None)
+        runner.launch(StepPlan(0, (init,), (TableWrite(0, 0, (3, 1, 5, 7, 0, 2)),), (), ()))
+        for start, end in pairwise(cuts):
+            part = Slice.of_prompt("r", 0, start, tuple(prompt_ids[start:end]), (SampleTarget(0, 0),))
+            logits = runner.logits(StepPlan(1, (), (), (), (part,)))
+        made.append((runner.pool.tensor[[3, 1, 5, 7, 0, 2]], logits))
+    return made
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_one_chunk_leaves_the_bytes_of_many(name: str, reference_of: ReferenceOf) -> None:
+    """Of any scheme. Another machine's library may add in another order, and then an input may be rounded to the
+    number beside: that moves what is of its token, and no more."""
+    prompt_ids = [3 + (7 * i + i * i) % 90 for i in range(90)]
+    cuts = ((0, 90), (0, 8, 13, 64, 90), (0, 50, 90))
+    for kv_dtype in KV_DTYPES:
+        (whole, first), *others = filled_pool(reference_of(name), kv_dtype, prompt_ids, cuts)
+        assert len(whole.float().unique()) > 50
+        for pool, logits in others:
+            if kv_dtype == "fp8":
+                moved = (as_bits(pool) != as_bits(whole)).any(dim=(1, 2, 4, 5))  # by block and place in it
+                assert int(moved.sum()) <= 1
+            else:
+                torch.testing.assert_close(pool, whole, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits, first, atol=1e-2, rtol=1e-2)

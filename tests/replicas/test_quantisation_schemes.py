@@ -204,6 +204,6 @@ def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
     assert chosen_scheme(config_of(None), "none") is None
     made = chosen_scheme(config_of(None), "int8")
     assert made is not None
-    assert made.describe() == "int8-channel-token"
+    assert made.describe() == "int8-channel-token-rotated64"
     with pytest.raises(UnsupportedModel, match=r"int4-group32.*leave model\.quantise out"):
         chosen_scheme(config_of(AWQ), "int8")
