@@ -69,9 +69,7 @@ def encode(tokenizer: Any, prompt: GoldenPrompt) -> list[int]:
     return ids
 
 
-def generate(
-    model: Any, prompt_ids: list[int], num_tokens: int = NUM_NEW_TOKENS
-) -> tuple[list[int], list[float]]:
+def generate(model: Any, prompt_ids: list[int], num_tokens: int = NUM_NEW_TOKENS) -> tuple[list[int], list[float]]:
     """(output ids, margins), so many of each, by transformers' greedy search."""
     inputs = torch.tensor([prompt_ids])
     result = model.generate(
