@@ -46,9 +46,9 @@ def read_kv_scales(
         if layer >= num_layers or not is_scale(scale):
             raise CheckpointMismatch(f"{name} = {scale:g} is no scale of a layer of {num_layers}")
         for kind in ("key", "value"):
-            if match[kind] or not (match["key"] or match["value"]):
-                if found.setdefault((layer, kind), scale) != scale:
-                    raise CheckpointMismatch(f"layer {layer}'s {kind}s have two unlike scales, one of them {name}")
+            is_of_it = match[kind] or not (match["key"] or match["value"])
+            if is_of_it and found.setdefault((layer, kind), scale) != scale:
+                raise CheckpointMismatch(f"layer {layer}'s {kind}s have two unlike scales, one of them {name}")
     if not found and not are_all_there:
         return ()
     places = [(layer, kind) for layer in range(num_layers) for kind in ("key", "value")]

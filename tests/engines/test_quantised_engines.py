@@ -6,10 +6,9 @@ beside other rows, out to host memory and in again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ ReferenceOf = Callable[[str], QuantisedReference]
 
 
 @pytest.fixture(scope="module")
-def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceOf]:
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> ReferenceOf:
     torch.set_num_threads(1)
     made: dict[str, QuantisedReference] = {}
 
@@ -44,7 +43,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference
             made[name] = reference(name, tmp_path_factory.mktemp("quantised") / "model")
         return made[name]
 
-    yield of
+    return of
 
 
 def engine(pool: str, of: QuantisedReference, kv_dtype: str, **changes: Any) -> EngineSettings:
@@ -72,7 +71,8 @@ def handed_over_and_found(of: QuantisedReference, kv_dtype: str, lag: int) -> No
     """In chunks, over NIXL; and once more by those who have the prompt's blocks already."""
     system = LocalSystem(engine("decode", of, kv_dtype, lag=lag), engine("prefill", of, kv_dtype, lag=lag))
     try:
-        assert system.decode.layout.scales == (of.scales if kv_dtype == "fp8" else ())
+        scales = [pytest.approx(pair) for pair in of.scales] if kv_dtype == "fp8" else []
+        assert list(system.decode.layout.scales) == scales
         check(of, kv_dtype, system)
         transfers = system.decode.transfers.snapshot()
         block_bytes = system.decode.layout.block_bytes
@@ -80,6 +80,10 @@ def handed_over_and_found(of: QuantisedReference, kv_dtype: str, lag: int) -> No
         assert found(system) == 0
         check(of, kv_dtype, system)
         assert found(system) > 0
+        (info,) = [family for family in system.decode.metrics_snapshot() if family["name"] == "splitserve_model_info"]
+        ((_, labels, _),) = info["samples"]
+        assert f"scheme={labels['quantisation']} " in system.decode.peer.fingerprint
+        assert labels["kv_dtype"] == {"auto": "float32", "fp8": "float8_e4m3fn"}[kv_dtype]
     finally:
         system.close()
 

@@ -155,9 +155,9 @@ def test_random_layers_are_there_in_full_one_at_a_time(folder: Path, monkeypatch
             made.append(weakref.ref(parameter))
         return parameter
 
-    def made_up(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
+    def made_up(weight: torch.Tensor, scheme: Scheme, by: torch.Tensor | None) -> PackedWeights:
         alive.append(sum(of() is not None for of in made))
-        return make_up(weight, scheme)
+        return make_up(weight, scheme, by)
 
     monkeypatch.setattr(quantised_model, "_frozen", frozen)
     monkeypatch.setattr(quantised_model, "_made_up", made_up)

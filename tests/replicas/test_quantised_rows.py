@@ -127,6 +127,7 @@ def test_rows_of_16_bits(name: str) -> None:
 # -- a row of a whole step -------------------------------------------------------------------------------
 
 PROMPT = [5, 17, 3, 88, 41, 60, 9, 33]
+BESIDE = ((1, 0), (2, 90), (15, 1), (16, 0), (63, 33), (64, 0), (130, 120), (MOST - 1, 128))  # rows, a chunk
 SCHEMES = {"int8 at load": "int8", "fp8 at load": "fp8", "int4 at load": "int4", "fp8 blocks": "", "gptq": ""}
 
 
@@ -163,16 +164,7 @@ def test_a_row_of_a_step_beside_rows_and_a_chunk(name: str, tmp_path: Path) -> N
         alone = _step(runner, 0, 0)
         best = alone.topk(2).values
         assert float(best[0] - best[1]) > 0.05, "no near tie"
-        for num_others, chunk_len in (
-            (1, 0),
-            (2, 90),
-            (15, 1),
-            (16, 0),
-            (63, 33),
-            (64, 0),
-            (130, 120),
-            (MOST - 1, 128),
-        ):
+        for num_others, chunk_len in BESIDE:
             among = _step(runner, num_others, chunk_len)
             torch.testing.assert_close(among, alone, atol=1e-2 * float(alone.abs().max()), rtol=0)
             assert int(among.argmax()) == int(alone.argmax())

@@ -1,0 +1,44 @@
+"""What a quantised model weighs before anything starts is what it then weighs in a replica: in every dialect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from cluster.launch.checkpoint_facts import folder_facts
+from replicas.model.quantised_model import read_quantised
+from replicas.quantisation.scheme_reading import chosen_scheme
+from tests.replicas.quantised_checkpoints import save_quantised, tiny_llama
+from tests.replicas.quantised_dialects import CASES
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+
+
+def ratio(folder: Path, dtype: str, quantise: str) -> float:
+    """What is said, of what is there."""
+    (folder / "tokenizer.json").write_text("{}")
+    said = folder_facts(folder, False, quantise).weights_bytes(dtype)
+    config = AutoConfig.from_pretrained(folder)
+    scheme = chosen_scheme(config, quantise)
+    assert scheme is not None
+    model = read_quantised(str(folder), config, scheme, getattr(torch, dtype), torch.device("cpu"), False)
+    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return said / sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Groups of 32 are the smallest that are served: of larger ones scales weigh less, and less is guessed."""
+    save_quantised(tmp_path, tiny_llama(**SIZES), CASES[name].said, CASES[name].pack)
+    assert 0.99 <= ratio(tmp_path, "bfloat16", "none") < 1.035
+    assert 0.99 <= ratio(tmp_path, "float32", "none") < 1.07, "scales stay in 16 bits"
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_of_weights_that_are_rounded_at_load(kind: str, tmp_path: Path) -> None:
+    tiny_llama(**SIZES).save_pretrained(tmp_path)
+    assert 0.98 <= ratio(tmp_path, "bfloat16", kind) < 1.04
