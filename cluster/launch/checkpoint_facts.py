@@ -109,8 +109,8 @@ def _facts_of_counts(config: Any, counts: Counter[str] | None) -> ModelFacts:
 
 
 def _bytes_in_memory_alone(scheme: Scheme, num_bytes: int) -> int:
-    """What comes to a file's bytes of weights when they are loaded, as `replicas.layers.packed_weights` has them: scales
-    of blocks are float32 of each output, and zero points a byte each, where files have half of one or none.
+    """What comes to a file's bytes of weights in memory, as `replicas.layers.packed_weights` has them: scales of blocks
+    are float32 of each output, and zero points a byte each, where files have half of one or none.
     """
     if scheme.group_size is None:
         return 0

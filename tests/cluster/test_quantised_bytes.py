@@ -30,12 +30,16 @@ def ratio(folder: Path, dtype: str, quantise: str) -> float:
     return said / sum(tensor.nbytes for tensor in tensors.values())
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("fp8 channel token", "fp8 blocks", "awq", "gptq in an order")
+NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Groups of 32 are the smallest that are served: of larger ones scales weigh less, and less is guessed."""
     save_quantised(tmp_path, tiny_llama(**SIZES), CASES[name].said, CASES[name].pack)
-    assert 0.99 <= ratio(tmp_path, "bfloat16", "none") < 1.035
-    assert 0.99 <= ratio(tmp_path, "float32", "none") < 1.07, "scales stay in 16 bits"
+    assert 0.985 < ratio(tmp_path, "bfloat16", "none") < 1.035
+    assert 0.985 < ratio(tmp_path, "float32", "none") < 1.07, "scales stay in 16 bits"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])

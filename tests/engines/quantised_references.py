@@ -103,19 +103,20 @@ def _at_load(kind: str) -> Callable[[Path], QuantisedReference]:
     def write(folder: Path) -> QuantisedReference:
         model = _plain()
         model.save_pretrained(folder)
+        by = _hadamard()
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
-                module.weight.data = _rounded_weights(module.weight.detach(), kind)
+                module.weight.data = _rounded_weights(module.weight.detach(), kind, by)
                 if kind == "fp8":
                     module.register_forward_pre_hook(rounding_hook(FP8, "token"))
                 elif kind == "int8":
-                    module.register_forward_pre_hook(_rotated_rounding)
+                    module.register_forward_pre_hook(_rotated_rounding(by))
         return QuantisedReference(folder, model, kind)
 
     return write
 
 
-def _rounded_weights(weight: torch.Tensor, kind: str) -> torch.Tensor:
+def _rounded_weights(weight: torch.Tensor, kind: str, by: torch.Tensor) -> torch.Tensor:
     """As docs/models.md says it, by the library's own rounding."""
     if kind == "int4":
         args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=64, symmetric=False)
@@ -124,23 +125,31 @@ def _rounded_weights(weight: torch.Tensor, kind: str) -> torch.Tensor:
         numbers: torch.Tensor = fake_quantize(weight, scale, zero, args)
         return numbers
     if kind == "int8":
-        weight = _rotated(weight)
+        weight = _rotated(weight, by)
     args = QuantizationArgs(num_bits=8, type="float" if kind == "fp8" else "int", strategy="channel")
     scale = weight.abs().amax(1, keepdim=True) / (448.0 if kind == "fp8" else 127.0)
     numbers = fake_quantize(weight, scale, torch.zeros_like(scale), args)
-    return _rotated(numbers) if kind == "int8" else numbers
+    return _rotated(numbers, by) if kind == "int8" else numbers
 
 
-def _rotated(rows: torch.Tensor) -> torch.Tensor:
-    """Each 64 inputs by Hadamard's matrix over its root, which is its own inverse: its entry i, j is less than 0 where
-    i and j have an odd number of bits in common."""
-    signs = [[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]
-    return (rows.unflatten(-1, (-1, 64)) @ (torch.tensor(signs) / 8)).flatten(-2)
+def _hadamard() -> torch.Tensor:
+    """Of 64, over its root, so that it is its own inverse: less than 0 where i and j have an odd number of bits in
+    common."""
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(64)] for i in range(64)]) / 8
 
 
-def _rotated_rounding(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    (rounded,) = rounding_hook(torch.int8, "token")(module, (_rotated(inputs[0]),))
-    return (_rotated(rounded),)
+def _rotated(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return (rows.unflatten(-1, (-1, 64)) @ by).flatten(-2)
+
+
+def _rotated_rounding(by: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor]], tuple[torch.Tensor]]:
+    round_token = rounding_hook(torch.int8, "token")
+
+    def hook(module: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (rounded,) = round_token(module, (_rotated(inputs[0], by),))
+        return (_rotated(rounded, by),)
+
+    return hook
 
 
 REFERENCES: dict[str, Callable[[Path], QuantisedReference]] = {
