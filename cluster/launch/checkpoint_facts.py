@@ -105,7 +105,9 @@ def _facts_of_counts(config: Any, counts: Counter[str] | None) -> ModelFacts:
     num_bytes = sum(number * _TYPE_BYTES.get(kind, 8) for kind, number in packed.items())
     num_bytes += _bytes_in_memory_alone(scheme, num_bytes)
     facts = _facts(config, counts.total())
-    return replace(facts, num_linear=None, num_quantised=sum(packed.values()), quantised_bytes=num_bytes)
+    return replace(
+        facts, num_linear=None, num_quantised=sum(packed.values()), quantised_bytes=num_bytes, scheme=scheme.describe()
+    )
 
 
 def _bytes_in_memory_alone(scheme: Scheme, num_bytes: int) -> int:
