@@ -67,7 +67,8 @@ def rotation(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 def rotated(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """rows [R, K], by [n, n], n divides K: each n inputs of a row together, in the type of rows."""
     blocks = rows.unflatten(1, (-1, len(by)))
-    return (blocks @ by.to(rows.dtype)).flatten(1)
+    turned: torch.Tensor = (blocks @ by.to(rows.dtype)).flatten(1)
+    return turned
 
 
 def round_weights_int4(weight: torch.Tensor, group_size: int) -> PackedWeights:

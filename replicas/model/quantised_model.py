@@ -178,7 +178,9 @@ def _for_layers(scheme: Scheme, model: nn.Module) -> Scheme:
             "checkpoint, without model.quantise"
         )
     if scheme.rotation:
-        together = min(scheme.rotation, *(num_inputs & -num_inputs for num_inputs in layers.values()))  # type: ignore[operator]
+        together = scheme.rotation
+        while any(num_inputs % together for num_inputs in layers.values()):  # type: ignore[operator]
+            together //= 2
         return replace(scheme, rotation=together if together > 1 else 0)
     if scheme.dialect is not Dialect.MADE_HERE or scheme.granularity is not Granularity.GROUP:
         return scheme
