@@ -19,6 +19,7 @@ from replicas.gguf.config import architecture_of, model_config
 from replicas.gguf.file import GgufFile, read_gguf
 from replicas.model_support import UnsupportedModel, refuse_unsupported
 from replicas.position_reach import step_dependent_reach
+from replicas.quantisation.scheme import Scheme, WeightKind
 from replicas.quantisation.scheme_reading import read_scheme
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -97,12 +98,27 @@ def config_facts(
 
 def _facts_of_counts(config: Any, counts: Counter[str] | None) -> ModelFacts:
     """counts: numbers by their type in the files. Of a quantised checkpoint, what is no plain number stays as it is."""
-    if counts is None or read_scheme(config) is None:
+    scheme = read_scheme(config)
+    if counts is None or scheme is None:
         return _facts(config, None if counts is None else counts.total())
     packed = {kind: number for kind, number in counts.items() if kind not in _PLAIN_TYPES}
     num_bytes = sum(number * _TYPE_BYTES.get(kind, 8) for kind, number in packed.items())
+    num_bytes += _bytes_in_memory_alone(scheme, num_bytes)
     facts = _facts(config, counts.total())
-    return replace(facts, num_linear=None, num_quantised=sum(packed.values()), quantised_bytes=num_bytes)
+    return replace(
+        facts, num_linear=None, num_quantised=sum(packed.values()), quantised_bytes=num_bytes, scheme=scheme.describe()
+    )
+
+
+def _bytes_in_memory_alone(scheme: Scheme, num_bytes: int) -> int:
+    """What comes to a file's bytes of weights in memory, as `replicas.layers.packed_weights` has them: scales of blocks
+    are float32 of each output, and zero points a byte each, where files have half of one or none.
+    """
+    if scheme.group_size is None:
+        return 0
+    if scheme.kind is WeightKind.INT4:
+        return 2 * num_bytes // scheme.group_size
+    return 4 * num_bytes // scheme.group_size
 
 
 def _facts(config: Any, num_weights: int | None) -> ModelFacts:

@@ -56,7 +56,8 @@ def _kv(choice: StartChoice, machine: Machine, model: ModelFacts) -> Iterator[st
 
 def _memory(choice: StartChoice, machine: Machine, model: ModelFacts) -> str:
     weights = model.weights_bytes(choice.dtype)
-    parts = [f"weights {choice.num_engines} x {show_bytes(weights)}"] if weights else []
+    scheme = f" in {model.scheme}" if model.scheme else ""
+    parts = [f"weights {choice.num_engines} x {show_bytes(weights)}{scheme}"] if weights else []
     if choice.device == "cpu":
         limit = f", {machine.memory_limit}" if machine.memory_limit else ""
         parts.append(f"{show_bytes(machine.available_bytes)} free of {show_bytes(machine.memory_bytes)}{limit}")

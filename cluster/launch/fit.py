@@ -192,8 +192,11 @@ def describe_memory(config: Config, machine: Machine, model: ModelFacts, draft: 
     weights = model.weights_bytes(config.model.dtype)
     kv = sum(pool.first_replicas * _kv_bytes(pool, config, model) for pool in pools.values())
     num_replicas = sum(pool.first_replicas for pool in pools.values())
+    scheme = f" in {model.scheme}" if model.scheme else ""
     parts = [
-        f"weights {num_replicas} x {show_bytes(weights)}" if weights else "weights not known before they are loaded"
+        f"weights {num_replicas} x {show_bytes(weights)}{scheme}"
+        if weights
+        else "weights not known before they are loaded"
     ]
     if kv:
         parts.append(f"KV cache {show_bytes(kv)}{' in fp8' if config.kv_dtype == 'fp8' else ''}")

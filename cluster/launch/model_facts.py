@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.config.number_types import KV_NUMBER_BYTES, NUMBER_BYTES
-
-# Of a weight that is rounded at load, with its part of a scale: one of an output's, or of 64 (and a zero point).
-_BYTES_MADE_HERE = {"fp8": 1.005, "int8": 1.005, "int4": 0.5 + 5 / 64}
+from cluster.config.number_types import KV_NUMBER_BYTES, NUMBER_BYTES, ROUNDED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """None: not known before a replica loads it. max_positions: what it was trained for. num_weights: numbers, those of
     a quantised GGUF taken apart. num_linear: those of them in linear layers, which can be quantised. num_quantised: of
-    those that are, and quantised_bytes what these weigh. kv_numbers_per_token: keys and values of all layers.
-    step_reach: a kind of rotary positions that depends on the whole step, and the longest request that it does not
-    concern.
+    those that are, quantised_bytes what these weigh, scheme how, in a word. kv_numbers_per_token: keys and values of
+    all layers. step_reach: a kind of rotary positions that depends on the whole step, and the longest request that it
+    does not concern.
     """
 
     max_positions: int | None = None
@@ -26,6 +23,7 @@ class ModelFacts:
     num_linear: int | None = None
     num_quantised: int = 0
     quantised_bytes: int = 0
+    scheme: str = ""
 
     def longest_request(self) -> int | None:
         """What model.max_model_len may be."""
@@ -47,8 +45,8 @@ class ModelFacts:
         """The same with the weights of its linear layers rounded at load, as model.quantise says."""
         if kind == "none" or self.num_linear is None:
             return self
-        num_bytes = int(self.num_linear * _BYTES_MADE_HERE[kind])
-        return replace(self, num_quantised=self.num_linear, quantised_bytes=num_bytes)
+        num_bytes = int(self.num_linear * ROUNDED_BYTES[kind])
+        return replace(self, num_quantised=self.num_linear, quantised_bytes=num_bytes, scheme=kind)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Likewise. dtype: of the KV cache."""

@@ -167,6 +167,7 @@ _ENGINE_GAUGES: dict[str, Labels] = {
     "kv_cache_usage_ratio": {"pool": None},
     "host_kv_blocks": {"pool": None},
     "host_cached_kv_blocks": {"pool": None},
+    "model_info": {"pool": None, "dtype": None, "quantisation": None, "kv_dtype": None},
     "lanes": {"pool": None},
     "lane_processors": {"pool": None},
     "kv_transfers_open": {"pool": None, "state": OPEN_TRANSFERS},

@@ -32,6 +32,8 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
     started_s = time.monotonic()
     measured = load_costs(options.steps)
     costs = measured.with_kv_dtype("fp8") if config.kv_dtype == "fp8" else measured
+    if config.model.quantise != "none":
+        costs = costs.with_weights(config.model.quantise)
     shape = shape_of(
         config,
         costs.kv_bytes_per_token,
@@ -69,6 +71,9 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
         say(
             f"KV cache in {costs.kv_dtype}: {costs.kv_bytes_per_token} bytes a token; steps as with {measured.kv_dtype}"
         )
+    if costs.decode.base_s != measured.decode.base_s:
+        saved_ms = 1e3 * (measured.decode.base_s - costs.decode.base_s)
+        say(f"weights in {config.model.quantise}: {saved_ms:.2f} ms less a step by their bytes; products as measured")
     for line in _write(options, summary):
         say(line)
     if options.plot:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from cluster.config.number_types import KV_NUMBER_BYTES
+from cluster.config.number_types import KV_NUMBER_BYTES, NUMBER_BYTES, ROUNDED_BYTES
 from cluster.config.section import Section
 from cluster.simulation.step_model import StepModel
 from cluster.user_error import ConfigError
@@ -44,6 +44,18 @@ class LaneShareCosts(Section):
     decode_rate: float = Field(gt=0, le=1, description="Of rows, while prompts run beside them, likewise")
 
 
+class WeightReads(Section):
+    """What a step reads of the model that it was measured with: of linear layers all weights, whatever is in it."""
+
+    num_linear: int = Field(ge=1, description="Weights of all linear layers but the output head")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(description="Their number type")
+    bytes_per_s: float = Field(gt=0, description="At which they are read")
+
+    def saved_s(self, kind: str) -> float:
+        """Of each step, where they are rounded as model.quantise says."""
+        return self.num_linear * (NUMBER_BYTES[self.dtype] - ROUNDED_BYTES[kind]) / self.bytes_per_s
+
+
 class CostModel(Section):
     """Step times of both pools and of all between them."""
 
@@ -57,6 +69,9 @@ class CostModel(Section):
     prefill: StepModel = Field(description="Steps of a prefill engine; unused when colocated")
     transfer: TransferCosts = Field(default=TransferCosts(), description="The handoff")
     control: ControlCosts = Field(default=ControlCosts(), description="The control path")
+    weights: WeightReads | None = Field(
+        default=None, description="For model.quantise: what of a step's base is the reading of weights"
+    )
     lanes: list[LaneShareCosts] = Field(
         default=[], description="With layout two_lanes: ways to divide a card; empty: those of an H200, estimated"
     )
@@ -70,6 +85,22 @@ class CostModel(Section):
         """The same with KV of another number type: its bytes are others, step times stay as measured."""
         num_bytes = self.kv_bytes_per_token * KV_NUMBER_BYTES[dtype] // KV_NUMBER_BYTES[self.kv_dtype]
         return self.model_copy(update={"kv_bytes_per_token": max(1, num_bytes), "kv_dtype": dtype})
+
+    def with_weights(self, kind: str) -> CostModel:
+        """The same with weights of linear layers rounded: what a step reads of them is less, all else stays as
+        measured. Raises ConfigError where it does not say what a step reads."""
+        if self.weights is None:
+            raise ConfigError(
+                f"model.quantise: {kind} can't be simulated by step times that do not say what weights take of a step; "
+                "add weights (num_linear, dtype, bytes_per_s) to them, or fit them to steps of the quantised model and "
+                "leave model.quantise out"
+            )
+        saved_s = self.weights.saved_s(kind)
+        steps = {
+            pool: of.model_copy(update={"base_s": max(0.0, of.base_s - saved_s)})
+            for pool, of in (("decode", self.decode), ("prefill", self.prefill))
+        }
+        return self.model_copy(update=steps)
 
     def read_s(self, num_tokens: int) -> float:
         """A read of so many tokens' KV."""

@@ -99,9 +99,7 @@ class QuantisedCardLinear(QuantisedLinear):
             self._input_group = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2)
-        if self.order is not None:
-            rows = rows[:, self.order]
+        rows = self.as_weights_have_them(x.flatten(0, -2))
         out: torch.Tensor = _quantised_product(
             rows, self.values, self.scales, self.zeros, self.input_scale, self.bias, self.arrived, self.group_size,
             self._input_group,

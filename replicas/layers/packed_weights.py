@@ -8,13 +8,14 @@ one output and a group of inputs: blocks and whole tensors have them repeated, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 HALF = 16  # inputs in the low halves of as many bytes; as many behind them in the high ones
 PACKED_INPUTS = 2 * HALF
 FP8 = torch.float8_e4m3fn
+_OF_INPUTS = ("order", "input_scale", "rotation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class PackedWeights:
 
     values: e4m3 or int8 [N, K], or uint8 [N, K / 2]. scales: [N, groups of group_size inputs, the last may have less].
     zeros: uint8 of the scales' shape, with int4 only. order: int64 [K], the inputs as values have them, where that is
-    another order. input_scale: float32 [1], of activations that are rounded by it.
+    another order. input_scale: float32 [1], of activations that are rounded by it. rotation: of the inputs
+    (`replicas.layers.rounding.rotation`), in their type, where weights are of rotated ones.
     """
 
     values: torch.Tensor
@@ -32,6 +34,7 @@ class PackedWeights:
     zeros: torch.Tensor | None = None
     order: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -46,7 +49,7 @@ class PackedWeights:
         return self.values.dtype is torch.uint8
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
-        return {name: getattr(self, name) for name in ("values", "scales", "zeros", "order", "input_scale")}
+        return {name: getattr(self, name) for name in ("values", "scales", "zeros", *_OF_INPUTS)}
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
@@ -96,7 +99,7 @@ def joined(parts: Sequence[PackedWeights]) -> PackedWeights | None:
             is_alike = tensor.dtype is other.dtype and tensor.device == other.device
             if not is_alike or tensor.shape[1:] != other.shape[1:]:
                 return None
-            if name in ("order", "input_scale") and not torch.equal(tensor, other):
+            if name in _OF_INPUTS and not torch.equal(tensor, other):
                 return None
 
     def rows(name: str) -> torch.Tensor | None:
@@ -106,4 +109,4 @@ def joined(parts: Sequence[PackedWeights]) -> PackedWeights | None:
     values, scales = rows("values"), rows("scales")
     assert values is not None
     assert scales is not None
-    return PackedWeights(values, scales, first.group_size, rows("zeros"), first.order, first.input_scale)
+    return replace(first, values=values, scales=scales, zeros=rows("zeros"))

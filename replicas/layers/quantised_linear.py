@@ -16,7 +16,7 @@ from torch import nn
 
 from replicas.layers.linear import LinearLayer
 from replicas.layers.packed_weights import PackedWeights, by_input, dequantised, joined
-from replicas.layers.rounding import round_by, round_rows
+from replicas.layers.rounding import rotated, round_by, round_rows
 from replicas.quantisation.scheme import Activations, Scheme
 
 # Outputs at once on a CPU: weights in full are then a few megabytes.
@@ -32,6 +32,7 @@ class QuantisedLinear(LinearLayer):
     zeros: torch.Tensor | None
     order: torch.Tensor | None
     input_scale: torch.Tensor | None
+    rotation: torch.Tensor | None
 
     def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
         """Shares the tensors."""
@@ -44,17 +45,23 @@ class QuantisedLinear(LinearLayer):
 
     @property
     def weights(self) -> PackedWeights:
-        return PackedWeights(self.values, self.scales, self.group_size, self.zeros, self.order, self.input_scale)
+        return PackedWeights(
+            self.values, self.scales, self.group_size, self.zeros, self.order, self.input_scale, self.rotation
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -2)
-        if self.order is not None:
-            rows = rows[:, self.order]
+        rows = self.as_weights_have_them(x.flatten(0, -2))
         if self.scheme.activations is Activations.NONE:
             out = self._of_plain_rows(rows)
         else:
             out = self._of_rounded_rows(*self.round_inputs(rows), x.dtype)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def as_weights_have_them(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [R, K] in the order of the weights' inputs, or rotated as those are."""
+        if self.order is not None:
+            rows = rows[:, self.order]
+        return rows if self.rotation is None else rotated(rows, self.rotation)
 
     def round_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rounded values of rows [R, K], and their scales: [R, groups], or [1, 1] for all."""

@@ -43,10 +43,32 @@ def _whole(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype) if dtype is FP8 else numbers.round().to(dtype)
 
 
-def round_weights(weight: torch.Tensor, dtype: torch.dtype) -> PackedWeights:
-    """weight [N, K] to fp8 or int8, by the largest number of each output."""
+def round_weights(weight: torch.Tensor, dtype: torch.dtype, rotation: torch.Tensor | None = None) -> PackedWeights:
+    """weight [N, K] to fp8 or int8, by the largest number of each output. rotation: of its inputs, K / n blocks."""
+    if rotation is not None:
+        weight = rotated(weight.float(), rotation) / float(rotation[0].float().square().sum())
     values, scales = round_rows(weight, dtype, weight.shape[1])
-    return PackedWeights(values.contiguous(), scales, weight.shape[1])
+    return PackedWeights(values.contiguous(), scales, weight.shape[1], rotation=rotation)
+
+
+def rotation(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Hadamard's matrix after Sylvester, [size, size], a power of two, over its root or, so that products are exact,
+    over the next smaller power of two: times itself it is one, or twice that.
+
+    A few inputs that are far larger than the others are spread over their block by it, and the others keep more of
+    their digits when all are rounded by one scale (Ashkboos et al., "QuaRot", 2024).
+    """
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / (1 << (size.bit_length() - 1) // 2)
+
+
+def rotated(rows: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """rows [R, K], by [n, n], n divides K: each n inputs of a row together, in the type of rows."""
+    blocks = rows.unflatten(1, (-1, len(by)))
+    turned: torch.Tensor = (blocks @ by.to(rows.dtype)).flatten(1)
+    return turned
 
 
 def round_weights_int4(weight: torch.Tensor, group_size: int) -> PackedWeights:

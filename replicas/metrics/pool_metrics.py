@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from replicas.kv.handoff_actions import LossReason, SourceOutcome
 from replicas.kv.pair_rate import Pace
@@ -31,14 +32,30 @@ GRAMMAR_LOOKUPS = ("hit", "miss")
 GRAMMAR_FAILURES = ("refused", "limit", "strayed")
 
 
+@dataclass(frozen=True, slots=True)
+class ModelNumbers:
+    """dtype: of the model and its activations. quantisation: a scheme in a word (`Scheme.describe`), or none.
+    kv_dtype: of the pool."""
+
+    dtype: str = "float32"
+    quantisation: str = "none"
+    kv_dtype: str = "float32"
+
+
 class PoolMetrics(MetricSet):
     """One per replica. Counters that another object keeps already are brought up to date before a snapshot
     (GuardedMetric.count_to); the rest is updated where it happens.
     """
 
-    def __init__(self, model_name: str, pool: str, version: str, ray_version: str, engine: str, backend: str) -> None:
-        """pool: "prefill" | "decode"; engine: what computes, "cpu" | "cuda"; backend: what moves KV, such as "ucx"."""
+    def __init__(
+        self, model_name: str, pool: str, version: str, ray_version: str, engine: str, backend: str,
+        numbers: ModelNumbers | None = None,
+    ) -> None:  # fmt: skip
+        """pool: "prefill" | "decode"; engine: what computes, "cpu" | "cuda"; backend: what moves KV, such as "ucx".
+        numbers: those of a model in float32, if not said."""
         super().__init__(model_name, pool, version, ray_version, engine)
+        text = "Always 1; the labels say what numbers the model, its quantised weights and its KV cache are"
+        self.gauge("splitserve_model_info", text, fixed=self.of_pool | asdict(numbers or ModelNumbers())).set(1)
         self._add_blocks()
         self._add_transfers({"backend": backend})
         self._add_pairs({"backend": backend})

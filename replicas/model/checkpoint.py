@@ -62,9 +62,10 @@ def read_checkpoint(
     return loaded
 
 
-def checkpoint_kv_scales(folder: str, config: Any, num_layers: int) -> tuple[tuple[float, float], ...]:
+def checkpoint_kv_scales(folder: str, config: Any, *, are_all_there: bool = False) -> tuple[tuple[float, float], ...]:
     """Of a folder or Hub id whose weights were read: as `read_kv_scales`."""
-    return read_kv_scales(files_of(folder), num_layers, getattr(config, "transformers_weights", None))
+    named = getattr(config, "transformers_weights", None)
+    return read_kv_scales(files_of(folder), config.num_hidden_layers, named, are_all_there=are_all_there)
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> nn.Module:

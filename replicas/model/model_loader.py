@@ -46,8 +46,7 @@ class LoadedModel:
     """model is in eval mode on its device. identity: of what was loaded, without a layout.
 
     reference: what transformers alone computed with it, before it was changed to be served. kv_scales: those that came
-    with it, for KV in 8 bits (`KvLayout.scales`). scheme: of quantised
-    weights.
+    with it, for KV in 8 bits (`KvLayout.scales`). scheme: of quantised weights.
     """
 
     model: nn.Module
@@ -103,7 +102,8 @@ def load_model(settings: ModelSettings, device: torch.device, kv_dtype: str = "a
         scheme = scheme_of(model)
         kv_scales: tuple[tuple[float, float], ...] = ()
         if settings.load_format != "dummy":
-            kv_scales = checkpoint_kv_scales(folder, config, config.num_hidden_layers)
+            has_to = scheme is not None and scheme.has_kv_scales and kv_dtype == "fp8"  # else they do not count
+            kv_scales = checkpoint_kv_scales(folder, config, are_all_there=has_to)
         of_config = config_digest(config_said, remote_code(model))
         identity = ModelIdentity(
             digest_weights(model),

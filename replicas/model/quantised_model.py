@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from replicas.layers.packed_weights import FP8, PackedWeights
 from replicas.layers.place import Place
 from replicas.layers.quantised_linear import QuantisedLinear
-from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.layers.rounding import rotation, round_rows, round_weights, round_weights_int4
 from replicas.model.checkpoint import made_anew, refuse_untied
 from replicas.model.checkpoint_files import number_types, weight_files
 from replicas.model.checkpoint_mismatch import CheckpointMismatch, name_some
@@ -93,9 +93,9 @@ def read_quantised(
     model: Any = _empty(config, dtype, trust_remote_code)
     scheme = _for_layers(scheme, model)
     try:
-        files = _Files.open(folder, config, device)
+        files, by = _Files.open(folder, config, device), _rotation(scheme, dtype, device)
         for name, place in _quantised_places(model, scheme):
-            place.put(_read_layer(files, name, place.layer, scheme, dtype))
+            place.put(_read_layer(files, name, place.layer, scheme, dtype, by))
         _read_others(files, model, dtype)
     except SafetensorError as error:
         raise CheckpointMismatch(
@@ -119,14 +119,14 @@ def random_quantised(
     torch.manual_seed(0)
     model: Any = _empty(config, dtype, trust_remote_code)
     scheme = _for_layers(scheme, model)
-    to_quantise = dict(_quantised_places(model, scheme))
+    to_quantise, by = dict(_quantised_places(model, scheme)), _rotation(scheme, dtype, device)
     for name in [name for name, _ in model.named_modules()]:  # names alone: a layer that is packed goes
         module: Any = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(key, _frozen(torch.empty_like(parameter, device=device)))
         model._init_weights(module)
         if name in to_quantise:
-            weights = _made_up(module.weight.detach(), scheme)
+            weights = _made_up(module.weight.detach(), scheme, by)
             to_quantise[name].put(QuantisedLinear(weights, module.bias, scheme))
     model.tie_weights()
     made: nn.Module = model
@@ -177,6 +177,11 @@ def _for_layers(scheme: Scheme, model: nn.Module) -> Scheme:
             f"{type(model).__name__} has no linear layers to quantise ({scheme.describe()}); serve its unquantised "
             "checkpoint, without model.quantise"
         )
+    if scheme.rotation:
+        together = scheme.rotation
+        while any(num_inputs % together for num_inputs in layers.values()):  # type: ignore[operator]
+            together //= 2
+        return replace(scheme, rotation=together if together > 1 else 0)
     if scheme.dialect is not Dialect.MADE_HERE or scheme.granularity is not Granularity.GROUP:
         return scheme
     for size in _INT4_GROUPS:
@@ -189,10 +194,17 @@ def _for_layers(scheme: Scheme, model: nn.Module) -> Scheme:
     )
 
 
-def _read_layer(files: _Files, name: str, linear: Any, scheme: Scheme, dtype: torch.dtype) -> QuantisedLinear:
+def _rotation(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """All layers share it."""
+    return rotation(scheme.rotation, dtype, device) if scheme.rotation else None
+
+
+def _read_layer(
+    files: _Files, name: str, linear: Any, scheme: Scheme, dtype: torch.dtype, by: torch.Tensor | None
+) -> QuantisedLinear:
     prefix = f"{name}."
     if scheme.dialect is Dialect.MADE_HERE:
-        weights = _rounded(files.numbers(f"{prefix}weight", linear.weight.shape), scheme)
+        weights = _rounded(files.numbers(f"{prefix}weight", linear.weight.shape), scheme, by)
     else:
         has = frozenset(key for key in stored_names(scheme) if prefix + key in files.of)
         stored = StoredLayer(name, linear.out_features, linear.in_features, has, lambda key: files.read(prefix + key))
@@ -211,17 +223,17 @@ def _refuse_bias(files: _Files, name: str) -> None:
         raise CheckpointMismatch(f"the checkpoint does not fit its config.json: the model has no place for {name}")
 
 
-def _rounded(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
-    """A matrix that is not quantised."""
+def _rounded(weight: torch.Tensor, scheme: Scheme, by: torch.Tensor | None) -> PackedWeights:
+    """A matrix that is not quantised. by: the scheme's rotation."""
     if scheme.kind is WeightKind.INT4:
         return round_weights_int4(weight, scheme.group_size or weight.shape[1])
-    return round_weights(weight, _DTYPES[scheme.kind])
+    return round_weights(weight, _DTYPES[scheme.kind], by)
 
 
-def _made_up(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
+def _made_up(weight: torch.Tensor, scheme: Scheme, by: torch.Tensor | None) -> PackedWeights:
     """Random weights as the scheme has them, whoever would store them."""
     if scheme.kind is WeightKind.INT4 or scheme.dialect is Dialect.MADE_HERE:
-        return _rounded(weight, scheme)
+        return _rounded(weight, scheme, by)
     size = scheme.group_size or weight.shape[1]
     dtype = _DTYPES[scheme.kind]
     values, scales = round_rows(weight, dtype, size)

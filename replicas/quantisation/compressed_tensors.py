@@ -34,12 +34,28 @@ def read_compressed_tensors(keys: ConfigKeys) -> Scheme:
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise keys.refusal("sparsity_config", sparsity, "dense weights")
     alone = _patterns(keys, "ignore")
-    groups = keys.take("config_groups", {})
+    groups, has_kv_scales = keys.take("config_groups", {}), _has_kv_scales(keys)
     keys.refuse_rest(_HARMLESS)
     if not isinstance(groups, dict) or len(groups) != 1:
         raise keys.refusal("config_groups", list(groups), "one group: layers in unlike ways are not served")
     ((name, said),) = groups.items()
-    return _group(ConfigKeys(said, f"{keys.where}.config_groups.{name}"), format, alone)
+    scheme = _group(ConfigKeys(said, f"{keys.where}.config_groups.{name}"), format, alone)
+    return replace(scheme, has_kv_scales=has_kv_scales)
+
+
+def _has_kv_scales(keys: ConfigKeys) -> bool:
+    """Of keys and values in e4m3, one for a layer: all that a pool here is stored by."""
+    said = keys.take("kv_cache_scheme")
+    if said is None:
+        return False
+    of = ConfigKeys(said, f"{keys.where}.kv_cache_scheme")
+    of.take_one("type", ("float",), "int")
+    of.take_one("num_bits", (8,), 8)
+    of.take_one("strategy", ("tensor",), "tensor")
+    of.take_one("symmetric", (True,), True)
+    of.take_one("dynamic", (False,), False)
+    of.refuse_rest(_HARMLESS_OF_NUMBERS)
+    return True
 
 
 def _group(keys: ConfigKeys, format: str, alone: tuple[str, ...]) -> Scheme:

@@ -24,20 +24,26 @@ def read_fp8(keys: ConfigKeys) -> Scheme:
     keys.take_one("fmt_float", ("e4m3",), "e4m3")
     alone = (*keys.take_names("modules_to_not_convert"), *keys.take_names("ignored_layers"))
     is_dynamic = keys.take_one("activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
+    has_kv_scales = (kv := keys.take("kv_cache_scheme")) is not None
+    if has_kv_scales and kv != "static":
+        raise keys.refusal("kv_cache_scheme", kv, "static")
     block = keys.take("weight_block_size")
     targets = Targets(alone=_parts_of_names(keys, "modules_to_not_convert", alone))
     if block is None:
         keys.refuse_rest()
         activations = Activations.TOKEN if is_dynamic else Activations.STATIC
-        return Scheme(WeightKind.FP8, Granularity.TENSOR, activations, Dialect.FP8, targets=targets)
+        return Scheme(
+            WeightKind.FP8, Granularity.TENSOR, activations, Dialect.FP8, targets=targets, has_kv_scales=has_kv_scales
+        )
     if not is_dynamic:
         raise keys.refusal("activation_scheme", "static", "dynamic with weight_block_size")
     rows, columns = block_shape(keys, "weight_block_size", block)
     keys.take_one("scale_fmt", ("float",), "float")
     keys.refuse_rest()
     return Scheme(
-        WeightKind.FP8, Granularity.BLOCK, Activations.TOKEN_GROUP, Dialect.FP8, columns, rows, targets=targets
-    )
+        WeightKind.FP8, Granularity.BLOCK, Activations.TOKEN_GROUP, Dialect.FP8, columns, rows, targets=targets,
+        has_kv_scales=has_kv_scales,
+    )  # fmt: skip
 
 
 def read_awq(keys: ConfigKeys) -> Scheme:

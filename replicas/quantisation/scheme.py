@@ -70,7 +70,9 @@ class Targets:
 class Scheme:
     """group_size: inputs that share a scale; None: all of them. block_rows: outputs that share one, of BLOCK.
 
-    is_symmetric: without zero points. is_ordered: groups are of inputs in an order that the file says.
+    is_symmetric: without zero points. is_ordered: groups are of inputs in an order that the file says. has_kv_scales:
+    whether the file says by what keys and values are divided where they are stored in 8 bits. rotation: so many inputs
+    at a time are rotated by a Hadamard matrix before they are rounded, and weights likewise; 0: they are not.
     """
 
     kind: WeightKind
@@ -82,6 +84,8 @@ class Scheme:
     is_symmetric: bool = True
     is_ordered: bool = False
     targets: Targets = Targets()
+    has_kv_scales: bool = False
+    rotation: int = 0
 
     def describe(self) -> str:
         """In a word, for people and in what replicas must have in common."""
@@ -91,7 +95,8 @@ class Scheme:
         elif self.granularity is Granularity.GROUP:
             size = f"{self.group_size}"
         activations = "" if self.activations is Activations.NONE else f"-{self.activations}"
-        return f"{self.kind}-{self.granularity}{size}{activations}"
+        rotation = f"-rotated{self.rotation}" if self.rotation else ""
+        return f"{self.kind}-{self.granularity}{size}{activations}{rotation}"
 
 
 def _matches(patterns: Iterable[str], name: str) -> bool:

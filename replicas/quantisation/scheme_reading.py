@@ -11,6 +11,7 @@ from replicas.quantisation.other_dialects import read_awq, read_fp8, read_gptq
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
 
 _KEY = "quantization_config"
+_INT8_ROTATION = 64
 _READERS = {"compressed-tensors": read_compressed_tensors, "fp8": read_fp8, "awq": read_awq, "gptq": read_gptq}
 
 
@@ -41,7 +42,11 @@ def chosen_scheme(config: Any, quantise: str) -> Scheme | None:
 
 
 def scheme_made_here(kind: WeightKind) -> Scheme:
-    """Of weights that are rounded when they are loaded. The group size of int4 is known by the model's layers only."""
+    """Of weights that are rounded when they are loaded. The group size of int4 is known by the model's layers only, and
+    how many inputs are rotated together may be fewer by them.
+    """
     if kind is WeightKind.INT4:
         return Scheme(kind, Granularity.GROUP, Activations.NONE, Dialect.MADE_HERE, is_symmetric=False)
-    return Scheme(kind, Granularity.CHANNEL, Activations.TOKEN, Dialect.MADE_HERE)
+    # Small numbers of e4m3 have as many digits as large ones: what is spread over all of them costs some.
+    rotation = _INT8_ROTATION if kind is WeightKind.INT8 else 0
+    return Scheme(kind, Granularity.CHANNEL, Activations.TOKEN, Dialect.MADE_HERE, rotation=rotation)

@@ -32,7 +32,7 @@ from replicas.kv.transport_opener import transport_opener
 from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
-from replicas.metrics.pool_metrics import PoolMetrics
+from replicas.metrics.pool_metrics import ModelNumbers, PoolMetrics
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
@@ -224,6 +224,7 @@ class _Base:
                 settings.ray_version,
                 engine=settings.device,
                 backend=settings.transfer.backend.lower(),
+                numbers=_numbers(self.layout, loaded),
             )
         )
 
@@ -282,3 +283,8 @@ class _Base:
     def built(self, engine: Engine) -> BuiltEngine:
         peer = engine.transfers.start()
         return BuiltEngine(engine, engine.transfers, peer, self.settings, self.layout, self.metrics, self.grammars)
+
+
+def _numbers(layout: KvLayout, loaded: LoadedModel) -> ModelNumbers:
+    names = [str(dtype).removeprefix("torch.") for dtype in (loaded.dtype, layout.dtype)]
+    return ModelNumbers(names[0], loaded.scheme.describe() if loaded.scheme else "none", names[1])

@@ -69,20 +69,20 @@ def encode(tokenizer: Any, prompt: GoldenPrompt) -> list[int]:
     return ids
 
 
-def generate(model: Any, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-    """(output ids, margins), NUM_NEW_TOKENS of each, by transformers' greedy search."""
+def generate(model: Any, prompt_ids: list[int], num_tokens: int = NUM_NEW_TOKENS) -> tuple[list[int], list[float]]:
+    """(output ids, margins), so many of each, by transformers' greedy search."""
     inputs = torch.tensor([prompt_ids])
     result = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         do_sample=False,
-        max_new_tokens=NUM_NEW_TOKENS,
+        max_new_tokens=num_tokens,
         output_logits=True,
         return_dict_in_generate=True,
     )
     output_ids = result.sequences[0, len(prompt_ids) :].tolist()
     logits = torch.cat(result.logits)
-    assert len(output_ids) == NUM_NEW_TOKENS
+    assert len(output_ids) == num_tokens
     assert logits.dtype == torch.float32
     assert output_ids == logits.argmax(-1).tolist(), "generate was not plain greedy search"
     top = logits.topk(2, dim=-1).values

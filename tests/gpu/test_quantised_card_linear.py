@@ -14,7 +14,7 @@ from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
 from replicas.cuda.skinny_linear import count_apart
 from replicas.layers.packed_weights import FP8, PackedWeights
 from replicas.layers.quantised_linear import QuantisedLinear
-from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.layers.rounding import rotation, round_rows, round_weights, round_weights_int4
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
 from tests.gpu.paged_case import TOLERANCE, relative_error
 
@@ -39,6 +39,9 @@ def made(name: str) -> tuple[PackedWeights, Scheme]:
         return replace(packed, order=torch.randperm(NUM_IN)), of
     if name == "int8":
         return round_weights(weight, torch.int8), scheme(WeightKind.INT8, channel, Activations.TOKEN)
+    if name == "int8 rotated":
+        of = scheme(WeightKind.INT8, channel, Activations.TOKEN)
+        return round_weights(weight, torch.int8, rotation(64, DTYPE, torch.device("cpu"))), of
     if name == "int8 static":
         packed = replace(round_weights(weight, torch.int8), input_scale=static)
         return packed, scheme(WeightKind.INT8, channel, Activations.STATIC)
@@ -57,7 +60,17 @@ def made(name: str) -> tuple[PackedWeights, Scheme]:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
     "name",
-    ["fp8", "fp8 static", "fp8 blocks", "fp8 weights alone", "int8", "int8 static", "int4", "int4 in an order"],
+    [
+        "fp8",
+        "fp8 static",
+        "fp8 blocks",
+        "fp8 weights alone",
+        "int8",
+        "int8 rotated",
+        "int8 static",
+        "int4",
+        "int4 in an order",
+    ],
 )
 def test_equals_the_definition(name: str, has_bias: bool, device: torch.device) -> None:
     weights, of = made(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_logits_are_those_of_its_own_weights(name: str, tmp_path: Path) -> None:
+def written_by_the_library(
+    name: str,
+) -> tuple[dict[str, Any], Callable[[str, torch.Tensor], Packed], tuple[torch.dtype, str] | None]:
+    """A quantization_config, how it packs a matrix and what that stands for, and how inputs are rounded."""
     format, weights, inputs, activations = SCHEMES[name]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs, format=format)
     compressor = BaseCompressor.get_value_from_registry(format)
@@ -54,7 +57,12 @@ def test_logits_are_those_of_its_own_weights(name: str, tmp_path: Path) -> None:
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, format=format, quantization_status="compressed", ignore=["lm_head"]
     )
-    said = config.model_dump(mode="json")
+    return config.model_dump(mode="json"), pack, activations
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_its_own_weights(name: str, tmp_path: Path) -> None:
+    said, pack, activations = written_by_the_library(name)
     model = save_quantised(tmp_path, tiny_llama(), said, pack, activations)
     loaded = load(tmp_path)
     tolerance = 1e-4 if activations is None else 2e-2

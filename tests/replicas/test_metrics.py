@@ -36,7 +36,7 @@ def value(snapshot: list[FamilySnapshot], name: str, suffix: str = "", **labels:
 def test_every_promised_family_is_there_from_the_start() -> None:
     families = {family["name"]: family for family in pool_metrics().snapshot()}
     counters = ["kv_transfers", "kv_transfer_bytes", "forwarded_tokens", "surplus_tokens", "prefilled_tokens"]
-    gauges = ["requests_in_flight", "requests_queued", "kv_cache_usage_ratio", "kv_blocks", "build_info"]
+    gauges = ["requests_in_flight", "requests_queued", "kv_cache_usage_ratio", "kv_blocks", "build_info", "model_info"]
     histograms = ["kv_transfer_seconds", "prefill_time_seconds", "queue_time_seconds", "step_seconds"]
     for names, kind in ((counters, "counter"), (gauges, "gauge"), (histograms, "histogram")):
         for name in names:

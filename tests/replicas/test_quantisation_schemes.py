@@ -18,6 +18,13 @@ GPTQ, AWQ, FP8, BLOCKS = (CASES[name].said for name in ("gptq", "awq", "fp8 of A
 TOKEN, PACKED, INT8 = (CASES[name].said for name in ("fp8 channel token", "int4 packed", "int8"))
 
 
+# As llm-compressor writes it for RedHatAI/*-FP8-KV.
+KV_SCHEME = {
+    "actorder": None, "block_structure": None, "dynamic": False, "group_size": None, "num_bits": 8,
+    "observer": "minmax", "observer_kwargs": {}, "strategy": "tensor", "symmetric": True, "type": "float",
+}  # fmt: skip
+
+
 def config_of(said: dict[str, Any] | None) -> LlamaConfig:
     return LlamaConfig(quantization_config=said) if said else LlamaConfig()
 
@@ -81,6 +88,10 @@ def _said(**changes: Any) -> Edit:
     return lambda said: said.update(changes)
 
 
+def _kv(**changes: Any) -> Edit:
+    return _said(kv_cache_scheme={**KV_SCHEME, **changes})
+
+
 def _two_groups(said: dict[str, Any]) -> None:
     said["config_groups"]["group_1"] = said["config_groups"]["group_0"]
 
@@ -102,7 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Edit, str]] = {
     "awq without zero points": (AWQ, _said(zero_point=False), "zero_point: false"),
     "awq, a key nobody knows": (AWQ, _said(rotation="hadamard"), "rotation: 'hadamard'"),
     "fp8, e5m2": (FP8, _said(fmt="e5m2"), "fmt: 'e5m2'"),
-    "fp8, a scale for KV": (FP8, _said(kv_cache_scheme="static"), "kv_cache_scheme: 'static'"),
+    "fp8, scales for KV as it comes": (FP8, _said(kv_cache_scheme="dynamic"), "kv_cache_scheme: 'dynamic' is not"),
     "fp8, patterns of names": (FP8, _said(ignored_layers=["re:.*mlp"]), "modules_to_not_convert: 're:"),
     "fp8, static blocks": (BLOCKS, _said(activation_scheme="static"), "activation_scheme: 'static'"),
     "fp8, blocks of 100": (BLOCKS, _said(weight_block_size=[100, 100]), "weight_block_size"),
@@ -111,7 +122,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Edit, str]] = {
     "nvfp4": (TOKEN, _said(format="nvfp4-pack-quantized"), "format: 'nvfp4-pack-quantized'"),
     "sparse": (TOKEN, _said(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
     "rotated": (TOKEN, _said(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
-    "fp8 KV": (TOKEN, _said(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    "int8 KV": (TOKEN, _said(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme.type: 'int' is not supported"),
+    "4-bit KV": (TOKEN, _kv(num_bits=4), "kv_cache_scheme.num_bits: 4 is not supported, expected 8"),
+    "KV by heads": (TOKEN, _kv(strategy="attn_head"), "kv_cache_scheme.strategy: 'attn_head'"),
+    "KV by tokens": (TOKEN, _kv(dynamic=True), "kv_cache_scheme.dynamic: true"),
+    "KV with zero points": (TOKEN, _kv(symmetric=False), "kv_cache_scheme.symmetric: false"),
+    "KV in groups": (TOKEN, _kv(group_size=16), "kv_cache_scheme.group_size: 16"),
+    "KV, a key nobody knows": (TOKEN, _kv(rotation="hadamard"), "kv_cache_scheme.rotation"),
+    "KV, no object": (TOKEN, _said(kv_cache_scheme="static"), "kv_cache_scheme: 'static' is no JSON object"),
     "two groups": (TOKEN, _two_groups, "config_groups"),
     "not compressed yet": (TOKEN, _said(quantization_status="calibration"), "quantization_status"),
     "one scale for a batch": (TOKEN, _inputs(strategy="tensor"), "input_activations.strategy: 'tensor'"),
@@ -143,6 +161,27 @@ def test_what_is_not_understood_is_refused_by_its_key(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "has_kv_scales"),
+    [
+        ({**TOKEN, "kv_cache_scheme": KV_SCHEME}, True),
+        ({**PACKED, "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, True),  # the rest is usual
+        (TOKEN, False),
+        ({**FP8, "kv_cache_scheme": "static"}, True),
+        ({**BLOCKS, "kv_cache_scheme": "static"}, True),
+        (FP8, False),
+    ],
+)
+def test_scales_of_kv_are_told(said: dict[str, Any], has_kv_scales: bool) -> None:
+    """And say nothing of the weights: engines of like weights have their KV's scales in their layouts."""
+    scheme = read_scheme(config_of(said))
+    assert scheme is not None
+    assert scheme.has_kv_scales is has_kv_scales
+    plain = read_scheme(config_of({**said, "kv_cache_scheme": None}))
+    assert plain is not None
+    assert scheme.describe() == plain.describe()
+
+
+@pytest.mark.parametrize(
     ("said", "name", "is_quantised"),
     [
         ({**BLOCKS, "modules_to_not_convert": ["mlp.gate"]}, "model.layers.0.mlp.gate_proj", True),
@@ -165,6 +204,6 @@ def test_a_quantised_checkpoint_is_not_quantised_again() -> None:
     assert chosen_scheme(config_of(None), "none") is None
     made = chosen_scheme(config_of(None), "int8")
     assert made is not None
-    assert made.describe() == "int8-channel-token"
+    assert made.describe() == "int8-channel-token-rotated64"
     with pytest.raises(UnsupportedModel, match=r"int4-group32.*leave model\.quantise out"):
         chosen_scheme(config_of(AWQ), "int8")

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from replicas.kv.kv_pool import KvPool
 from replicas.layers.packed_weights import FP8, PackedWeights, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
-from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.layers.rounding import rotated, rotation, round_rows, round_weights, round_weights_int4
 from replicas.model import quantised_model
 from replicas.model.checkpoint_mismatch import CheckpointMismatch
 from replicas.model.model_loader import load_model
@@ -44,7 +44,7 @@ def _names(model: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("kind", "scheme"),
-    [("fp8", "fp8-channel-token"), ("int8", "int8-channel-token"), ("int4", "int4-group64")],
+    [("fp8", "fp8-channel-token"), ("int8", "int8-channel-token-rotated64"), ("int4", "int4-group64")],
 )
 def test_each_kind(kind: str, scheme: str, folder: Path) -> None:
     loaded = load(folder, quantise=kind)
@@ -59,7 +59,10 @@ def test_each_kind(kind: str, scheme: str, folder: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     weight = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     down = model.model.layers[0].mlp.down_proj
-    errors = (dequantised(down.weights, torch.float32) - weight).abs()
+    numbers = dequantised(down.weights, torch.float32)
+    if kind == "int8":
+        weight = rotated(weight, rotation(64, torch.float32, CPU))
+    errors = (numbers - weight).abs()
     if kind == "int4":
         assert bool((errors <= down.scales.repeat_interleave(64, 1) * 0.51).all())
     elif kind == "int8":
@@ -88,6 +91,33 @@ def test_a_row_is_rounded_by_itself(dtype: torch.dtype) -> None:
     numbers = values.float() * scales
     assert torch.allclose(numbers.abs().amax(1), x.abs().amax(1))
     assert not numbers[1].any()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_is_undone_by_the_weights(size: int, dtype: torch.dtype) -> None:
+    """And spreads a single number over its block, no other."""
+    torch.manual_seed(1)
+    by = rotation(size, dtype, CPU)
+    square = by.float() @ by.float()
+    assert torch.equal(square, square[0, 0] * torch.eye(size))
+    assert float(square[0, 0]) in (1.0, 2.0)
+    one = torch.zeros(1, 3 * size, dtype=dtype)
+    one[0, size + 1] = 8.0
+    spread = rotated(one, by)
+    assert len(spread[:, size : 2 * size].abs().unique()) == 1
+    assert int((spread != 0).sum()) == size
+    x, weight = torch.randn(5, 3 * size), torch.randn(7, 3 * size)
+    packed = round_weights(weight, torch.int8, by)
+    product = rotated(x, by) @ dequantised(packed, torch.float32).t()
+    assert float((product - x @ weight.t()).norm() / (x @ weight.t()).norm()) < 0.02
+
+
+def test_layers_of_odd_numbers_of_inputs_are_not_rotated(tmp_path: Path) -> None:
+    tiny_llama(intermediate_size=99).save_pretrained(tmp_path / "odd")
+    assert load(tmp_path / "odd", quantise="int8").identity.scheme == "int8-channel-token"
+    tiny_llama(intermediate_size=104).save_pretrained(tmp_path / "eight")
+    assert load(tmp_path / "eight", quantise="int8").identity.scheme == "int8-channel-token-rotated8"
 
 
 def test_rounding_what_is_exact_changes_nothing() -> None:
@@ -152,9 +182,9 @@ def test_random_layers_are_there_in_full_one_at_a_time(folder: Path, monkeypatch
             made.append(weakref.ref(parameter))
         return parameter
 
-    def made_up(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
+    def made_up(weight: torch.Tensor, scheme: Scheme, by: torch.Tensor | None) -> PackedWeights:
         alive.append(sum(of() is not None for of in made))
-        return make_up(weight, scheme)
+        return make_up(weight, scheme, by)
 
     monkeypatch.setattr(quantised_model, "_frozen", frozen)
     monkeypatch.setattr(quantised_model, "_made_up", made_up)

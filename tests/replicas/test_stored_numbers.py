@@ -215,6 +215,7 @@ def test_the_self_check_is_as_strict_as_rounding_allows(tiny: LoadedModel) -> No
         (("k_scale", "v_scale"), ((0.5, 2.0), (0.5, 2.0))),
         (("attn.k_scale", "attn.v_scale"), ((0.5, 2.0), (0.5, 2.0))),
         (("k_proj.k_scale", "v_proj.v_scale"), ((0.5, 2.0), (0.5, 2.0))),
+        (("k_proj.output_scale", "v_proj.output_scale"), ((0.5, 2.0), (0.5, 2.0))),
         (("v_scale",), ((1.0, 0.5), (1.0, 0.5))),
         (("kv_scale",), ((0.5, 0.5), (0.5, 0.5))),
     ],
@@ -245,6 +246,15 @@ def test_scales_that_are_none_are_refused(tmp_path: Path, name: str, scale: torc
     save_tiny_model(tmp_path)
     add_scales(tmp_path, {name: scale})
     with pytest.raises(CheckpointMismatch, match=refusal):
+        load(tmp_path)
+
+
+def test_two_names_of_one_scale_must_agree(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    add_scales(tmp_path, {"k_scale": torch.tensor(0.5), "k_proj.output_scale": torch.tensor(0.5)})
+    assert load(tmp_path).kv_scales == ((0.5, 1.0), (0.5, 1.0))
+    add_scales(tmp_path, {"k_proj.output_scale": torch.tensor(0.25)})
+    with pytest.raises(CheckpointMismatch, match="layer 0's keys have two unlike scales"):
         load(tmp_path)
 
 
