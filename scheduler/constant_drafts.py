@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from scheduler.draft_counts import DraftCounts
 from scheduler.speculation import RowSpeculation, SpeculationState
 
 
@@ -14,7 +13,11 @@ class ConstantDrafts:
     """As `draft_planner.ChoosesDrafts`."""
 
     num_drafts: int
-    counts: DraftCounts = field(default_factory=DraftCounts, compare=False, kw_only=True)
+
+    @property
+    def num_rests(self) -> int:
+        """None ever does."""
+        return 0
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -22,8 +25,7 @@ class ConstantDrafts:
         return tuple([min(row.most, self.num_drafts) for row in rows])
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
-        """Nothing is learned, all is counted."""
-        self.counts.add(num_drafted, num_accepted)
+        """Nothing is learned."""
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """Nothing is learned."""

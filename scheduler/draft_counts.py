@@ -19,6 +19,11 @@ class DraftCounts:
         self.steps = dict.fromkeys((0, *DRAFT_COUNTS), 0)
         self.num_rests = 0
 
+    def add_step(self, num_drafts: int, num_rests: int) -> None:
+        """Was planned with so many, and rows were switched off so often by then. Mutates."""
+        self.steps[next((count for count in self.steps if count >= num_drafts), MOST_DRAFTS)] += 1
+        self.num_rests = num_rests
+
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Of one row. Mutates."""
         for place in range(num_drafted):

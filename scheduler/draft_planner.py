@@ -23,8 +23,8 @@ class ChoosesDrafts(Protocol):
     """Chooses, and learns from what comes of it: `scheduler.speculator` does."""
 
     @property
-    def counts(self) -> DraftCounts:
-        """For metrics. Any thread."""
+    def num_rests(self) -> int:
+        """Times that a row was switched off."""
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -63,11 +63,7 @@ class DraftPlanner:
 
     def __init__(self, speculation: Speculation, block_size: int, lag: int) -> None:
         self._speculation, self._block_size, self._lag = speculation, block_size, lag
-
-    @property
-    def counts(self) -> DraftCounts:
-        """For metrics. Any thread."""
-        return self._speculation.speculator.counts
+        self.counts = DraftCounts()  # for metrics; any thread may look
 
     @property
     def max_drafts(self) -> int:
@@ -93,13 +89,17 @@ class DraftPlanner:
             if count:
                 count, room = self._within(room, row.position, len(choice.block_ids), min(count, row.most))
             counts.append(count)
+        self.counts.add_step(max(counts), self._speculation.speculator.num_rests)
         return counts
 
     def settled(self, request: Request, accepted: Accepted) -> None:
-        """What came of a row that was planned with drafts. Mutates what the speculator has learned."""
+        """What came of a row that was planned with drafts. Mutates counts, and what the speculator has learned."""
         if not request.may_draft:
             return
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
+        self.counts.add(accepted.num_drafted, num_held)
+        request.speculation.num_drafted += accepted.num_drafted
+        request.speculation.num_accepted += num_held
         self._speculation.speculator.accepted(request.speculation, num_planned, accepted.num_drafted, num_held)
 
     def step_took(self, plan: StepPlan, accepted: Sequence[Accepted], seconds: float) -> None:

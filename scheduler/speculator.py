@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance
-from scheduler.draft_counts import DraftCounts
 from scheduler.speculation import (
     LONG_AGO,
     DraftChoice,
@@ -23,7 +22,8 @@ _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: w
 
 
 class Speculator:
-    """What an engine has learned of its drafts, and what it makes of that. One thread; others read `counts`.
+    """What an engine has learned of its drafts, and what it makes of that. One thread. num_rests: times that a row was
+    switched off.
 
     A batcher asks `choose` for each step's rows, and says what came of each by `accepted`; whoever runs the steps says
     by `step_took` how long they took. Until a step without drafts has been timed, none has any.
@@ -34,7 +34,7 @@ class Speculator:
         self.times = StepTimes()
         # Of rows that have drafted nothing yet: as if half of first drafts held, until it is known better.
         self.acceptance = DraftAcceptance(_MEMORY, 4.0, 8.0, 5.6, 8.0)
-        self.counts = DraftCounts()
+        self.num_rests = 0
         self._last = 0
         self._credit_s = 0.0
         self._part_drafting = 0.0  # of rows in steps, lately
@@ -76,8 +76,7 @@ class Speculator:
         self._last = choice.paying
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
-        self.counts.num_rests += len(choice.resting)
-        self.counts.steps[choice.step_drafts] += 1
+        self.num_rests += len(choice.resting)
         num_drafting = 0
         if choice.step_drafts:
             for row, count in zip(rows, choice.num_drafts, strict=True):
@@ -92,9 +91,6 @@ class Speculator:
         That none was found costs nothing where steps are not padded: then it says nothing against drafting.
         """
         self._tokens_of_drafting += _SMOOTHING * (1.0 + num_accepted - self._tokens_of_drafting)
-        self.counts.add(num_drafted, num_accepted)
-        state.num_drafted += num_drafted
-        state.num_accepted += num_accepted
         if not num_drafted and not self.policy.is_padded:
             return
         # Where it costs as much as drafts that are wrong, it is one.

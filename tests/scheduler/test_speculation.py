@@ -7,6 +7,7 @@ import random
 import pytest
 
 from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance, expected_accepted
+from scheduler.draft_counts import DraftCounts
 from scheduler.speculation import DraftChoice, RowSpeculation, SpeculationPolicy, SpeculationState, StepOutlook
 from scheduler.speculator import Speculator
 from tests.scheduler.simulated_drafts import (
@@ -236,15 +237,24 @@ def test_one_plain_step_now_and_then() -> None:
             speculator.accepted(steady.state, count, count, min(count, 5))
     assert 2 <= chosen.count(0) <= 5
     assert chosen.count(7) > 1900
-    assert sum(speculator.counts.steps.values()) == 2000 - chosen.count(0)
+
+
+def test_what_a_row_brings() -> None:
+    speculator, tried = learned(PADDED, 4, 2, steps=3)
+    assert 1.0 < speculator.tokens_a_row < 3.0
+    assert tried.state.tried_at == 500
 
 
 def test_counts() -> None:
-    speculator, tried = learned(PADDED, 4, 2, steps=3)
-    assert speculator.counts.drafted == [3, 3, 3, 3, 0, 0, 0]
-    assert speculator.counts.accepted == [3, 3, 0, 0, 0, 0, 0]
-    assert 1.0 < speculator.tokens_a_row < 3.0
-    assert tried.state.tried_at == 500
+    counts = DraftCounts()
+    for drafted, accepted in ((4, 2), (2, 0), (7, 7)):
+        counts.add(drafted, accepted)
+    assert counts.drafted == [3, 3, 2, 2, 1, 1, 1]
+    assert counts.accepted == [2, 2, 1, 1, 1, 1, 1]
+    for num_drafts in (0, 1, 2, 3, 5, 7, 9):
+        counts.add_step(num_drafts, 6)
+    assert counts.steps == {0: 1, 2: 2, 4: 1, 7: 3}
+    assert counts.num_rests == 6
 
 
 # -- against whoever knows everything ----------------------------------------------------------------------------------
