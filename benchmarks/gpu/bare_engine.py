@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from replicas.metrics.pool_metrics import PoolMetrics
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
+from replicas.model_support import UnsupportedModel
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
@@ -34,6 +36,7 @@ from scheduler.capabilities import DECODE
 from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
+from scheduler.prefix_book import PrefixOptions
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
 
@@ -94,6 +97,28 @@ class EngineSize:
     device: str = "cuda"  # or cpu, to try a benchmark where there is no card
 
 
+@dataclass(frozen=True, slots=True)
+class FewBits:
+    """As `model.quantise` and `kv.dtype` of the config."""
+
+    quantise: str = "none"
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMemory:
+    """Of a card, in bytes, once a model is loaded: what it takes, and the most that it took meanwhile. 0 on a CPU."""
+
+    weights_bytes: int
+    peak_bytes: int
+
+    @staticmethod
+    def now(device: torch.device) -> LoadMemory:
+        if device.type != "cuda":
+            return LoadMemory(0, 0)
+        return LoadMemory(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+
 class BareEngine:
     """A context: the engine runs within it."""
 
@@ -107,16 +132,24 @@ class BareEngine:
         sender: RecordingSender | None = None,
         lanes: LaneObjectives | None = None,
         grammars: GrammarSettings | None = None,
+        prefixes: PrefixOptions | None = None,
+        bits: FewBits | None = None,
     ) -> None:
         """Loads, checks and warms up; blocks for seconds to minutes. start_s: how long that took. lanes: it has two.
-        grammars: it can hold texts against some; the folder has a tokenizer."""
+        grammars: it can hold texts against some; the folder has a tokenizer. prefixes: it has a prefix cache. bits:
+        what is quantised; then a check that fails is only noted, in `failed_check`: times of random weights tell all
+        the same."""
         started_s = time.perf_counter()
         device = torch.device(size.device)
-        model = ModelSettings(folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False)
-        loaded = load_model(model, device)
+        few = bits or FewBits()
+        model = ModelSettings(
+            folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False, few.quantise
+        )
+        loaded = load_model(model, device, few.kv_dtype)
         _wait_for(device)
         self.load_s = time.perf_counter() - started_s
-        layout = loaded.kv_layout(size.block_size)
+        self.memory = LoadMemory.now(device)
+        layout = loaded.kv_layout(size.block_size, few.kv_dtype)
         if size.capacity_tokens is not None:
             capacity_bytes = size.capacity_tokens * layout.bytes_per_token
         else:
@@ -125,7 +158,13 @@ class BareEngine:
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None
         )
-        self.self_check_difference = self_check(self.runner, loaded)
+        self.failed_check = ""
+        try:
+            self.self_check_difference = self_check(self.runner, loaded)
+        except UnsupportedModel as error:
+            if bits is None:
+                raise
+            self.self_check_difference, self.failed_check = float("nan"), str(error)
         self.runner.warm_up()
         for share in self.runner.shares:
             self_check(self.runner.beside(share), loaded)
@@ -135,22 +174,35 @@ class BareEngine:
         if grammars is not None:
             opening = GrammarsOpening(model, grammars, size.device, loaded.vocab_size)
             self.grammars = opening.result(lambda duration_s: None)
-        limits = PoolLimits(pool.num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
+        self._size, self._lag, self._lanes, self._num_blocks = size, lag, lanes, pool.num_blocks
+        self._assemble(sender or RecordingSender(), prefixes)
+
+    def _assemble(self, sender: RecordingSender, prefixes: PrefixOptions | None) -> None:
+        """Scheduler and engine around the runner. Mutates."""
+        size, lanes = self._size, self._lanes
+        limits = PoolLimits(self._num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
         policy = AdmissionPolicy(quantile=size.quantile)
-        self.scheduler = Scheduler(limits, DECODE, policy, lag, size.num_host_blocks, lanes is not None)
+        self.scheduler = Scheduler(limits, DECODE, policy, self._lag, size.num_host_blocks, lanes is not None, prefixes)
         parts = EngineParts(
             self.scheduler,
             self.runner,
-            FaultPoints(None, pool.tensor),
+            FaultPoints(None, self.runner.pool.tensor),
             EngineMetrics(PoolMetrics("benchmark", "decode", "0", "0", engine=size.device, backend="none")),
             4,
             objectives=lanes or LaneObjectives(),
             grammars=self.grammars,
         )
-        self.sender = sender or RecordingSender()
+        self.sender = sender
         frames = TokenFrames(self.sender, idle_frame_s=3600.0)  # type: ignore[arg-type]
         kind = Engine if lanes is None else TwoLaneEngine
         self.engine = kind("decode", parts, frames)
+
+    def beside(self, prefixes: PrefixOptions | None) -> BareEngine:
+        """Another engine over the same runner and KV memory, to be compared with this one. Both may be entered, but
+        only one computes at a time, and what the other has cached is then no longer what it was."""
+        other = copy(self)
+        other._assemble(RecordingSender(), prefixes)
+        return other
 
     def __enter__(self) -> BareEngine:
         gc.collect()

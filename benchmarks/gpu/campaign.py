@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.campaign_record import CampaignRecord, Line
+from benchmarks.gpu.cache_load import CacheLoad
+from benchmarks.gpu.campaign_alone import ALONE, Budget, measure_alone, shape_of
+from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
+from benchmarks.gpu.campaign_record import CampaignRecord, Line, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, Workload, serve_piece
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.goodput_search import Limits
@@ -31,129 +30,9 @@ from benchmarks.gpu.shape_folder import make_shape_folder
 
 _ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("vllm_figures.json")
-_SHAPE = "llama-3.1-8b"
 _LOG_BYTES = 400_000  # of each, its end
 
-WORKLOADS = (
-    Workload("2048/128", 2048, 128, Limits(400.0, 10.0), 300, 9.0),
-    # Fewer: 300 at one a second are five minutes, on either engine.
-    Workload("8192/256", 8192, 256, Limits(1000.0, 10.0), 120, 1.3),
-    Workload("512/512", 512, 512, Limits(400.0, 10.0), 300, 13.0),
-)
-# Of a server on a bare machine: start, in seconds.
-_TWO_LANES_S, _ONE_LANE_S, _SPLIT_S, _VLLM_S = 75.0, 60.0, 75.0, 120.0
-_HALVES = {
-    f"pools.{pool}.{key}": value
-    for pool in ("prefill", "decode")
-    for key, value in (("num_gpus", 0.5), ("kv_memory_fraction", 0.35))
-}
-SERVED = (
-    ServedPiece(
-        "lanes",
-        "gpu-one-card.yaml",
-        _TWO_LANES_S,
-        (("2048/128", 8.0), ("2048/128", 12.0)),
-        ("2048/128", "512/512", "8192/256"),
-    ),
-    # Long prompts in one step each, by hand instead of by graphs: no row waits for it in two lanes.
-    ServedPiece(
-        "lanes-long",
-        "gpu-one-card.yaml",
-        _TWO_LANES_S,
-        (),
-        ("8192/256",),
-        changes={"pools.decode.max_batch_tokens": 8448},
-    ),
-    ServedPiece(
-        "colocated",
-        "gpu-colocated.yaml",
-        _ONE_LANE_S,
-        (("2048/128", 4.0), ("2048/128", 8.0), ("2048/128", 12.0)),
-        has_records=True,
-        masks_as="colocated-masks",
-    ),
-    # Two prompts in one step, as vLLM has them near saturation.
-    ServedPiece(
-        "colocated-4352",
-        "gpu-colocated.yaml",
-        _ONE_LANE_S,
-        (("2048/128", 12.0),),
-        changes={"pools.decode.max_batch_tokens": 4352},
-    ),
-    ServedPiece("split", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 4.0),), changes=_HALVES),
-    ServedPiece("split-slow", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 4.0),), changes=_HALVES, reads_bytes_per_s=5e8),
-    # At 7.1 too: its kept runs had another client's arrivals; seed 0 of 300 requests comes at 0.91 of the rate asked.
-    ServedPiece(
-        "vllm", None, _VLLM_S, (("2048/128", 8.0), ("2048/128", 7.1)), ("8192/256", "512/512"), masks_as="vllm-masks"
-    ),
-    # What masks cost, by themselves: what another piece has measured of them is not measured again.
-    ServedPiece("vllm-masks", None, _VLLM_S, (), masks_as="vllm-masks"),
-    ServedPiece("colocated-masks", "gpu-colocated.yaml", _ONE_LANE_S, (), masks_as="colocated-masks"),
-    ServedPiece("lanes-masks", "gpu-one-card.yaml", _TWO_LANES_S, (), masks_as="lanes-masks"),
-)
-# Without a server: about how many seconds each takes.
-ALONE = {
-    "handoff": 25.0,
-    "steps-two": 100.0,
-    "steps-one": 75.0,
-    "shares": 70.0,
-    "share-table": 170.0,
-    "evict-first": 160.0,
-    "logits": 110.0,
-    "chunks": 60.0,
-    "attention-rows": 25.0,
-    "attention-long": 30.0,
-    "prompt-beside-rows": 60.0,
-    "masks": 90.0,
-}
 NAMES = (*ALONE, *(piece.name for piece in SERVED))
-
-
-class Budget:
-    """Seconds of this call."""
-
-    def __init__(self, total_s: float) -> None:
-        self._end_s = time.monotonic() + total_s
-
-    @property
-    def left_s(self) -> float:
-        return self._end_s - time.monotonic()
-
-    def is_time_for(self, seconds: float) -> bool:
-        return seconds <= self.left_s
-
-
-def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: CampaignRecord, budget: Budget) -> bool:
-    """Whether it is done now. In a process of its own: it leaves no memory on the card."""
-    if record.of(name) is not None:
-        return True
-    if not budget.is_time_for(ALONE[name]):
-        return False
-    command = [sys.executable, "-m", "benchmarks.gpu.card_pieces", name, "--shape", str(_shape(options))]
-    command += ["--tokenizer", str(options.tokenizer)]
-    command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]
-    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    if options.vllm_site is not None and name == "attention-long":
-        paths.insert(0, str(options.vllm_site))
-    started_s = time.monotonic()
-    path = logs / f"{name}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as log:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            timeout=max(10.0, budget.left_s),
-            cwd=_ROOT,
-        )
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}: {path.read_text()[-1500:]}")
-    line = {"piece": name, "workload": None, "took_s": round(time.monotonic() - started_s, 1)}
-    record.add(line | json.loads(done.stdout.strip().splitlines()[-1]))
-    print(json.dumps(record.lines[-1]), flush=True)
-    return True
 
 
 def run_piece(name: str, options: argparse.Namespace, place: Place, record: CampaignRecord, budget: Budget) -> bool:
@@ -167,11 +46,6 @@ def run_piece(name: str, options: argparse.Namespace, place: Place, record: Camp
         traceback.print_exc()
         record.add({"piece": name, "workload": None, "error": f"{type(error).__name__}: {error}"[:1500]})
         return False
-
-
-def _shape(options: argparse.Namespace) -> Path:
-    path: Path = options.shapes / f"{_SHAPE}.json"
-    return path
 
 
 def _served(options: argparse.Namespace) -> Sequence[ServedPiece]:
@@ -228,11 +102,16 @@ def main() -> int:
     options = _options()
     budget = Budget(options.budget_s)
     options.out.mkdir(parents=True, exist_ok=True)
+    with held_alone(options.state), held_alone(options.out):
+        return _run(options, budget)
+
+
+def _run(options: argparse.Namespace, budget: Budget) -> int:
     record = CampaignRecord([options.state, options.out / "campaign.jsonl"], options.resume)
     kept: dict[str, Any] = json.loads(KEPT.read_text())
     known: list[Line] = [] if options.small else kept["runs"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = make_shape_folder(_shape(options), Path(temporary) / "shape", options.tokenizer)
+        folder = make_shape_folder(shape_of(options), Path(temporary) / "shape", options.tokenizer)
         place = Place(
             folder,
             Path(temporary) / "logs",
@@ -245,6 +124,7 @@ def main() -> int:
             _overrides(options),
             budget.is_time_for,
             Burst(4, 24, 12, 1) if options.small else Burst(num_processes=options.processes),
+            CacheLoad(96, 2, 3, 3, 40, 20, 8, 1) if options.small else CacheLoad(),
         )
         done = {}
         for name in options.only:

@@ -6,14 +6,40 @@ of a run counts.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.goodput_search import Limits, RatePoint
 
 Line = dict[str, Any]
+CUT = "cut"  # the workload of figures of a piece that did not come to its end
+
+
+class InUse(Exception):
+    """Another campaign writes there; the message says where, and what to do."""
+
+
+@contextmanager
+def held_alone(path: Path) -> Iterator[None]:
+    """No other campaign writes to this file, which is made, or into this folder meanwhile. Raises InUse."""
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = "another campaign writes there; two side by side have a --state and an --out each"
+            raise InUse(f"{path}: {reason}") from None
+        yield
+    finally:
+        os.close(opened)
 
 
 class CampaignRecord:

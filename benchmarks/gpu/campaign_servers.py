@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ from urllib.request import urlopen
 
 import yaml
 
+from benchmarks.gpu import cache_load, mask_load
+from benchmarks.gpu.cache_load import CacheLoad
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.goodput_search import Limits, next_rate
-from benchmarks.gpu.mask_load import Burst, measure_over_http, missing
+from benchmarks.gpu.mask_load import Burst
 from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
+from benchmarks.gpu.spread import spread
 from benchmarks.real_server import real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
@@ -52,7 +56,9 @@ class Workload:
 class ServedPiece:
     """One server. runs: (workload, rate). searches: workloads. changes: of the config, by dotted keys. start_s: until
     it is ready, about. reads_bytes_per_s: its transport is made so slow. has_records: what its steps took is told.
-    masks_as: the piece under which it is noted what masks cost; None: that is not measured."""
+    masks_as, cache_as: the piece under which it is noted what masks cost, and what the prefix cache brings, which vLLM
+    has then, and else not; None: that is not measured. num_cards: searches begin at as many times
+    the rate; vLLM has a server on each. flags: of vLLM's command line."""
 
     name: str
     config: str | None  # None: vLLM
@@ -63,6 +69,9 @@ class ServedPiece:
     reads_bytes_per_s: float | None = None
     has_records: bool = False
     masks_as: str | None = None
+    cache_as: str | None = None
+    num_cards: int = 1
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +89,15 @@ class Place:
     overrides: dict[str, Any]  # of every config of ours
     is_time_for: Callable[[float], bool]
     burst: Burst = field(default_factory=Burst)
+    cache_load: CacheLoad = field(default_factory=CacheLoad)
 
 
 def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> bool:
     """Whether all of it is done now. Raises what the server's start raises."""
     todo = list(todo_of(piece, place, record))
-    has_masks_todo = piece.masks_as is not None and bool(missing(piece.masks_as, place.burst, record))
-    if not todo and not has_masks_todo:
+    has_masks_todo = piece.masks_as is not None and bool(mask_load.missing(piece.masks_as, place.burst, record))
+    has_cache_todo = piece.cache_as is not None and bool(cache_load.missing(piece.cache_as, place.cache_load, record))
+    if not todo and not has_masks_todo and not has_cache_todo:
         return True
     if not place.is_time_for(piece.start_s + (_run_s(place, todo[0]) if todo else _TAIL_S)):
         return False
@@ -95,7 +106,7 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
         if piece.masks_as is not None and has_masks_todo:
-            is_done = measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
+            is_done = mask_load.measure_over_http(url, _MODEL, piece.masks_as, place.burst, record, place.is_time_for)
             if not is_done:
                 return False
         while todo := list(todo_of(piece, place, record)):
@@ -103,6 +114,10 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
             if not place.is_time_for(_run_s(place, todo[0])):
                 return False
             record.add(run_at(url, piece.name, place.workloads[workload], rate, place.num_processes))
+        if piece.cache_as is not None and has_cache_todo:
+            load = place.cache_load
+            if not cache_load.measure_over_http(url, _MODEL, piece.cache_as, load, record, place.is_time_for):
+                return False
         if piece.config is not None:
             record.add({"piece": piece.name, "workload": None, "metrics": _metrics(url)})
     if piece.has_records:
@@ -119,13 +134,13 @@ def todo_of(piece: ServedPiece, place: Place, record: CampaignRecord) -> Iterato
     for name in piece.searches:
         workload = place.workloads[name]
         points = record.points(piece.name, name, workload.limits)
-        if piece.config is None:
+        if piece.config is None and piece.num_cards == 1:
             kept = CampaignRecord((), ())
             kept.lines = [{**line, "piece": piece.name} for line in place.known_runs]
             rates = {point.rate for point in points}
             points += [p for p in kept.points(piece.name, name, workload.limits) if p.rate not in rates]
         num_tried = len(record.points(piece.name, name, workload.limits))
-        rate = next_rate(points, workload.first_rate)
+        rate = next_rate(points, workload.first_rate * piece.num_cards)
         if rate is not None and num_tried < place.most_runs:
             yield name, rate
 
@@ -180,12 +195,29 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
         if place.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         max_model_len = max(load.num_in + load.num_out for load in place.workloads.values()) + 64
-        with vllm_server(place.vllm_site, place.folder, max_model_len, logs / "vllm.log") as url:
-            yield url
+        cards = [None] if piece.num_cards == 1 else range(piece.num_cards)
+        with ExitStack() as stack:
+            starts = [
+                vllm_server(
+                    place.vllm_site,
+                    place.folder,
+                    max_model_len,
+                    logs / f"vllm-{card or 0}.log",
+                    has_prefix_cache=piece.cache_as is not None,
+                    card=card,
+                    flags=piece.flags,
+                )
+                for card in cards
+            ]
+            with ThreadPoolExecutor(len(starts)) as threads:
+                urls = list(threads.map(stack.enter_context, starts))
+            yield urls[0] if len(urls) == 1 else stack.enter_context(spread(urls, logs))
         return
     config = our_config(place.configs / piece.config, place.folder)
     for key, value in {**piece.changes, **place.overrides}.items():
         _change(config, key, value)
+    if piece.cache_as is None:  # runs of a campaign have the same prompts
+        _change(config, "prefix_cache.enabled", False)
     if piece.reads_bytes_per_s is not None:
         faults = logs / "faults"
         faults.mkdir(exist_ok=True)

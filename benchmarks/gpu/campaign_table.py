@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.gpu.cache_rows import HEAD, cache_rows
 from benchmarks.gpu.campaign_record import CampaignRecord, Line
 from benchmarks.gpu.campaign_servers import Workload
 from benchmarks.gpu.goodput_search import best, crossing
 from benchmarks.gpu.mask_load import cost_rows
+from benchmarks.gpu.quantised_table import quantised_rows
 from cluster.load.tables import table
 
 _ANCHOR = ("vllm", "2048/128", 8.0)
@@ -45,11 +47,16 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
     parts = [table(["", "figure", "measured", "to reach", ""], rows)] if rows else []
     if costs := cost_rows(record, _verdict):
         parts.append(table(["what masks cost", "plain, ms", "held, ms", "+ %", "to reach", ""], costs))
+    if caches := cache_rows(record, _verdict):
+        parts.append(table(HEAD, caches))
+    if quantised := quantised_rows(record):
+        parts.append(table(["weights or KV of few bits", "ours", "vLLM", "better by", "to reach", ""], quantised))
     with_kept = CampaignRecord((), ())
     with_kept.lines = [*({**line, "piece": "vllm"} for line in kept["runs"]), *record.lines]
     goodputs = [row for name, load in workloads.items() if (row := _goodput(with_kept, name, load)) is not None]
     if goodputs:
         parts.append(table(["goodput, req/s", "two lanes", "vLLM", "ratio", "to reach"], goodputs))
+    parts += _pairs(record, workloads)
     if (anchor := _anchor(record, kept)) is not None:
         parts.append(anchor)
     wrong = {line["piece"]: line["error"].splitlines()[0][:160] for line in record.lines if "error" in line}
@@ -94,6 +101,21 @@ def _goodput(record: CampaignRecord, name: str, workload: Workload) -> list[str]
     mid, limit = crossing(ours), crossing(theirs)
     ratio = f"{mid / limit:.2f}" if mid is not None and limit is not None else "-"
     return [name, *cells, ratio, f"{_GOODPUT_TARGETS[name]:g}"]
+
+
+def _pairs(record: CampaignRecord, workloads: Mapping[str, Workload]) -> list[str]:
+    """Goodput of two cards, by layout: as of one card."""
+    pieces = sorted({line["piece"] for line in record.lines if line["piece"].startswith("pair-")})
+    rows = []
+    for piece in pieces:
+        found = [record.points(piece, name, load.limits) for name, load in workloads.items()]
+        good = [best(points) for points in found]
+        cells = [
+            "-" if point is None else f"{point.rate:g} ({crossing(points) or 'more'})"
+            for point, points in zip(good, found, strict=True)
+        ]
+        rows.append([piece, *cells])
+    return [table(["two cards, req/s", *workloads], rows)] if rows else []
 
 
 def _anchor(record: CampaignRecord, kept: Mapping[str, Any]) -> str | None:

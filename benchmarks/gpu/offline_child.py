@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.offline_workload import FEWEST_STEPS, OfflineEngine, OfflineRun, Prompts, measure, steady_window_ms
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.bare_engine import FewBits
 
 # Both engines: prompts plus outputs, and most tokens of a step (vLLM's own default for offline use on an H100).
 MAX_MODEL_LEN, STEP_TOKENS = 16_384, 16_384
@@ -19,16 +23,20 @@ MAX_MODEL_LEN, STEP_TOKENS = 16_384, 16_384
 class VllmEngine:
     """vLLM's offline class with its defaults, but no prefix cache. Its engine is a process below this one."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, choices: Mapping[str, Any] | None = None) -> None:
+        """choices: what else its class is to be told."""
         self._vllm: Any = import_module("vllm")  # it is in no environment of ours
         self._llm: Any = self._vllm.LLM(
             model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_batched_tokens=STEP_TOKENS,
-            enable_prefix_caching=False,
+            **{
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "dtype": "bfloat16",
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_batched_tokens": STEP_TOKENS,
+                "enable_prefix_caching": False,
+                **(choices or {}),
+            },
         )
         self._step = self._llm.llm_engine.step
         self._llm.llm_engine.step = self._timed_step
@@ -69,25 +77,36 @@ class VllmEngine:
 class OurEngine:
     """The decode engine of this repository, which computes prompts too; without Ray, HTTP and token channel."""
 
-    def __init__(self, folder: str, device: str, step_tokens: int, dtype: str) -> None:
+    def __init__(
+        self,
+        folder: str,
+        device: str,
+        step_tokens: int,
+        dtype: str,
+        bits: FewBits | None = None,
+        *,
+        max_sequences: int = 256,
+        max_model_len: int = MAX_MODEL_LEN,
+        capacity_tokens: int | None = None,
+    ) -> None:
         from benchmarks.gpu.bare_engine import BareEngine, EngineSize
         from replicas.structured_log import configure_logging
 
         configure_logging("INFO", "text")  # says what the start is made of
-        capacity = None if device == "cuda" else 65_536
-        size = EngineSize(256, MAX_MODEL_LEN, step_tokens, capacity_tokens=capacity, device=device)
-        self._engine = BareEngine(folder, dtype, "dummy", size)
-        self._engine.engine.start()
+        capacity = capacity_tokens if device == "cuda" else 65_536
+        size = EngineSize(max_sequences, max_model_len, step_tokens, capacity_tokens=capacity, device=device)
+        self.bare = BareEngine(folder, dtype, "dummy", size, bits=bits)
+        self.bare.engine.start()
 
     def close(self) -> None:
-        self._engine.engine.stop()
+        self.bare.engine.stop()
 
     def generate(self, prompts: Prompts, max_tokens: list[int]) -> OfflineRun:
         from benchmarks.gpu.bare_engine import steady_step_ms
         from scheduler.sampling_params import SamplingParams
 
         started_s = time.perf_counter()
-        streams = self._engine.run(prompts, max_tokens, SamplingParams(temperature=0.0))
+        streams = self.bare.run(prompts, max_tokens, SamplingParams(temperature=0.0))
         duration_s = time.perf_counter() - started_s
         num_tokens = sum(len(stream.tokens) for stream in streams)
         if num_tokens != sum(max_tokens):

@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.side_by_side import card_name
-from benchmarks.real_server import real_server
+from benchmarks.real_server import free_port, real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
 from cluster.load.load_plan import LoadPlan
@@ -37,7 +37,6 @@ from cluster.load.tables import table
 
 _ROOT = Path(__file__).parents[2]
 _MODEL = "shape"
-_VLLM_PORT = 8077
 _START_TIMEOUT_S, _STOP_TIMEOUT_S = 240.0, 30.0
 _COLUMNS = ("median_ttft", "p90_ttft", "p99_ttft", "median_tpot", "p90_tpot", "p99_tpot", "median_itl", "p99_itl")
 
@@ -49,12 +48,25 @@ def our_config(path: Path, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def vllm_server(site: Path, folder: Path, max_model_len: int, log: Path) -> Iterator[str]:
-    """Yields the URL. Blocks for a minute or two. Raises RuntimeError when it is not up in time."""
+def vllm_server(
+    site: Path,
+    folder: Path,
+    max_model_len: int,
+    log: Path,
+    *,
+    has_prefix_cache: bool = False,
+    card: int | None = None,
+    flags: Sequence[str] = (),
+) -> Iterator[str]:
+    """Yields the URL. Blocks for a minute or two. Raises RuntimeError when it is not up in time. has_prefix_cache: and
+    its usage says how much of a prompt was found there. card: of several; None: the one there is. flags: further
+    ones."""
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--load-format", "dummy"]
-    command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(_VLLM_PORT)]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len), "--no-enable-prefix-caching"]
-    environment = os.environ | {
+    command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len)]
+    command += [*vllm_cache_flags(has_prefix_cache), *flags]
+    environment = own_vllm_cache(os.environ | ({} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)})) | {
         "PYTHONPATH": f"{site}",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -64,7 +76,7 @@ def vllm_server(site: Path, folder: Path, max_model_len: int, log: Path) -> Iter
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder, start_new_session=True
         )
-    url = f"http://127.0.0.1:{_VLLM_PORT}"
+    url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_healthy(process, url, log)
         yield url
@@ -75,6 +87,24 @@ def vllm_server(site: Path, folder: Path, max_model_len: int, log: Path) -> Iter
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def vllm_cache_flags(has_prefix_cache: bool) -> list[str]:
+    return (
+        ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        if has_prefix_cache
+        else ["--no-enable-prefix-caching"]
+    )
+
+
+def own_vllm_cache(environment: Mapping[str, str]) -> dict[str, str]:
+    """With a folder for compiled code that is not that of a vLLM on another card of the machine, which may be compiling
+    the same meanwhile."""
+    cards = environment.get("CUDA_VISIBLE_DEVICES")
+    if not cards:
+        return dict(environment)
+    root = Path("~/.cache").expanduser() / f"vllm-{cards.replace(',', '-')}"
+    return {"VLLM_CACHE_ROOT": str(root), **environment}
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -26,7 +26,7 @@ _ROOT = Path(__file__).parents[2]
 _SHAPES = ("llama-3.1-8b", "qwen3-0.6b")
 _ENGINES = ("vllm", "ours")
 # flashinfer's sampler needs a package that vLLM does without; greedy choice is the same.
-_VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+VLLM_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 Results = dict[str, Any]
 
@@ -45,7 +45,7 @@ def run_engine(engine: str, folder: Path, options: argparse.Namespace, log: Path
     out = folder / f"{engine}.json"
     environment = os.environ | {"PYTHONPATH": str(_ROOT)}
     if engine == "vllm":
-        environment |= _VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"}
+        environment |= VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"}
     command = [sys.executable, "-m", "benchmarks.gpu.offline_child", engine, str(folder), "--out", str(out)]
     command += ["--started-at", str(time.time()), "--step-tokens", str(options.step_tokens)]
     command += ["--device", options.device, "--dtype", options.dtype]

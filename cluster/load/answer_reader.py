@@ -82,6 +82,8 @@ class AnswerReader:
     def _take_common(self, event: dict[str, Any]) -> None:
         record = self._record
         for choice in event.get("choices") or ():
+            if token_ids := choice.get("token_ids"):
+                record.output_ids += token_ids
             if choice.get("finish_reason") is not None:
                 record.finish_reason = choice["finish_reason"]
         usage = event.get("usage")
@@ -89,6 +91,8 @@ class AnswerReader:
             self._has_usage = True
             record.num_input_tokens = usage.get("prompt_tokens", record.num_input_tokens)
             record.num_output_tokens = usage.get("completion_tokens", 0)
+            details = usage.get("prompt_tokens_details") or {}
+            record.num_cached_tokens = details.get("cached_tokens", record.num_cached_tokens)
 
     def _fail(self, error: str) -> None:
         if self._record.error is None:  # the first one is the cause

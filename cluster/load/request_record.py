@@ -19,7 +19,8 @@ class RequestRecord:
 
     token_times_s: of each streamed event that carried tokens; empty when the answer was not streamed.
     num_input_tokens, num_output_tokens: as the server counted them; if it does not say, what was asked for and the
-    number of events with tokens.
+    number of events with tokens. num_cached_tokens: of the prompt, as the server says; None: it does not.
+    output_ids: the answer's tokens, where the server was asked to return them.
     """
 
     index: int
@@ -30,6 +31,8 @@ class RequestRecord:
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     num_wanted_tokens: int = 0
+    num_cached_tokens: int | None = None
+    output_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
 

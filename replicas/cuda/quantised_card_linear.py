@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.operators import operator
-from replicas.cuda.skinny_linear import tile_of
+from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.round_rows import round_rows
 from replicas.kernels.scaled_product import scaled_product
@@ -41,7 +41,7 @@ def quantised_product(
     is_few = 0 < len(x) <= _SOME
     if not input_group:
         if is_few and zeros is not None:
-            tile = tile_of(len(x), num_out, num_in)
+            tile = int4_tile(len(x), num_out, num_in)
             return int4_product(x.contiguous(), values, scales, zeros, group_size, bias, tile, arrived)
         return F.linear(x, dequantised(weights, x.dtype), bias)
     if not len(x):
@@ -51,7 +51,7 @@ def quantised_product(
     else:
         rounded, of_rows = round_rows(x.contiguous(), values.dtype, input_group)
     if is_few:
-        tile = tile_of(len(x), num_out, num_in)
+        tile = scaled_tile(len(x), num_out, num_in)
         return scaled_product(rounded, of_rows, values, scales, group_size, bias, tile, arrived, x.dtype)
     return _of_many_rows(rounded, of_rows, weights, bias, x.dtype)
 

@@ -71,12 +71,14 @@ def by_input(of_groups: torch.Tensor, group_size: int, num_inputs: int) -> torch
 
 
 def dequantised(weights: PackedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] in the order of `values`: the products in float32, rounded to the type once."""
+    """[N, K] in the order of `values`: the products in float32, rounded to the type once. Scales of 4-bit weights are
+    rounded to it before, as everywhere such weights are served: then a number is one multiplication of that type."""
     values = unpack_int4(weights.values) if weights.is_int4 else weights.values
+    scales = weights.scales.to(dtype) if weights.is_int4 else weights.scales
     numbers = values.float()
     if weights.zeros is not None:
         numbers = numbers - by_input(weights.zeros, weights.group_size, weights.num_inputs).float()
-    return (numbers * by_input(weights.scales, weights.group_size, weights.num_inputs).float()).to(dtype)
+    return (numbers * by_input(scales, weights.group_size, weights.num_inputs).float()).to(dtype)
 
 
 def joined(parts: Sequence[PackedWeights]) -> PackedWeights | None:

@@ -120,8 +120,9 @@ def random_quantised(
     model: Any = _empty(config, dtype, trust_remote_code)
     scheme = _for_layers(scheme, model)
     to_quantise = dict(_quantised_places(model, scheme))
-    for name, module in list(model.named_modules()):
-        for key, parameter in module.named_parameters(recurse=False):
+    for name in [name for name, _ in model.named_modules()]:  # names alone: a layer that is packed goes
+        module: Any = model.get_submodule(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(key, _frozen(torch.empty_like(parameter, device=device)))
         model._init_weights(module)
         if name in to_quantise:

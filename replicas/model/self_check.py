@@ -29,7 +29,9 @@ _TOLERANCE_LOW_PRECISION = 0.1
 _TOLERANCE_FLOAT32_OVER_FP8 = 0.05
 _TOLERANCE_LOW_PRECISION_OVER_FP8 = 0.25
 # Inputs of products that are rounded to 8 bits: where the last bit decides how, they come out a whole step apart.
+# Layer by layer that grows: random Llamas in bfloat16 and fp8 have 0.06 behind 32 layers and 0.08 behind 80.
 _TOLERANCE_ROUNDED_INPUTS = 0.1
+_TOLERANCE_LOW_PRECISION_ROUNDED_INPUTS = 0.25
 # In low precision rounding may send a token to another expert, which changes its logits at will: one position in so
 # many may differ then.
 _POSITIONS_PER_OTHER_EXPERT = 8
@@ -64,7 +66,8 @@ def self_check(runner: ModelRunner, loaded: LoadedModel) -> float:
     else:
         tolerance = _TOLERANCE_FLOAT32 if is_exact else _TOLERANCE_LOW_PRECISION
     if loaded.scheme is not None and loaded.scheme.activations is not Activations.NONE:
-        tolerance = max(tolerance, _TOLERANCE_ROUNDED_INPUTS)
+        rounded = _TOLERANCE_ROUNDED_INPUTS if is_exact else _TOLERANCE_LOW_PRECISION_ROUNDED_INPUTS
+        tolerance = max(tolerance, rounded)
     compared = list(_compare(runner, loaded))
     beyond = [one for one in compared if not one.is_within(tolerance)]
     has_experts = any("expert" in name for name, _ in loaded.model.named_modules())

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.campaign import KEPT, SERVED, WORKLOADS
-from benchmarks.gpu.campaign_record import CampaignRecord
+import pytest
+
+from benchmarks.gpu.campaign import KEPT
+from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
+from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
 from benchmarks.gpu.campaign_table import as_text
+from benchmarks.real_server import free_port
 
 LOADS = {workload.name: workload for workload in WORKLOADS}
 KEPT_FIGURES: dict[str, Any] = json.loads(KEPT.read_text())
@@ -38,6 +42,27 @@ def test_lines_are_kept_and_read_again(tmp_path: Path) -> None:
     assert later.of("handoff") is None, "it went wrong: it is to be measured again"
     later.add({"piece": "handoff", "workload": None, "ms": 1.0})
     assert later.of("handoff") is not None
+
+
+def test_two_campaigns_do_not_write_to_the_same_place(tmp_path: Path) -> None:
+    state = tmp_path / "state.jsonl"
+    for path in (state, tmp_path):
+        with held_alone(path):
+            with pytest.raises(InUse, match="another campaign"), held_alone(path):
+                pass
+            with held_alone(tmp_path / "other.jsonl"):
+                pass
+        with held_alone(path):
+            pass  # free again
+
+
+def test_servers_of_two_benchmarks_get_ports_that_nobody_else_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = []
+    for process in (4711, 4712):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        ports.append(free_port())
+    assert ports[0] != ports[1]
+    assert all(20_000 <= port < 30_000 for port in ports), "not where the kernel, Ray and Serve give ports away"
 
 
 def test_the_last_run_of_a_rate_counts(tmp_path: Path) -> None:
@@ -87,5 +112,17 @@ def test_the_table_says_what_is_reached_and_what_went_wrong() -> None:
     assert "missed by 1.1 %" in text  # 9.2 ms beside 1.3 x 7
     assert text.count("reached") >= 7
     assert "6 (6.79)" in text, "vLLM's goodput, by what is kept"
-    assert "1.024 of the kept; as then" in text
+    assert "1.027 of the kept; as then" in text
     assert "WENT WRONG: split: ServerFailed: not ready" in text
+
+
+def test_two_cards_are_searched_at_twice_the_rate_and_not_by_what_one_gave(tmp_path: Path) -> None:
+    known = place(tmp_path, tuple(KEPT_FIGURES["runs"]))
+    (vllm,) = [piece for piece in SERVED if piece.name == "pair-vllm"]
+    assert dict(todo_of(vllm, known, CampaignRecord([], [])))["2048/128"] == 18.0
+    record = CampaignRecord([], [])
+    record.lines = [run("pair-vllm", 12.0), run("pair-vllm", 14.0, tpot_ms=11.0), run("pair-split", 16.0)]
+    text = as_text(record, LOADS, {"runs": []})
+    assert "pair-vllm" in text
+    assert "12 (13" in text, "between the two"
+    assert "16 (more)" in text

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
+from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
 from replicas.cuda.skinny_linear import count_apart
 from replicas.layers.packed_weights import FP8, PackedWeights
 from replicas.layers.quantised_linear import QuantisedLinear
@@ -82,3 +83,17 @@ def test_a_twin_counts_apart(device: torch.device) -> None:
     before = layer.arrived
     assert count_apart(torch.nn.Sequential(layer)) == 1
     assert layer.arrived is not before
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 32, 33, 64])
+def test_tiles_fit_the_smallest_card_and_the_counts_of_a_layer(num_rows: int) -> None:
+    """99 KB of a program's memory, one count for each 64 outputs."""
+    for num_out, num_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (1024, 3072)):
+        for tile, weight_bits, input_bits in (
+            (scaled_tile(num_rows, num_out, num_in), 8, 8),
+            (int4_tile(num_rows, num_out, num_in), 4, 16),
+        ):
+            rows = max(16, 1 << (num_rows - 1).bit_length())
+            stage = tile.block_k * (tile.block_n * weight_bits + rows * input_bits) // 8
+            assert tile.num_stages * stage <= 99 * 1024, (tile, num_out, num_in)
+            assert tile.block_n % 64 == 0

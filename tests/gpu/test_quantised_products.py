@@ -40,6 +40,19 @@ def test_rows_are_rounded_as_by_the_definition(
 
 
 @pytest.mark.parametrize("kind", [FP8, torch.int8])
+def test_a_row_of_more_than_a_program_holds_is_rounded_as_by_the_definition(
+    device: torch.device, kind: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(2, 40_001)
+    x[1, 40_000] = 50.0
+    values, scales = round_rows(x.to(device), kind, 40_001)
+    wanted, wanted_scales = rounding.round_rows(x, kind, 40_001)
+    assert torch.equal(scales.cpu(), wanted_scales)
+    assert torch.equal(values.cpu().float(), wanted.float())
+
+
+@pytest.mark.parametrize("kind", [FP8, torch.int8])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

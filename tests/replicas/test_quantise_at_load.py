@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from replicas.layers.packed_weights import FP8, dequantised
+from replicas.kv.kv_pool import KvPool
+from replicas.layers.packed_weights import FP8, PackedWeights, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.rounding import round_rows, round_weights, round_weights_int4
+from replicas.model import quantised_model
 from replicas.model.checkpoint_mismatch import CheckpointMismatch
 from replicas.model.model_loader import load_model
+from replicas.model.model_runner import ModelRunner
+from replicas.model.self_check import self_check
 from replicas.model_identity import UnlikeModels, refuse_unlike
 from replicas.model_support import UnsupportedModel
+from replicas.quantisation.scheme import Scheme
 from replicas.settings import ModelSettings
 from tests.engines.random_model import save_random_model, tiny_config
 from tests.replicas.quantised_checkpoints import tiny_llama
@@ -132,3 +138,41 @@ def test_random_weights_of_a_quantised_config(name: str, tmp_path: Path) -> None
     assert first.identity == second.identity
     assert first.identity.scheme == CASES[name].scheme
     checked(first)
+
+
+def test_random_layers_are_there_in_full_one_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 70 billion weights fits a card in fp8, and not in the type that they are made in."""
+    made: list[weakref.ref[torch.nn.Parameter]] = []
+    alive: list[int] = []
+    freeze, make_up = quantised_model._frozen, quantised_model._made_up
+
+    def frozen(tensor: torch.Tensor) -> torch.nn.Parameter:
+        parameter = freeze(tensor)
+        if tensor.dim() == 2:
+            made.append(weakref.ref(parameter))
+        return parameter
+
+    def made_up(weight: torch.Tensor, scheme: Scheme) -> PackedWeights:
+        alive.append(sum(of() is not None for of in made))
+        return make_up(weight, scheme)
+
+    monkeypatch.setattr(quantised_model, "_frozen", frozen)
+    monkeypatch.setattr(quantised_model, "_made_up", made_up)
+    load(folder, load_format="dummy", quantise="fp8")
+    assert len(alive) == 14
+    assert max(alive) == 2, "the embeddings, and the layer at hand"
+
+
+@pytest.mark.parametrize(("kind", "is_within"), [("fp8", True), ("int4", False), ("none", False)])
+def test_what_is_rounded_at_each_layer_may_be_further_off(folder: Path, kind: str, is_within: bool) -> None:
+    """Inputs that fall to another number of fp8, layer by layer, move logits by more than bfloat16 alone does."""
+    loaded = load(folder, dtype="bfloat16", quantise=kind)
+    runner = ModelRunner(loaded, KvPool(loaded.kv_layout(8), num_blocks=32, device=CPU), num_slots=3, max_model_len=128)
+    scale = min(float(prompt.logits.abs().amax(1).min()) for prompt in loaded.reference)
+    true_logits = runner.logits
+    runner.logits = lambda plan: true_logits(plan) + 0.15 * scale  # type: ignore[method-assign]
+    if is_within:
+        assert self_check(runner, loaded) > 0.14 * scale
+    else:
+        with pytest.raises(UnsupportedModel, match="differ from transformers' own"):
+            self_check(runner, loaded)

@@ -1,0 +1,44 @@
+"""Requests to one port reach all servers behind it."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from benchmarks.gpu.spread import spread
+
+
+def server(name: str) -> ThreadingHTTPServer:
+    class Named(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(name.encode())
+
+        def log_message(self, *args: object) -> None: ...
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Named)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    return made
+
+
+def test_requests_reach_every_server(tmp_path: Path) -> None:
+    servers = [server("a"), server("b")]
+    try:
+        urls = [f"http://127.0.0.1:{made.server_port}" for made in servers]
+        with spread(urls, tmp_path) as url:
+            answers = {urlopen(f"{url}/health", timeout=10).read().decode() for _ in range(8)}
+        assert answers == {"a", "b"}
+    finally:
+        for made in servers:
+            made.shutdown()
+            made.server_close()
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="503"), spread(["http://127.0.0.1:1"], tmp_path):
+        pass
