@@ -34,13 +34,13 @@ class DraftAcceptance:
             self.further_hits = self.further_hits * kept + num_accepted - 1
             self.further_trials = self.further_trials * kept + num_trials
 
-    def first(self, prior: DraftAcceptance | None = None, weight: float = 2.0) -> float:
+    def first(self, prior: DraftAcceptance | None = None, weight: float = 6.0) -> float:
         """The probability that the first one holds. prior: what counts like `weight` trials of its own."""
         if prior is None:
             return self.first_hits / self.first_trials
         return (self.first_hits + weight * prior.first()) / (self.first_trials + weight)
 
-    def further(self, prior: DraftAcceptance | None = None, weight: float = 2.0) -> float:
+    def further(self, prior: DraftAcceptance | None = None, weight: float = 6.0) -> float:
         """The probability that one holds behind another that does."""
         if prior is None:
             return self.further_hits / self.further_trials

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance
 
 LONG_AGO = -(1 << 30)
-_ROW_MEMORY = 12.0  # trials; texts change, and with them what can be found
+_ROW_MEMORY = 24.0  # trials; texts change, and with them what can be found
 _LEAST_PROBE = 0.01  # of a step without drafts
 _RETRY_TOKENS = 8  # between two probes of one row, at least: with a lag the first one's result is not known at once
 

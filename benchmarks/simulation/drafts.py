@@ -36,11 +36,12 @@ class Drafts:
     drafting_s: float = 0.0
 
 
+# Nothing to find; n-grams, now and then; n-grams of edits; a head of EAGLE-3.
 KINDS = {
-    "nothing to find": Drafts(0.03, 0.2),
-    "n-grams, now and then": Drafts(0.2, 0.6),
-    "n-grams, edits": Drafts(0.7, 0.9),
-    "a head": Drafts(0.7, 0.62, 0.0016),
+    "nothing": Drafts(0.03, 0.2),
+    "seldom": Drafts(0.2, 0.6),
+    "edits": Drafts(0.7, 0.9),
+    "head": Drafts(0.7, 0.62, 0.0016),
 }
 
 

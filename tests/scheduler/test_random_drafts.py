@@ -59,13 +59,13 @@ def check(name: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_some_histories(name: str) -> None:
-    check(name, range(1, 5))
+    check(name, range(1, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_more_histories(name: str) -> None:
-    check(name, range(5, 30))
+    check(name, range(4, 20))
 
 
 @pytest.mark.exhaustive
