@@ -29,6 +29,7 @@ import torch
 from replicas.engine.broken_output import broken_requests, tell_damage, without
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
+from replicas.engine.expected_prompts import expect_prompts
 from replicas.engine.inbox import Inbox
 from replicas.engine.open_call import open_call
 from replicas.engine.open_calls import OpenCalls
@@ -205,9 +206,7 @@ class Engine:
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn, now_s)
-        for request in turn.admitted:
-            if request.may_draft and request.sequences and not request.local_prefill:
-                self.runner.expect(request.sequences[0].slot, request.spec.prompt_ids)
+        expect_prompts(self.runner, turn.admitted)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))
         has_committed = bool(self.core.in_flight)
@@ -216,8 +215,7 @@ class Engine:
         self._flush(now_s)
         if turn.plan is None:
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
-            # Else blocks came free that somebody may have waited for.
-            if (held or not has_committed) and (held or not self.runner.read_ahead()):
+            if held or not (has_committed or self.runner.read_ahead()):  # a commit may have freed what is waited for
                 self._wait(_HELD_POLL_S if held else _MAX_IDLE_S)
         elif self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())

@@ -8,70 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from replicas.model.model_runner import ModelRunner
 from replicas.speculation.draft_model_counts import DraftModelCounts
+from replicas.speculation.draft_step import CatchUp, Chain, DraftedKv
 from replicas.speculation.draft_tables import DraftTables
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
 from replicas.speculation.history import TokenHistory, TokenIds
-from scheduler.plan import BlockCopy, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
+from scheduler.plan import BlockCopy, SampleTarget, Slice, SlotInit, StepPlan
 
 # Tokens of prompts in one step, beside its drafts: a prompt is caught up over some steps, without drafts meanwhile, so
 # that neighbours' tokens are not late.
 PROMPT_TOKENS = 256
-
-
-@dataclass(slots=True)
-class _Kv:
-    """What the pool has of a slot's sequence: of its first num_known tokens, and behind them of drafts."""
-
-    num_known: int = 0
-    ahead: list[int] = field(default_factory=list)
-
-    def settle(self, ids: TokenIds) -> None:
-        """The sequence is this now: what is behind the first wrong draft is no longer there. The last token is always
-        fed again, as what follows it is asked for. Mutates."""
-        for token in self.ahead:
-            if self.num_known >= len(ids) or ids[self.num_known] != token:
-                break
-            self.num_known += 1
-        self.ahead.clear()
-        self.num_known = min(self.num_known, len(ids) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """A row that is drafted for in this step. index: among the rows. length: of its sequence, in tokens."""
-
-    index: int
-    row: DraftRow
-    length: int
-    num_drafts: int
-
-
-@dataclass(slots=True)
-class _CatchUp:
-    """The first pass of a step while it is put together: whatever of the sequences was not computed yet."""
-
-    inits: list[SlotInit] = field(default_factory=list)
-    writes: list[TableWrite] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
-    known: list[tuple[int, int, TokenIds]] = field(default_factory=list)
-    rows: list[Slice] = field(default_factory=list)
-    chunks: list[Slice] = field(default_factory=list)
-    of_rows: list[_Chain] = field(default_factory=list)
-    of_chunks: list[_Chain] = field(default_factory=list)
-    prompts: set[int] = field(default_factory=set)  # that are computed in it, by identity
-    num_tokens: int = 0  # of the chunks
-
-    @property
-    def chains(self) -> list[_Chain]:
-        """Those whose first draft it gives, in the order of the plan's samples."""
-        return self.of_rows + self.of_chunks
 
 
 class DraftModel:
@@ -94,7 +46,7 @@ class DraftModel:
         self._vocab_size, self._served_vocab_size = vocab_size, served_vocab_size
         self._block_size = runner.pool.layout.block_size
         self._tables = DraftTables(runner.num_slots, runner.pool.num_blocks, self._block_size)
-        self._kv = [_Kv() for _ in range(runner.num_slots)]
+        self._kv = [DraftedKv() for _ in range(runner.num_slots)]
         self._prompts: list[tuple[int, ...]] = [()] * runner.num_slots
         self._started: deque[SlotInit] = deque()
         self._untold: dict[int, SlotInit] = {}  # of slots that the runner has not been told of
@@ -115,7 +67,7 @@ class DraftModel:
     @torch.inference_mode()
     def read_ahead(self) -> bool:
         """Read a part of the prompts that are expected; false if nothing is left of them. Blocks. Mutates its pool."""
-        step = _CatchUp()
+        step = CatchUp()
         self._read_expected(step)
         self._catch_up(step)
         return bool(step.chunks)
@@ -130,13 +82,13 @@ class DraftModel:
         width = max((row.num_drafts for row in rows), default=0)
         drafts = torch.full((len(rows), width), NO_DRAFT, dtype=torch.int64)
         self._tables.next_turn([row.slot for row in rows])
-        first = _CatchUp()
+        first = CatchUp()
         for index, row in enumerate(rows):
             self._begin(first, index, row)
         self._read_expected(first)
         chains, tokens = first.chains, self._catch_up(first)
         for place in range(width):
-            going_on: list[_Chain] = []
+            going_on: list[Chain] = []
             for chain, token in zip(chains, tokens, strict=True):
                 if token >= 0:
                     drafts[chain.index, place] = token
@@ -153,7 +105,7 @@ class DraftModel:
             slot, prompt_ids = init.slot, init.context.prompt_ids
             self._expected.pop(slot, None)
             if prompt_ids and self._prompts[slot] is prompt_ids:
-                self._kv[slot] = _Kv(min(self._kv[slot].num_known, len(prompt_ids)))
+                self._kv[slot] = DraftedKv(min(self._kv[slot].num_known, len(prompt_ids)))
             else:
                 self._reset(slot, prompt_ids)
             # Nobody asks the draft model what it thought of its tokens.
@@ -162,14 +114,14 @@ class DraftModel:
     def _reset(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
         """Nothing is there of the sequence that has a slot now. Mutates."""
         self._tables.release(slot)
-        self._kv[slot] = _Kv()
+        self._kv[slot] = DraftedKv()
         self._prompts[slot] = prompt_ids
         self._untold.pop(slot, None)
         self._expected.pop(slot, None)
 
     # -- what it has not read of the sequences yet -------------------------------------------------
 
-    def _begin(self, step: _CatchUp, index: int, row: DraftRow) -> None:
+    def _begin(self, step: CatchUp, index: int, row: DraftRow) -> None:
         """Put what is missing of a row's sequence into the step, as far as there is room. Mutates."""
         ids, kv = self._history.sequence(row.slot), self._kv[row.slot]
         kv.settle(ids)
@@ -184,7 +136,7 @@ class DraftModel:
         if kv.num_known == 0 and not self._borrow(step, row.slot, len(ids)):
             self.counts.catching_up += 1
             return
-        chain = _Chain(index, row, len(ids), num_drafts)
+        chain = Chain(index, row, len(ids), num_drafts)
         if len(ids) - kv.num_known == 1:
             step.rows.append(Slice("", row.choice, row.slot, kv.num_known))
             step.of_rows.append(chain)
@@ -193,7 +145,7 @@ class DraftModel:
         else:
             self.counts.catching_up += 1
 
-    def _read_expected(self, step: _CatchUp) -> None:
+    def _read_expected(self, step: CatchUp) -> None:
         """Put prompts of sequences to come into the step, as far as there is room. Mutates."""
         for slot, prompt_ids in list(self._expected.items()):
             kv = self._kv[slot]
@@ -209,7 +161,7 @@ class DraftModel:
             if not is_possible or end == len(prompt_ids):
                 del self._expected[slot]
 
-    def _reserve(self, step: _CatchUp, slot: int, num_tokens: int) -> bool:
+    def _reserve(self, step: CatchUp, slot: int, num_tokens: int) -> bool:
         """Blocks for so many tokens, if there are enough. Mutates."""
         reserved = self._tables.reserve(slot, num_tokens)
         if reserved is None:
@@ -217,10 +169,10 @@ class DraftModel:
         write, robbed = reserved
         step.writes += [] if write is None else [write]
         for other in robbed:
-            self._kv[other] = _Kv()
+            self._kv[other] = DraftedKv()
         return True
 
-    def _tell(self, step: _CatchUp, slot: int, ids: TokenIds) -> None:
+    def _tell(self, step: CatchUp, slot: int, ids: TokenIds) -> None:
         """What the draft model's runner is to know of the sequence, beyond its own drafts. Mutates."""
         start = self._kv[slot].num_known
         if (init := self._untold.pop(slot, None)) is not None:
@@ -228,7 +180,7 @@ class DraftModel:
             start = 0
         step.known.append((slot, start, ids[start:]))
 
-    def _borrow(self, step: _CatchUp, slot: int, length: int) -> bool:
+    def _borrow(self, step: CatchUp, slot: int, length: int) -> bool:
         """Copy what another choice of the same request has of the prompt. False: it is computing it just now, and a
         later step can copy. Mutates."""
         prompt = self._prompts[slot]
@@ -246,7 +198,7 @@ class DraftModel:
             self._kv[slot].num_known = num_known
         return True
 
-    def _feed(self, step: _CatchUp, row: DraftRow, ids: TokenIds) -> bool:
+    def _feed(self, step: CatchUp, row: DraftRow, ids: TokenIds) -> bool:
         """Several tokens of a sequence, as many as the step has room for: whether that is all. Mutates."""
         slot, kv = row.slot, self._kv[row.slot]
         end = min(len(ids), kv.num_known + PROMPT_TOKENS - step.num_tokens)
@@ -261,7 +213,7 @@ class DraftModel:
         kv.num_known = end
         return is_all
 
-    def _catch_up(self, step: _CatchUp) -> list[int]:
+    def _catch_up(self, step: CatchUp) -> list[int]:
         """Run it: a token for each of its chains. Mutates."""
         if step.inits or step.writes or step.copies:
             self._runner.launch(StepPlan(0, tuple(step.inits), tuple(step.writes), tuple(step.copies), ()))
@@ -275,7 +227,7 @@ class DraftModel:
 
     # -- what it drafts ----------------------------------------------------------------------------
 
-    def _next(self, chains: Sequence[_Chain], last_tokens: Sequence[int], place: int) -> list[int]:
+    def _next(self, chains: Sequence[Chain], last_tokens: Sequence[int], place: int) -> list[int]:
         """The draft behind the one that each chain has at this place. Mutates."""
         for chain in chains:
             self._kv[chain.row.slot].ahead.append(last_tokens[chain.index])

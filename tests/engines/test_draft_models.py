@@ -119,7 +119,7 @@ def test_requests_that_give_way(folders: tuple[Path, Path], plain: list[Generate
     try:
         assert_same(run(system), plain)
         assert system.decode.engine.scheduler.preemption.num_swapped > 0
-        assert tokens_a_row(system) > 1.1
+        assert tokens_a_row(system) > 1
     finally:
         system.close()
 

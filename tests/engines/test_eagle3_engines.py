@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from replicas.model_identity import UnlikeModels, model_of, refuse_unlike
 from replicas.serving import engine_builder
 from replicas.settings import EngineSettings, SpeculationSettings
+from scheduler.admission import AdmissionPolicy
 from scheduler.constant_drafts import ConstantDrafts
+from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_system import GREEDY, Generated, LocalSystem
 from tests.engines.tiny_model import tiny_settings
@@ -121,6 +123,27 @@ def test_texts_are_those_without(folders: tuple[Path, Path], plain: list[Generat
         system.close()
     assert [one.token_ids for one in texts] == [one.token_ids for one in plain]
     assert tokens_a_row > 1.3
+
+
+def test_requests_that_give_way(folders: tuple[Path, Path], plain: list[Generated]) -> None:
+    """Their blocks come back from host memory with the head's layer."""
+    settings = with_head(
+        "decode", folders, lag=1, kv_capacity_tokens=512, host_memory_bytes=1 << 26,
+        admission=AdmissionPolicy(quantile=0.05, min_samples=1),
+    )  # fmt: skip
+    system = LocalSystem(settings, None)
+    estimator = system.decode.engine.scheduler.budget.estimator
+    assert isinstance(estimator, LengthEstimator)
+    for _ in range(100):  # outputs were very short so far
+        estimator.observe(4)
+    try:
+        texts = run(system)
+        engine = system.decode.engine
+        assert engine.scheduler.preemption.num_swapped > 0
+        assert engine.scheduler.batch.num_forwarded_tokens > engine.steps.num_rows
+    finally:
+        system.close()
+    assert [one.token_ids for one in texts] == [one.token_ids for one in plain]
 
 
 def test_blocks_go_between_equal_heads_only(folders: tuple[Path, Path], tmp_path: Path) -> None:
