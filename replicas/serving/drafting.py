@@ -41,7 +41,7 @@ class Drafting:
 
         speculative = self.settings.speculative
         sizes = (speculative.max_drafts, speculative.ngram_min, speculative.ngram_max)
-        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts)
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts, is_told=False)
 
     def make_drafter(self, history: TokenHistory) -> Drafter:
         speculative = self.settings.speculative
