@@ -71,8 +71,8 @@ def _has_room_for_drafts(row: Slice, max_drafts: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CardDrafting:
-    """make_drafter: is given slots with histories. max_drafts: of a row. is_told: whether the drafter wants to know what
-    counts: telling it takes some small kernels a step."""
+    """make_drafter: is given slots with histories. max_drafts: of a row. is_told: whether the drafter wants to know
+    what counts: telling it takes some small kernels a step."""
 
     make_drafter: Callable[[CudaSlots], Drafter]
     max_drafts: int
