@@ -169,6 +169,7 @@ class BareEngine:
             folder, "/tmp/splitserve-cache", dtype, size.max_model_len, load_format, False, few.quantise
         )
         loaded = load_model(model, device, few.kv_dtype)
+        self.model: torch.nn.Module = loaded.model
         _wait_for(device)
         self.load_s = time.perf_counter() - started_s
         self.memory = LoadMemory.now(device)

@@ -157,7 +157,7 @@ def _engine(options: argparse.Namespace, drafts: Drafts | None) -> BareEngine:
     with tempfile.TemporaryDirectory() as name:
         folder = make_shape_folder(options.shape, Path(name))
         engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, drafts=drafts)
-    make_walk(engine.runner._model, _vocab_size(options))
+    make_walk(engine.model, _vocab_size(options))
     return engine
 
 
@@ -212,7 +212,7 @@ def ngram_drafts(constant: int | None) -> Drafts:
         from replicas.cuda.card_drafts import CardDrafting
         from replicas.cuda.card_ngram_drafter import CardNgramDrafter
 
-        return CardDrafting(lambda slots: CardNgramDrafter(slots, MAX_DRAFTS, 2, 4), MAX_DRAFTS)
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, MAX_DRAFTS, 2, 4), MAX_DRAFTS, is_told=False)
 
     return Drafts(MAX_DRAFTS, lambda history: NgramDrafter(history, 2, 4), on_card, constant)
 

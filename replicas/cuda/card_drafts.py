@@ -71,10 +71,12 @@ def _has_room_for_drafts(row: Slice, max_drafts: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CardDrafting:
-    """make_drafter: is given slots with histories. max_drafts: of a row."""
+    """make_drafter: is given slots with histories. max_drafts: of a row. is_told: whether the drafter wants to know
+    what counts: telling it takes some small kernels a step."""
 
     make_drafter: Callable[[CudaSlots], Drafter]
     max_drafts: int
+    is_told: bool = True
 
 
 class CardDrafts:
@@ -84,6 +86,7 @@ class CardDrafts:
         assert slots.history is not None, "drafts need slots with histories"
         self._slots, self._history, self.max_drafts = slots, slots.history, drafting.max_drafts
         self._drafter: Drafter | None = drafting.make_drafter(slots)  # None once it has failed
+        self._is_told = drafting.is_told
         self._started: set[int] = set()  # slots that the drafter knows
 
     @property
@@ -166,7 +169,8 @@ class CardDrafts:
         """Of these rows, the first ones that were fed: int32 [len(rows), 2], as `AcceptedRows.counts`. tokens: what was
         chosen, as `accept_drafts` wants it. Mutates the slots."""
         accepted = accept_drafts(tokens, fed, self._slots.state, self._history)
-        self._tell([row.slot for row in rows], accepted)
+        if self._is_told:
+            self._tell([row.slot for row in rows], accepted)
         return accepted.counts[: len(rows)]
 
     def follow(self, used: Sequence[int], tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
@@ -174,7 +178,7 @@ class CardDrafts:
         slots."""
         follow_tokens(tokens, slots, positions, self._slots.state, self._history)
         count = len(used)
-        if self._started.intersection(used):
+        if self._is_told and self._started.intersection(used):
             ones = torch.ones(count, 2, dtype=torch.int32, device=tokens.device)
             self._tell(used, AcceptedRows(ones, tokens[:count, None].clamp(min=0)))
 

@@ -111,4 +111,4 @@ class Drafting:
 
         speculative = self.settings.speculative
         sizes = (speculative.max_drafts, speculative.ngram_min, speculative.ngram_max)
-        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts)
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts, is_told=False)

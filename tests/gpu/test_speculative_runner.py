@@ -28,6 +28,7 @@ from replicas.cuda.card_ngram_drafter import CardNgramDrafter
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.slot_columns import HISTORY, LENGTH
+from tests.gpu import test_cuda_runner
 from tests.gpu.test_cuda_runner import CalledGraph, card, load  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.interpreted
@@ -177,6 +178,9 @@ def few_graphs(card: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F8
     monkeypatch.setattr("replicas.cuda.runner.batch_sizes", lambda largest: [largest])
 
 
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 def make_prompt_dependent(loaded: LoadedModel) -> None:
     """Random weights of a tiny model make one token over and over; larger ones make some text."""
     generator = torch.Generator().manual_seed(3)
@@ -188,7 +192,10 @@ def make_prompt_dependent(loaded: LoadedModel) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load(tmp_path_factory.mktemp("model"), device, "LlamaForCausalLM")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setitem(test_cuda_runner.CONFIG, name, value)
+        loaded = load(tmp_path_factory.mktemp("model"), device, "LlamaForCausalLM")
     make_prompt_dependent(loaded)
     return loaded
 
