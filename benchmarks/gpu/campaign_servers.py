@@ -216,6 +216,8 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
     config = our_config(place.configs / piece.config, place.folder)
     for key, value in {**piece.changes, **place.overrides}.items():
         _change(config, key, value)
+    if piece.cache_as is None:  # runs of a campaign have the same prompts
+        _change(config, "prefix_cache.enabled", False)
     if piece.reads_bytes_per_s is not None:
         faults = logs / "faults"
         faults.mkdir(exist_ok=True)
