@@ -12,14 +12,13 @@ float16), from which one multiply-add of pairs takes that number and the zero po
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
 from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
 _HALF = tl.constexpr(16)
@@ -147,7 +146,7 @@ def int4_product(
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts,
         NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= 2 * _A_FETCH.value else 0, IS_EARLY=is_early,
-        IS_PACKED=x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1",
+        IS_PACKED=is_compiled(x.device),
         IS_WHOLE=num_out % tile.block_n == 0 and num_in % (tile.num_parts * block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
