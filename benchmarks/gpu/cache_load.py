@@ -101,7 +101,7 @@ async def _repeated(client: Client, load: CacheLoad) -> Line:
     ttfts_ms = [_ms(record.ttft_s) for record in warm]
     return {
         "cold_ttft_ms": _ms(cold.ttft_s),
-        "warm_ttft_ms": median(ttfts_ms),
+        "warm_ttft_ms": round(median(ttfts_ms), 3),
         "warm_ttfts_ms": ttfts_ms,
         "cached_tokens": [record.num_cached_tokens for record in (cold, *warm)],
     }

@@ -29,7 +29,8 @@ def cache_rows(record: CampaignRecord, verdict: Callable[[float, float], str]) -
         rows[-1].append(verdict(warm_ms, WARM_MS))
         for name in (key.removesuffix("_more_percent") for key in steps if key.endswith("_more_percent")):
             ratio = 1 + steps[f"{name}_more_percent"] / 100
-            cells = ["cache-steps", f"{name}, ms", steps[f"{name}_on_ms"], steps[f"{name}_off_ms"], f"{ratio:.4f}"]
+            figure = f"{name}, ms; twice off {steps[f'{name}_apart_percent']:.1f} % apart"
+            cells = ["cache-steps", figure, steps[f"{name}_on_ms"], steps[f"{name}_off_ms"], f"{ratio:.4f}"]
             most = 1 + MORE_PERCENT / 100
             rows.append([*cells, f"{most:g}", verdict(ratio, most)])
     for piece in (*_OURS, _THEIRS):

@@ -1,6 +1,7 @@
 """What the prefix cache of a bare engine brings and costs: one prompt again and again, and prompts that share nothing.
 
-Two engines over one runner, one with a cache and one without, take turns: what drifts on the machine is in both.
+Three engines over one runner take turns, one with a cache and two without: what drifts on the machine is in all, and
+how far the two are apart says how small a difference can be seen.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ class Loads:
     num_out: int = 128
     prompts: tuple[int, int] = (16, 2048)
     num_repeated_in: int = 8192
-    num_rounds: int = 4
+    num_rounds: int = 3
 
 
 class CacheSteps:
-    """Of an engine with a cache and one beside it without; both run."""
+    """Of an engine with a cache and two beside it without; all of them run."""
 
-    def __init__(self, cached: BareEngine, plain: BareEngine, loads: Loads, top_id: int) -> None:
+    def __init__(self, cached: BareEngine, plain: tuple[BareEngine, BareEngine], loads: Loads, top_id: int) -> None:
         """top_id: prompts are random ids below it."""
-        self._engines, self._loads, self._top_id = {"on": cached, "off": plain}, loads, top_id
+        self._engines = {"on": cached, "off": plain[0], "again": plain[1]}
+        self._loads, self._top_id = loads, top_id
         self._rng = random.Random(7)
 
     def repeated(self, num_warm: int) -> dict[str, float | list[float]]:
@@ -60,20 +62,22 @@ class CacheSteps:
         return {"cold_ms": round(cold_ms, 3), "warm_ms": round(median(warm_ms), 3), "warm_all_ms": warm_ms}
 
     def nothing_shared(self) -> dict[str, float | list[float]]:
-        """Each figure with the cache on and off, medians, and the median of what it is more by with it, in percent, of
-        pairs that ran one behind the other. Blocks. Raises RuntimeError if something was found."""
+        """Each figure with the cache on and off, medians of rounds; what it is more by with it, in percent; and how far
+        the two without are apart, in percent. Blocks. Raises RuntimeError if something was found."""
         for name in self._engines:
             self._figures(
                 name, self._loads.rows[:1]
             )  # the cache is full from here on: each new block takes an old one's
         before = self._num_found()
-        pairs: list[Mapping[str, Mapping[str, float]]] = []
+        rounds: list[Mapping[str, Mapping[str, float]]] = []
+        names = list(self._engines)
         for number in range(self._loads.num_rounds):
-            order = ("on", "off") if number % 2 == 0 else ("off", "on")
-            pairs.append({name: self._figures(name, self._loads.rows) for name in order})
+            first = number % len(names)  # each is once the first, as often as rounds allow
+            order = names[first:] + names[:first]
+            rounds.append({name: self._figures(name, self._loads.rows) for name in order})
         if self._num_found() != before:
             raise RuntimeError("of prompts that share nothing something was found")
-        return _compared(pairs)
+        return _compared(rounds)
 
     def _figures(self, name: str, rows: Sequence[int]) -> dict[str, float]:
         """Of one engine: ms of steps, ms for each request of a batch, ms for a thousand tokens of prompts."""
@@ -106,12 +110,15 @@ class CacheSteps:
         return prefixes.stats().num_found_tokens
 
 
-def _compared(pairs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float | list[float]]:
+def _compared(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float | list[float]]:
     found: dict[str, float | list[float]] = {}
-    for name in pairs[0]["on"]:
-        for kind in ("on", "off"):
-            found[f"{name}_{kind}_ms"] = round(median(pair[kind][name] for pair in pairs), 4)
-        more = [100 * (pair["on"][name] / pair["off"][name] - 1) for pair in pairs]
+    for name in rounds[0]["on"]:
+        on, off, again = ([times[kind][name] for times in rounds] for kind in ("on", "off", "again"))
+        without = [(first + second) / 2 for first, second in zip(off, again, strict=True)]
+        more = [100 * (with_it / plain - 1) for with_it, plain in zip(on, without, strict=True)]
+        found[f"{name}_on_ms"], found[f"{name}_off_ms"] = round(median(on), 4), round(median(without), 4)
         found[f"{name}_more_percent"] = round(median(more), 3)
         found[f"{name}_more_all_percent"] = [round(percent, 2) for percent in more]
+        apart = [100 * abs(second / first - 1) for first, second in zip(off, again, strict=True)]
+        found[f"{name}_apart_percent"] = round(median(apart), 3)
     return found

@@ -36,7 +36,7 @@ ALONE = {
     "attention-long": 30.0,
     "prompt-beside-rows": 60.0,
     "masks": 90.0,
-    "cache-steps": 85.0,
+    "cache-steps": 90.0,
     "quant-kernels": 65.0,
     "steps-fp8": 75.0,
     "steps-fp8-kv": 75.0,

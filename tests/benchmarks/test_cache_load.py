@@ -164,8 +164,8 @@ def test_the_table_has_targets_and_what_vllm_takes() -> None:
     repeated = {"cold_ttft_ms": 200.0, "warm_ttft_ms": 30.0}
     record.lines = [
         {"piece": "cache-steps", "workload": None, "cold_ms": 195.0, "warm_ms": 15.0, "step_64_on_ms": 7.1}
-        | {"step_64_off_ms": 7.0, "step_64_more_percent": 1.4, "prefill_1000_on_ms": 20.0}
-        | {"prefill_1000_off_ms": 20.0, "prefill_1000_more_percent": 0.1},
+        | {"step_64_off_ms": 7.0, "step_64_more_percent": 1.4, "step_64_apart_percent": 0.2, "prefill_1000_on_ms": 20.0}
+        | {"prefill_1000_off_ms": 20.0, "prefill_1000_more_percent": 0.1, "prefill_1000_apart_percent": 0.2},
         {"piece": "colocated-cache", "workload": load.name("repeated"), **repeated},
         {"piece": "vllm-cache", "workload": load.name("repeated"), **repeated, "warm_ttft_ms": 25.0},
         {"piece": "vllm-cache", "workload": load.name("chats"), **chats},
@@ -178,7 +178,7 @@ def test_the_table_has_targets_and_what_vllm_takes() -> None:
         return line
 
     assert "reached" in row("cache-steps", "again, ms", "20.0")
-    assert "1.0140" in row("step_64, ms")
+    assert "1.0140" in row("step_64, ms; twice off 0.2 % apart")
     assert "missed by 0.9 %" in row("step_64, ms")
     assert "reached" in row("prefill_1000, ms")
     assert "missed by 20.0 %" in row("colocated-cache", "warm_ttft_ms", "1.200")
@@ -188,7 +188,7 @@ def test_the_table_has_targets_and_what_vllm_takes() -> None:
 
 
 @pytest.mark.slow
-def test_a_bare_engine_with_a_cache_and_one_beside_it_without(tmp_path: Path) -> None:
+def test_a_bare_engine_with_a_cache_and_two_beside_it_without(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     asked = argparse.Namespace(
         shape=tmp_path / "config.json", tokenizer=None, device="cpu", dtype="float32", small=True
@@ -199,4 +199,5 @@ def test_a_bare_engine_with_a_cache_and_one_beside_it_without(tmp_path: Path) ->
     for name in ("step_4", "request_of_4", "step_1", "request_of_1", "prefill_1000"):
         assert found[f"{name}_on_ms"] > 0
         assert found[f"{name}_off_ms"] > 0
+        assert found[f"{name}_apart_percent"] >= 0
         assert len(found[f"{name}_more_all_percent"]) == 2
