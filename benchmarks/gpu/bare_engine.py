@@ -24,6 +24,7 @@ from replicas.kv.kv_pool import KvPool
 from replicas.messages import CallStatus, GenerateCall, GenerateReply, GenerationSpec, Token
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.pool_metrics import PoolMetrics
+from replicas.model.layer_check import check_layers
 from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
@@ -185,6 +186,7 @@ class BareEngine:
         )  # fmt: skip
         self.failed_check = ""
         try:
+            check_layers(loaded.model, loaded.dtype)
             self.self_check_difference = self_check(self.runner, loaded)
         except UnsupportedModel as error:
             if bits is None:

@@ -12,14 +12,13 @@ float16), from which one multiply-add of pairs takes that number and the zero po
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
 from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
 _HALF = tl.constexpr(16)
@@ -79,9 +78,9 @@ def _numbers(packed, zero, scale, dtype: tl.constexpr, IS_PACKED: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def _product(
     x, weight, scales, zeros, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, num_groups,
-    group_size, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr, IS_PACKED: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, ZEROS_A_WORD: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_PACKED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
@@ -104,9 +103,12 @@ def _product(
     for first in range(begin, end, BLOCK_K):
         low = first + low_of_step
         is_column = low < end
-        group = first // group_size
+        group = first // GROUP_SIZE
         scale = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0)
-        zero = tl.load(zeros + features * num_groups + group, mask=is_feature, other=0)
+        word = tl.load(
+            zeros + features * (num_groups // ZEROS_A_WORD) + group // ZEROS_A_WORD, mask=is_feature, other=0
+        )
+        zero = (word >> (group % ZEROS_A_WORD * 8)) & 255
         is_weight = is_feature[:, None] & is_column[None, :]
         weights = weight_rows + (first // 2 + of_step)[None, :]
         # A mask costs a choice for each byte.
@@ -139,15 +141,18 @@ def int4_product(
     is_early = launches_early(x.device)
     # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
     is_aligned = weight.data_ptr() % 16 == 0 and num_in % 32 == 0
+    # What has less than 4 bytes is not fetched steps ahead: each step would wait for a byte of memory.
+    are_words = num_groups % 4 == 0 and zeros.data_ptr() % 4 == 0 and zeros.storage_offset() % 4 == 0
+    zeros = zeros.view(torch.int32) if are_words else zeros
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
         x, weight, scales, zeros, scales if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in,
-        num_steps, x.stride(0), num_groups, group_size, HAS_BIAS=bias is not None,
-        ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
-        NUM_PARTS=tile.num_parts,
+        num_steps, x.stride(0), num_groups, GROUP_SIZE=group_size, ZEROS_A_WORD=4 if are_words else 1,
+        HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n,
+        BLOCK_K=block_k, NUM_PARTS=tile.num_parts,
         NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= 2 * _A_FETCH.value else 0, IS_EARLY=is_early,
-        IS_PACKED=x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1",
+        IS_PACKED=is_compiled(x.device),
         IS_WHOLE=num_out % tile.block_n == 0 and num_in % (tile.num_parts * block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import token_place
+from replicas.kernels.pool_numbers import as_numbers, is_compiled
 
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
@@ -48,7 +49,7 @@ def _attend_piece(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
     QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
@@ -135,7 +136,8 @@ def _attend_piece(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
             k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+            k = as_numbers(k, q.dtype, IS_COMPILED)
+            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
             is_seen = is_token[None, :] if QUERIES == 1 else tokens[None, :] <= seen[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -145,7 +147,8 @@ def _attend_piece(
                 kv + kv_stride_value + places[:, None] + dims[None, :],
                 mask=is_token[:, None] & is_dim[None, :],
                 other=0.0,
-            ).to(q.dtype)
+            )
+            v = as_numbers(v, q.dtype, IS_COMPILED)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -261,8 +264,8 @@ def paged_decode(
     _attend_piece[(num_pieces * num_parts * num_kv_heads,)](
         query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E, query.stride(0),
         query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0), table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee", num_warps=num_warps,
-        num_stages=num_stages, **sizes, **constants,
+        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee",
+        IS_COMPILED=is_compiled(query.device), num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
     _weigh_pieces[(min(num_weighed, _WEIGHING_ROWS), num_heads)](

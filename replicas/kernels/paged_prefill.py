@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from replicas.kernels.pool_numbers import as_numbers, is_compiled
+
 _LOG2_E = 1.4426950408889634
 
 
@@ -19,6 +21,7 @@ def _attend_tile(
     table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
 ) -> None:  # fmt: skip
     chunk, head = tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + chunk * 3).to(tl.int64)
@@ -51,12 +54,12 @@ def _attend_tile(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
             k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, as_numbers(k, q.dtype, IS_COMPILED), input_precision=PRECISION) * scale_log2
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             v = tl.load(kv_head + kv_stride_value + places[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-            v = v.to(q.dtype)
+            v = as_numbers(v, q.dtype, IS_COMPILED)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -66,7 +69,7 @@ def _attend_tile(
             blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
             places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
             k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale_log2
+            scores = tl.dot(q, as_numbers(k, q.dtype, IS_COMPILED), input_precision=PRECISION) * scale_log2
             is_seen = tokens[None, :] <= position + rows[:, None]
             scores = tl.where(is_seen & is_token[None, :], scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -78,7 +81,8 @@ def _attend_tile(
                 kv_head + kv_stride_value + places[:, None] + dims[None, :],
                 mask=is_token[:, None] & is_dim[None, :],
                 other=0.0,
-            ).to(q.dtype)
+            )
+            v = as_numbers(v, q.dtype, IS_COMPILED)
             result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
@@ -116,5 +120,5 @@ def paged_prefill(
         query, kv, out, table, slots, chunks, scale * _LOG2_E, query.stride(0), query.stride(1), kv.stride(0),
         table.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
         DIM_PADDED=padded, BLOCK_SIZE=kv.shape[2], BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee",
-        num_warps=num_warps, num_stages=num_stages,
+        IS_COMPILED=is_compiled(query.device), num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip

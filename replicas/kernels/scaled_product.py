@@ -17,9 +17,9 @@ _NUM_FETCHED = 2
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def _product(
     x, x_scales, weight, scales, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
-    num_groups, group_size, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
+    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
@@ -43,7 +43,7 @@ def _product(
         if IS_INT:
             total = tl.dot(w, v, total, out_dtype=tl.int32)
         elif IS_GROUPED:
-            group = first // group_size
+            group = first // GROUP_SIZE
             of_w = tl.load(scales + features * num_groups + group, mask=is_feature, other=0.0)
             of_v = tl.load(x_scales + rows * num_x_groups + group, mask=is_row, other=0.0)
             total += tl.dot(w, v, out_dtype=tl.float32) * of_w[:, None] * of_v[None, :]
@@ -85,8 +85,9 @@ def scaled_product(
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
         x, x_scales, weight, scales, scales if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in,
-        num_steps, x_scales.shape[1], num_groups, group_size, HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8,
-        IS_GROUPED=is_grouped, ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
+        num_steps, x_scales.shape[1], num_groups, GROUP_SIZE=group_size if is_grouped else 1,
+        HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
+        ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts,
         NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,

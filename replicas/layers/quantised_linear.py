@@ -8,6 +8,7 @@ of rows; a device that does it faster does the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -24,7 +25,7 @@ _OUTPUTS_AT_ONCE = 512
 
 
 class QuantisedLinear(LinearLayer):
-    """scheme: how its weights were rounded, and its inputs are to be."""
+    """scheme: how its weights were rounded, and its inputs are to be. rounds_inputs: False within `whole_inputs`."""
 
     bias: nn.Parameter | None
     values: torch.Tensor
@@ -33,6 +34,7 @@ class QuantisedLinear(LinearLayer):
     order: torch.Tensor | None
     input_scale: torch.Tensor | None
     rotation: torch.Tensor | None
+    rounds_inputs = True
 
     def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
         """Shares the tensors."""
@@ -51,7 +53,7 @@ class QuantisedLinear(LinearLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.as_weights_have_them(x.flatten(0, -2))
-        if self.scheme.activations is Activations.NONE:
+        if self.scheme.activations is Activations.NONE or not self.rounds_inputs:
             out = self._of_plain_rows(rows)
         else:
             out = self._of_rounded_rows(*self.round_inputs(rows), x.dtype)
@@ -115,3 +117,16 @@ class QuantisedLinear(LinearLayer):
         given = [part.bias.detach() for part in parts if part.bias is not None]
         bias = nn.Parameter(torch.cat(given), requires_grad=False) if given else None
         return type(self)(weights, bias, self.scheme)
+
+
+@contextmanager
+def whole_inputs(model: nn.Module) -> Iterator[None]:
+    """Within it no layer of this class rounds its inputs: what rounding them changes can be seen. Mutates the model."""
+    layers = [module for module in model.modules() if type(module) is QuantisedLinear]
+    for layer in layers:
+        layer.rounds_inputs = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.rounds_inputs = True

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from replicas.layers.quantised_linear import QuantisedLinear, whole_inputs
 from replicas.model.rounding_cache import KvRounding
+from replicas.quantisation.scheme import Activations
 
 # (prompt tokens, tokens fed after them, whether the prompt comes in two chunks, the step it joins in): of unlike
 # lengths, over more than one block, decoding over a block's end (of 16) while others are still prompts.
@@ -28,13 +30,15 @@ class CheckedPrompt:
     """token_ids: a prompt and what is fed after it, token by token. chunk_ends: ascending; the last ends the prompt.
 
     first_step: how many steps after the others it joins. logits: float32 on the host [num_fed + 1, vocab_size], of
-    the prompt's last token and of each that is fed.
+    the prompt's last token and of each that is fed. moved: float32 [num_fed + 1], how far each position's logits are
+    from those of the same weights with inputs that are not rounded; None where none are.
     """
 
     token_ids: tuple[int, ...]
     chunk_ends: tuple[int, ...]
     first_step: int
     logits: torch.Tensor
+    moved: torch.Tensor | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -77,13 +81,29 @@ def _checked(
 ) -> CheckedPrompt:
     vocab_size = model.config.get_text_config().vocab_size
     ids = tuple((7919 * (i + 1) + 104_729 * number) % vocab_size for i in range(num_prompt + num_fed))
+    logits, moved = _logits(model, ids, num_fed + 1, rounding), None
+    if _rounds_inputs(model):
+        again = KvRounding(rounding.scales) if rounding is not None else None
+        with whole_inputs(model):
+            moved = (_logits(model, ids, num_fed + 1, again) - logits).abs().amax(1)
+    return CheckedPrompt(ids, _chunk_ends(num_prompt, is_cut), first_step, logits, moved)
+
+
+def _rounds_inputs(model: Any) -> bool:
+    layers = (module for module in model.modules() if isinstance(module, QuantisedLinear))
+    return any(layer.scheme.activations is not Activations.NONE for layer in layers)
+
+
+def _logits(model: Any, ids: tuple[int, ...], num_last: int, rounding: KvRounding | None) -> torch.Tensor:
+    """float32 on the host [num_last, vocab_size]."""
     cache: dict[str, Any] = {"use_cache": False}
     if rounding is not None:
         # A model's own code may have the older name still.
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         cache = {"use_cache": True, name: rounding.new_cache(model.config.get_text_config())}
-    output = model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=num_fed + 1, **cache)
-    return CheckedPrompt(ids, _chunk_ends(num_prompt, is_cut), first_step, output.logits[0].float().cpu())
+    output = model(input_ids=torch.tensor([ids], device=model.device), logits_to_keep=num_last, **cache)
+    logits: torch.Tensor = output.logits[0].float().cpu()
+    return logits
 
 
 def _chunk_ends(num_prompt: int, is_cut: bool) -> tuple[int, ...]:

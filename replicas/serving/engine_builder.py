@@ -33,6 +33,7 @@ from replicas.messages import TransferPeer
 from replicas.metrics.engine_metrics import EngineMetrics
 from replicas.metrics.metric_set import FamilySnapshot
 from replicas.metrics.pool_metrics import ModelNumbers, PoolMetrics
+from replicas.model.layer_check import check_layers
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import ModelRunner, NotDivisible
 from replicas.model.self_check import self_check
@@ -208,6 +209,7 @@ class _Base:
         with naming_failures(type(loaded.model).__name__, "preparing it for this device"):
             self.runner, self.has_two_lanes = self._make_runner(loaded)
         with start_step("self-check"), naming_failures(type(loaded.model).__name__, "its self-check"):
+            check_layers(loaded.model, loaded.dtype)
             self_check(self.runner, loaded)
         with start_step("warm-up"), naming_failures(type(loaded.model).__name__, "its warm-up"):
             if self.runner.warm_up():

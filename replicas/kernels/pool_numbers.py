@@ -1,0 +1,36 @@
+"""Keys and values as a pool stores them, made numbers of the type that attention computes in."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@cache
+def is_compiled(device: torch.device) -> bool:
+    """Whether kernels for this device become machine code, so that assembly may be in them: not in the interpreter."""
+    return device.type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@triton.jit
+def as_numbers(stored, dtype: tl.constexpr, IS_COMPILED: tl.constexpr):
+    """Of a pool of e4m3 the same numbers, exactly; what is none stays none. Of others: they are of the type already.
+
+    Straight to bfloat16 it takes a unit of the card that does 16 a clock, as long as it takes to read them from memory;
+    by float16 and float32 it does not. And the compiler would convert each where a product wants it, from shared memory
+    byte by byte: it moves nothing in front of the assembly, so they are converted as they were read, 16 in a row.
+    IS_COMPILED: `is_compiled`.
+    """
+    if stored.dtype == tl.float8e4nv:
+        if IS_COMPILED:
+            stored = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [stored], dtype=stored.dtype, is_pure=False, pack=4
+            )
+        half = stored.to(tl.float16)
+        return half if dtype == tl.float16 else half.to(tl.float32).to(dtype)
+    else:
+        return stored.to(dtype)
