@@ -21,6 +21,7 @@ from replicas.kernels.token_search import (
     find_threshold,
     float_of,
     key_of,
+    lowest_key,
     narrow,
     row_maximum,
 )
@@ -88,7 +89,7 @@ def _draw_of_block(
     temperature = float_of(tl.load(params + _TEMPERATURE))
     if temperature >= GREEDY_BELOW:
         maximum = row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-        threshold = tl.zeros([], tl.int64)
+        threshold = lowest_key(SHIFT)
         if IS_FILTERED:
             top_k, drop_mass = tl.load(params + _TOP_K), float_of(tl.load(params + _DROP_MASS))
             threshold = find_threshold(

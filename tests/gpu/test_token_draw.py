@@ -16,7 +16,7 @@ from scheduler.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
-from replicas.kernels.token_pick import picks
+from replicas.kernels.token_pick import pick_tokens, picks
 
 pytestmark = pytest.mark.interpreted
 
@@ -227,3 +227,32 @@ def test_a_mask_that_leaves_nothing_is_told_from_what_is_no_number(device: torch
     assert tokens[:3].tolist() == [-2, -1, -1]
     assert tokens[3] == logits[3].argmax()
     assert last[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_allowed", [1, 3, 20])
+def test_what_a_mask_forbids_is_not_looked_at(device: torch.device, dtype: torch.dtype, num_allowed: int) -> None:
+    """Also where it allows fewer tokens than top-k keeps: those looked at are those of the pieces that have a maximum.
+    Else a program would go through the whole vocabulary. Elsewhere there stands what would be chosen at once."""
+    vocab_size, most_kept, count = 9001, 24, 8
+    num_blocks = -(-vocab_size // 4096)
+    logits = torch.full((count, vocab_size), -torch.inf, dtype=dtype)
+    rng = random.Random(num_allowed)
+    for row in range(count):
+        logits[row, rng.sample(range(vocab_size), num_allowed)] = torch.randn(num_allowed).to(dtype)
+    padded = torch.nn.functional.pad(logits.float(), (0, 4096 * num_blocks - vocab_size), value=-torch.inf)
+    piece_maxima = padded.view(count, -1, 256).amax(2)
+    is_seen = piece_maxima.repeat_interleave(256, 1)[:, :vocab_size] > -torch.inf
+    lures = torch.where(is_seen, logits, torch.full_like(logits, 100.0))
+    state = torch.zeros(count, BLOCK_TABLE + 1, dtype=torch.int64)
+    params = SamplingParams(temperature=1.0, top_k=most_kept, top_p=0.9, seed=7)
+    for column, value in sampling_columns(params).items():
+        state[:, column] = value
+    numbers = torch.arange(count, dtype=torch.int32)
+    expected = sample(logits.float(), SamplingBatch.from_rows([(params, 0, row + 1) for row in range(count)]))
+    tokens = pick_tokens(
+        lures.to(device), piece_maxima.to(device), padded.view(count, num_blocks, -1).amax(2).to(device),
+        state.to(device), numbers.to(device), numbers.to(device), torch.zeros_like(numbers).to(device),
+        {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}[dtype],
+    )  # fmt: skip
+    assert tokens[:, 0].tolist() == expected.tolist()
