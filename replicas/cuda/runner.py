@@ -16,6 +16,7 @@ import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
 from replicas.cuda.card_linear import card_linear
+from replicas.cuda.drawn_rows import DrawnForward, DrawnRows
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes
 from replicas.cuda.rotated_attention import RotatedAttention
@@ -87,10 +88,10 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
-        """As the base's. Rows with masks are drawn by the kernels that draw others, if these know their parameters."""
+        """As the base's. What `forward` has prepared is drawn by the kernels that draw other steps' tokens."""
         plan = forwarded.plan
-        if masks is not None and forwarded.logits is not None and (kinds := self._slots.kinds(plan)).is_plain:
-            return self._keeping_fed(plan, lambda: self._draw_masked(forwarded, masks, kinds))
+        if isinstance(forwarded, DrawnForward) and (drawn := forwarded.drawn) is not None:
+            return self._keeping_fed(plan, lambda: self._draw_rows(forwarded, drawn, masks))
         if forwarded.logits is not None:
             forwarded = replace(forwarded, logits=forwarded.logits.to(torch.float32, copy=True))
         return self._keeping_fed(plan, lambda: super(CudaRunner, self).choose(forwarded, masks))
@@ -100,7 +101,12 @@ class CudaRunner(ModelRunner):
         return super().logits(plan).to(torch.float32, copy=True)
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
-        return self._run_passes(self._passes(plan), plan)
+        """Whatever the choice needs but masks is on its way, too: once these are there, the host is waited for."""
+        forwarded = self._run_passes(self._passes(plan), plan)
+        if forwarded.logits is None or not (kinds := self._slots.kinds(plan)).is_plain:
+            return forwarded
+        drawn = DrawnRows.of(plan, kinds, forwarded.logits.device)
+        return DrawnForward(plan, forwarded.logits, forwarded.prompts, forwarded.moved, drawn)
 
     def _passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """Of the graphs that do the plan; None or empty if it is launched by hand."""
@@ -143,21 +149,16 @@ class CudaRunner(ModelRunner):
             tokens.append(drawn[: planned.num_samples])
         return SampledTokens(torch.cat(tokens))
 
-    def _draw_masked(self, forwarded: ForwardHandle, masks: TokenMasks, kinds: SamplingKinds) -> StepHandle:
-        logits, places = forwarded.logits, SamplePlace.all_of(forwarded.plan)
+    def _draw_rows(self, forwarded: ForwardHandle, drawn: DrawnRows, masks: TokenMasks | None) -> StepHandle:
+        logits, kinds, mask_places = forwarded.logits, drawn.kinds, None
         assert logits is not None
-        device = logits.device
-        # A prompt's choices have the parameters of the slot that ends it, and feed slots of their own.
-        rows = [[p.next_slot for p in places], [p.position - 1 for p in places], [p.choice for p in places]]
-        has_mask = set(masks.rows)
-        slots, positions, choices, masked = numbers_to_device(
-            [*rows, [int(row in has_mask) for row in range(len(places))]], device
-        ).int()
-        words = to_device(torch.from_numpy(masks.words), device)
-        forbid_tokens(logits, words, numbers_to_device(list(masks.rows), device).int())
+        if masks is not None:
+            words = to_device(torch.from_numpy(masks.words), logits.device)
+            mask_places = to_device(torch.from_numpy(masks.places(len(logits))), logits.device)
+            forbid_tokens(logits, words, mask_places)
         tokens = draw_tokens(
-            logits, self._slots.state, slots, positions, choices,
-            has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, masked=masked,
+            logits, self._slots.state, drawn.slots, drawn.positions, drawn.choices, has_sampled=kinds.has_sampled,
+            has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, mask_places=mask_places,
         )  # fmt: skip
         on_the_way = self._on_the_way(SampledTokens(tokens), forwarded.prompts)
         return StepHandle(forwarded.plan, *on_the_way, forwarded.moved)

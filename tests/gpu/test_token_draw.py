@@ -25,7 +25,7 @@ def draw(
     logits: torch.Tensor,
     rows: list[tuple[SamplingParams, int, int]],
     most_kept: int = 0,
-    masked: torch.Tensor | None = None,
+    mask_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of (parameters, choice, position of the token) per row, and the state afterwards."""
     state = torch.zeros(len(rows) + 1, BLOCK_TABLE + 1, dtype=torch.int64)
@@ -37,7 +37,7 @@ def draw(
     positions = torch.tensor([position - 1 for _, _, position in rows], dtype=torch.int32, device=logits.device)
     choices = torch.tensor([choice for _, choice, _ in rows], dtype=torch.int32, device=logits.device)
     tokens = draw_tokens(
-        logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept, masked=masked
+        logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept, mask_places=mask_places
     )
     return tokens, state[slots.to(logits.device), LAST_TOKEN]
 
@@ -202,12 +202,12 @@ def test_masked_rows_equal_the_reference(
     forbidden[masked_rows] = ~allowed
     expected = sample(logits.float().masked_fill(forbidden, -torch.inf), SamplingBatch.from_rows(rows))
     on_device = logits.clone().to(device)
-    which = torch.tensor(masked_rows, dtype=torch.int32, device=device)
-    forbid_tokens(on_device, packed(allowed, num_spare_words).to(device), which)
+    mask_places = torch.full((count,), -1, dtype=torch.int32)
+    mask_places[masked_rows] = torch.arange(len(masked_rows), dtype=torch.int32)
+    mask_places = mask_places.to(device)
+    forbid_tokens(on_device, packed(allowed, num_spare_words).to(device), mask_places)
     assert torch.equal(on_device.cpu().float(), logits.float().masked_fill(forbidden, -torch.inf))
-    masked = torch.zeros(count, dtype=torch.int32, device=device)
-    masked[masked_rows] = 1
-    tokens, last = draw(on_device, rows, most_kept, masked)
+    tokens, last = draw(on_device, rows, most_kept, mask_places)
     differing = [row for row in range(count) if tokens[row] != expected[row]]
     assert len(differing) <= count // 100, differing
     assert torch.equal(last, tokens)
@@ -221,9 +221,10 @@ def test_a_mask_that_leaves_nothing_is_told_from_what_is_no_number(device: torch
     words = torch.zeros(2, 188, dtype=torch.int32)
     words[1, 0] = 1 << 17  # the only token it allows is no number
     on_device = logits.to(device)
-    forbid_tokens(on_device, words.to(device), torch.tensor([0, 1], dtype=torch.int32, device=device))
+    mask_places = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=device)
+    forbid_tokens(on_device, words.to(device), mask_places)
     rows = [(SamplingParams(temperature=t, seed=3), 0, 9) for t in (1.0, 0.0, 1.0, 0.0)]
-    tokens, last = draw(on_device, rows, masked=torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=device))
+    tokens, last = draw(on_device, rows, mask_places=mask_places)
     assert tokens[:3].tolist() == [-2, -1, -1]
     assert tokens[3] == logits[3].argmax()
     assert last[:3].tolist() == [0, 0, 0]
