@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
 _BYTES_PER_CHAR = 50
 # A grammar that so many texts have begun to follow gets a twin more.
-_TEXTS_A_TWIN = 6
+_TEXTS_A_TWIN = 4
 
 
 @dataclass(slots=True)

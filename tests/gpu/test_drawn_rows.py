@@ -24,11 +24,12 @@ from replicas.cuda.slots import CudaSlots
 pytestmark = pytest.mark.interpreted
 
 VOCAB_SIZE = 700
+OF_PROMPT = SamplingParams(temperature=0.8, top_k=8, top_p=0.9, seed=4)
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, top_k=5, seed=3),
-    SamplingParams(temperature=0.8, top_k=8, top_p=0.9, seed=4),
-    SamplingParams(temperature=0.7, top_k=3, seed=5),
+    OF_PROMPT,
+    OF_PROMPT,
 )
 INITS = tuple(SlotInit(slot, 0, params, 7) for slot, params in enumerate(PARAMS))
 PROMPT = Slice.of_prompt("p", 2, 0, (5, 6, 7), (SampleTarget(2, 0), SampleTarget(3, 1)))
