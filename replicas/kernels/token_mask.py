@@ -22,7 +22,7 @@ def _forbid(logits, words, places, logits_stride, words_stride, VOCAB: tl.conste
         is_id = ids < VOCAB
         word = tl.load(words + place * words_stride + ids // 32, mask=is_id, other=-1)
         is_forbidden = ((word >> (ids % 32)) & 1) == 0
-        forbidden = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
+        forbidden = tl.full([BLOCK], float("-inf"), tl.float32).to(logits.dtype.element_ty)
         tl.store(logits + row * logits_stride + ids, forbidden, mask=is_id & is_forbidden)
 
 
