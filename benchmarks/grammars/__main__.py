@@ -1,4 +1,4 @@
-"""`python -m benchmarks.grammars [steps] [host] [first-tokens] [hostile]`: what schemas and grammars cost on this machine.
+"""`python -m benchmarks.grammars [steps] [host] [first-tokens] [hostile]`: what schemas and grammars cost here.
 
 All four without a name: a quarter of an hour, on a machine that has nothing else to do. --short tries them. The last
 line names what was missed; the status is 1 then.
