@@ -30,6 +30,7 @@ from scheduler.lane_split import LaneObjectives
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 
+_GRAMMAR_THREADS = 6  # as in the configs for cards
 _OBJECTIVES = LaneObjectives(ttft_s=0.4, token_gap_s=0.011)
 
 
@@ -220,7 +221,7 @@ def masks(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = make_shape_folder(options.shape, Path(name), options.tokenizer)
         size = EngineSize(max(batches), 1024, 2304, _capacity(options), device=options.device)
-        engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, grammars=GrammarSettings())
+        engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, grammars=GrammarSettings(_GRAMMAR_THREADS))
     found: dict[str, Any] = {"start_s": round(engine.start_s, 1)}
     with engine:
         steps = MaskSteps(engine, num_in, 400 if options.small else 30_000)
@@ -230,7 +231,7 @@ def masks(options: argparse.Namespace) -> dict[str, Any]:
             for way in ("greedy", "sampled") if is_main else ("greedy",):
                 for kind, step_ms in steps.step_ms(batch, num_out, way, 2 if is_main else 1).items():
                     found[f"{batch}_{way}_{kind}_ms"] = step_ms
-        for num_threads in (1, 2, 4, 8):
+        for num_threads in (1, 2, 4, _GRAMMAR_THREADS, 8):
             found[f"masks_{batches[0]}_threads_{num_threads}_ms"] = steps.mask_ms(batches[0], 96, num_threads)
     return found
 

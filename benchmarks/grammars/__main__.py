@@ -1,6 +1,6 @@
-"""`python -m benchmarks.grammars [steps] [first-tokens] [hostile]`: what schemas and grammars cost on this machine.
+"""`python -m benchmarks.grammars [steps] [host] [first-tokens] [hostile]`: what schemas and grammars cost here.
 
-All three without a name: a quarter of an hour, on a machine that has nothing else to do. --short tries them. The last
+All four without a name: a quarter of an hour, on a machine that has nothing else to do. --short tries them. The last
 line names what was missed; the status is 1 then.
 """
 
@@ -32,8 +32,15 @@ def _hostile(short: bool) -> list[Figure]:
     return hostile_figures(every=6 if short else 1, quiet_s=4.0 if short else 20.0)
 
 
+def _host(short: bool) -> list[Figure]:
+    from benchmarks.grammars.host_time import host_figures
+
+    return host_figures(num_rows=(16,) if short else (64, 256), num_steps=24 if short else 120)
+
+
 _PARTS: dict[str, Callable[[bool], list[Figure]]] = {
     "steps": _steps,
+    "host": _host,
     "first-tokens": _first_tokens,
     "hostile": _hostile,
 }

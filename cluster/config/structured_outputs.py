@@ -50,7 +50,8 @@ class StructuredOutputsConfig(Section):
         ge=1,
         le=64,
         description="Threads of each replica that compile grammars, and that find the tokens which may come next; they "
-        "work while the device computes. On a card 4 to 8, with as many pools.*.num_cpus",
+        "work while the device computes. A grammar that many answers follow is compiled once for each. On a card 4 to "
+        "8, with as many pools.*.num_cpus",
     )
     cache_entries: int = Field(
         default=512, ge=1, le=100_000, description="Compiled grammars that each replica keeps for requests to come"

@@ -203,11 +203,11 @@ class StepGraphs:
             for has_sampled, has_filtered, most_kept in (
                 (False, False, 0), (True, False, 0), (True, True, 0), (True, True, 1)
             ):  # fmt: skip
-                for masked in (None, torch.ones_like(rows)):
+                for mask_places in (None, rows):
                     draw_tokens(
                         launched.logits, self._slots.state, launched.slots, launched.positions, launched.choices,
                         has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
-                        masked=masked,
+                        mask_places=mask_places,
                     )  # fmt: skip
 
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:

@@ -18,10 +18,11 @@ from replicas.cuda.attention import bind_attention, library_attention, prepare_l
 from replicas.cuda.card_drafts import MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.compiled_layers import compile_decoder_layers
+from replicas.cuda.drawn_rows import DrawnRows
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
 from replicas.cuda.rotated_attention import RotatedAttention
-from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain, numbers_to_device
+from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import SettledTokens, TokensInFlight
 from replicas.device_copy import to_device
@@ -54,9 +55,11 @@ _FP8_CAPABILITY = (8, 9)  # cards from here on convert numbers of 8 bits
 
 @dataclass(frozen=True, slots=True)
 class CardForward(ForwardHandle):
-    """fed: the plan's rows with drafts, as they were fed, until the next step; None: the plan has none."""
+    """fed: the plan's rows with drafts, as they were fed, until the next step; None: the plan has none. drawn: of its
+    rows of logits, which there are; on its way before anybody waits for masks. None: other code chooses."""
 
     fed: FedRows | None = None
+    drawn: DrawnRows | None = None
 
 
 class CudaRunner(ModelRunner):
@@ -114,12 +117,12 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
-        """As the base's. Rows with masks are drawn by the kernels that draw others, if these know their parameters."""
+        """As the base's. What `forward` has prepared is drawn by the kernels that draw other steps' tokens."""
         plan = forwarded.plan
         if masks is not None and plan.has_drafts:
             masks = masks.at(computed_rows(plan))
-        if masks is not None and forwarded.logits is not None and (kinds := self._slots.kinds(plan)).is_plain:
-            return self._keeping_fed(plan, lambda: self._draw_masked(forwarded, masks, kinds))
+        if isinstance(forwarded, CardForward) and (drawn := forwarded.drawn) is not None:
+            return self._keeping_fed(plan, lambda: self._draw_rows(forwarded, drawn, masks))
         if forwarded.logits is not None:
             forwarded = replace(forwarded, logits=forwarded.logits.to(torch.float32, copy=True))
         return self._keeping_fed(plan, lambda: super(CudaRunner, self).choose(forwarded, masks))
@@ -129,8 +132,12 @@ class CudaRunner(ModelRunner):
         return super().logits(plan).to(torch.float32, copy=True)
 
     def _run(self, plan: StepPlan) -> ForwardHandle:
+        """Whatever the choice needs but masks is on its way, too: once these are there, the host is waited for."""
         plan = self._resolved(plan)
-        return self._run_passes(self._passes(plan), plan)
+        forwarded = self._run_passes(self._passes(plan), plan)
+        if forwarded.logits is None or not (kinds := self._slots.kinds(plan)).is_plain:
+            return forwarded
+        return replace(forwarded, drawn=DrawnRows.of(plan, kinds, self._slots))
 
     def _resolved(self, plan: StepPlan) -> StepPlan:
         """The plan as it is computed: perhaps without drafts. By hand rows may have as many as they like."""
@@ -142,7 +149,7 @@ class CudaRunner(ModelRunner):
         """Of the graphs that do the plan; None or empty if it is launched by hand."""
         return self._graphs.passes(plan) if self._graphs else None
 
-    def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> ForwardHandle:
+    def _run_passes(self, passes: list[PlannedPass] | None, plan: StepPlan) -> CardForward:
         if passes:
             logits, fed = run_passes(passes, self._drafts)
             return CardForward(plan, logits, fed=fed)
@@ -183,23 +190,16 @@ class CudaRunner(ModelRunner):
                 self._drafts.follow(planned.used, drawn, launched.slots, launched.positions)
         return SettledTokens(torch.cat(tokens), accepted=accepted)
 
-    def _draw_masked(self, forwarded: ForwardHandle, masks: TokenMasks, kinds: SamplingKinds) -> StepHandle:
-        logits, places = forwarded.logits, SamplePlace.all_of(forwarded.plan)
+    def _draw_rows(self, forwarded: ForwardHandle, drawn: DrawnRows, masks: TokenMasks | None) -> StepHandle:
+        logits, kinds, mask_places = forwarded.logits, drawn.kinds, None
         assert logits is not None
-        device = logits.device
-        # A prompt's choices have the parameters of the slot that ends it, and feed slots of their own.
-        has_mask = set(masks.rows)
-        rows = [[p.next_slot for p in places], [p.position - 1 for p in places], [p.choice for p in places]]
-        slots, positions, choices, masked = numbers_to_device(
-            [*rows, [int(row in has_mask) for row in range(len(places))]], device
-        ).int()
-        if self._drafts is not None:
-            positions = (self._slots.positions(places) - 1).int()
-        words = to_device(torch.from_numpy(masks.words), device)
-        forbid_tokens(logits, words, numbers_to_device(list(masks.rows), device).int())
+        if masks is not None:
+            words = to_device(torch.from_numpy(masks.words), logits.device)
+            mask_places = to_device(torch.from_numpy(masks.places(len(logits))), logits.device)
+            forbid_tokens(logits, words, mask_places)
         tokens = draw_tokens(
-            logits, self._slots.state, slots, positions, choices,
-            has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, masked=masked,
+            logits, self._slots.state, drawn.slots, drawn.positions, drawn.choices, has_sampled=kinds.has_sampled,
+            has_filtered=kinds.has_filtered, most_kept=kinds.most_kept, mask_places=mask_places,
         )  # fmt: skip
         on_the_way = self._on_the_way(self._settled(forwarded, SampledTokens(tokens)), forwarded.prompts)
         return StepHandle(forwarded.plan, *on_the_way, forwarded.moved)

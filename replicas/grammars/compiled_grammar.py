@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -19,16 +20,47 @@ class GrammarRefused(Exception):
     is the reason, fit for the client."""
 
 
-@dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """matcher: at the beginning, and it stays there: `start` copies it. num_ends: tokens that end an answer."""
+    """Any thread.
 
-    matcher: LLMatcher
-    num_ends: int
+    Copies of one matcher wait for each other, whichever thread each is used on: llguidance keeps what it learns of a
+    grammar's words once for all of them, behind a lock. So a grammar that many texts follow has twins, compiled from
+    the same text, and each text follows one of them for good: texts of different twins go on at the same time.
+    """
 
-    def start(self) -> LLMatcher:
-        """What follows one text from its beginning. Some microseconds. Any thread."""
-        return self.matcher.deep_copy()
+    def __init__(self, matcher: LLMatcher, num_ends: int, compile_twin: Callable[[], LLMatcher] | None = None) -> None:
+        """matcher: at the beginning, where it stays: `start` copies it. num_ends: tokens that end an answer.
+        compile_twin: milliseconds, lets other threads run; None: it has none."""
+        self.matcher = matcher
+        self.num_ends = num_ends
+        self._compile_twin = compile_twin
+        self._twins = [matcher]
+        self._num_begun = 0  # texts
+        self._lock = threading.Lock()
+
+    @property
+    def num_twins(self) -> int:
+        """Itself counted."""
+        return len(self._twins)
+
+    def add_twin(self) -> None:
+        """Blocks for milliseconds. Mutates. Does nothing where it can't have any."""
+        if self._compile_twin is None:
+            return
+        twin = self._compile_twin()
+        if not twin.is_error():
+            with self._lock:
+                self._twins.append(twin)
+
+    def choose_twin(self) -> int:
+        """Of a text that begins: they take turns. Mutates."""
+        with self._lock:
+            self._num_begun += 1
+            return self._num_begun % len(self._twins)
+
+    def start(self, twin: int = 0) -> LLMatcher:
+        """What follows one text from its beginning. Some microseconds."""
+        return self._twins[twin].deep_copy()
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> CompiledGrammar:
@@ -51,7 +83,14 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
         if not tried.is_stopped():
             tried.compute_bitmask()
     _refuse_failed(tried)
-    return CompiledGrammar(matcher, len(tokenizer.eos_tokens))
+    return CompiledGrammar(matcher, len(tokenizer.eos_tokens), lambda: _compiled_again(tokenizer, text, fuel))
+
+
+def _compiled_again(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> LLMatcher:
+    """As `compile_grammar` has compiled it before."""
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=fuel.limits())
+    matcher.compute_bitmask()
+    return matcher
 
 
 def _refuse_failed(matcher: LLMatcher) -> None:

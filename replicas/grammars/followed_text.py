@@ -20,25 +20,31 @@ class FollowedText:
     `take` costs nothing; the work is done by `catch_up`, or for many texts at once by a `MaskMaker`.
     """
 
-    __slots__ = ("_compiled", "_grammar", "failure", "has_strayed", "matcher", "pending")
+    __slots__ = ("_compiled", "_grammar", "failure", "has_strayed", "matcher", "pending", "twin")
 
     def __init__(self, grammar: Grammar, compiled: CompiledGrammar, token_ids: Iterable[int] = ()) -> None:
         """token_ids: what the output begins with."""
         self._grammar, self._compiled = grammar, compiled
+        self.twin = compiled.choose_twin()
         # At the place that the tokens lead to, but for those in pending; None while any token may come.
-        self.matcher: LLMatcher | None = None if grammar.begins_after else compiled.start()
+        self.matcher: LLMatcher | None = None if grammar.begins_after else compiled.start(self.twin)
         self.pending: list[int] = list(token_ids)
         self.failure: str | None = None
         self.has_strayed = False  # failed by a token that it did not allow: a bug of ours
 
     def copy(self) -> FollowedText:
         """As it is now; from then on they are apart."""
-        twin = FollowedText.__new__(FollowedText)
-        twin._grammar, twin._compiled = self._grammar, self._compiled
-        twin.matcher = None if self.matcher is None else self.matcher.deep_copy()
-        twin.pending = list(self.pending)
-        twin.failure, twin.has_strayed = self.failure, self.has_strayed
-        return twin
+        other = FollowedText.__new__(FollowedText)
+        other._grammar, other._compiled, other.twin = self._grammar, self._compiled, self.twin
+        other.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        other.pending = list(self.pending)
+        other.failure, other.has_strayed = self.failure, self.has_strayed
+        return other
+
+    @property
+    def waits_with(self) -> tuple[int, int]:
+        """What is equal of texts that can't be worked on at the same time: whose matchers have a lock in common."""
+        return self.twin, id(self._compiled)
 
     def take(self, token_id: int) -> None:
         """The next token of the output. Mutates."""
@@ -49,7 +55,7 @@ class FollowedText:
         for token_id in self.pending:
             if self.matcher is None:
                 if token_id in self._grammar.begins_after:
-                    self.matcher = self._compiled.start()
+                    self.matcher = self._compiled.start(self.twin)
             else:
                 self.matcher.consume_token(token_id)
                 self.consumed()

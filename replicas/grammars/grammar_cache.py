@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -16,8 +17,12 @@ from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, 
 from replicas.grammars.grammar_fuel import GrammarFuel
 from scheduler.grammar import Grammar
 
+logger = logging.getLogger(__name__)
+
 # What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
 _BYTES_PER_CHAR = 50
+# A grammar that so many texts have begun to follow gets a twin more.
+_TEXTS_A_TWIN = 4
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class CacheCounts:
 class _Kept:
     future: Future[CompiledGrammar] = field(default_factory=Future)
     num_bytes: int = 0
+    num_asked: int = 1
+    num_twins: int = 1  # that it has or will have
 
 
 class GrammarCache:
@@ -49,10 +56,12 @@ class GrammarCache:
         max_bytes: int,
         compiled: Callable[[float], None] = lambda duration_s: None,
     ) -> None:
-        """compiled: told how long each text took, on a thread of the cache."""
+        """num_threads: that compile; a grammar has as many twins at most. compiled: told how long each text took, on a
+        thread of the cache."""
         self.tokenizer = tokenizer
         self.fuel = fuel
         self.counts = CacheCounts()
+        self._num_threads = num_threads
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -68,13 +77,16 @@ class GrammarCache:
             if (known := self._kept.get(text)) is not None:
                 self.counts.hits += 1
                 self._kept.move_to_end(text)
+                known.num_asked += 1
+                if known.future.done() and known.future.exception() is None and self._wants_twin(known):
+                    self._threads.submit(self._add_twins, text, known, known.future.result())
                 return known.future
             self.counts.misses += 1
             kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text))
             self._kept[text] = kept
             self._num_bytes += kept.num_bytes
             self._forget_old()
-        self._threads.submit(self._compile, text, kept.future)
+        self._threads.submit(self._compile, text, kept)
         return kept.future
 
     def begin(self, grammar: Grammar, begun_ids: Sequence[int]) -> Future[ChoiceTexts]:
@@ -90,6 +102,8 @@ class GrammarCache:
 
     def close(self) -> None:
         """Does not wait. What waits to be compiled is not, and nobody hears of it."""
+        with self._lock:
+            self._num_threads = 0
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _forget_old(self) -> None:
@@ -98,7 +112,7 @@ class GrammarCache:
             _, oldest = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
-    def _compile(self, text: str, future: Future[CompiledGrammar]) -> None:
+    def _compile(self, text: str, kept: _Kept) -> None:
         started_s = time.monotonic()
         try:
             grammar, error = compile_grammar(self.tokenizer, text, self.fuel), None
@@ -112,9 +126,29 @@ class GrammarCache:
                 self._num_bytes -= self._kept.pop(text).num_bytes  # no fault of the text
         self._compiled(duration_s)
         if grammar is None:
-            future.set_exception(error)
+            kept.future.set_exception(error)
         else:
-            future.set_result(grammar)
+            self._add_twins(text, kept, grammar)  # those who wait for it begin all at once
+            kept.future.set_result(grammar)
+
+    def _wants_twin(self, kept: _Kept) -> bool:
+        return kept.num_twins < min(self._num_threads, 1 + kept.num_asked // _TEXTS_A_TWIN)
+
+    def _add_twins(self, text: str, kept: _Kept, grammar: CompiledGrammar) -> None:
+        """As many as it wants by now. On a thread of the cache. Raises nothing: without them texts only wait longer."""
+        try:
+            while True:
+                with self._lock:
+                    if not self._wants_twin(kept):
+                        return
+                    kept.num_twins += 1
+                    if self._kept.get(text) is kept:
+                        kept.num_bytes += _BYTES_PER_CHAR * len(text)
+                        self._num_bytes += _BYTES_PER_CHAR * len(text)
+                        self._forget_old()
+                grammar.add_twin()
+        except Exception:
+            logger.warning("a grammar has one twin less", exc_info=True, extra={"event": "grammar_twin_failed"})
 
 
 def _begin(

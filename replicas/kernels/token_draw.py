@@ -21,6 +21,7 @@ from replicas.kernels.token_search import (
     find_threshold,
     float_of,
     key_of,
+    lowest_key,
     narrow,
     row_maximum,
 )
@@ -88,7 +89,7 @@ def _draw_of_block(
     temperature = float_of(tl.load(params + _TEMPERATURE))
     if temperature >= GREEDY_BELOW:
         maximum = row_maximum(partial_values, row, NUM_BLOCKS, BLOCKS_PADDED)
-        threshold = tl.zeros([], tl.int64)
+        threshold = lowest_key(SHIFT)
         if IS_FILTERED:
             top_k, drop_mass = tl.load(params + _TOP_K), float_of(tl.load(params + _DROP_MASS))
             threshold = find_threshold(
@@ -121,7 +122,7 @@ def _draw_of_block(
         tl.store(indices + row * NUM_BLOCKS + block, token)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "masked"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions", "mask_places"])
 def _choose(
     tokens,
     greedy_values,
@@ -129,7 +130,7 @@ def _choose(
     drawn_values,
     drawn_indices,
     broken,
-    masked,
+    mask_places,
     state,
     slots,
     positions,
@@ -165,7 +166,7 @@ def _choose(
     is_finite = tl.abs(peak) < float("inf")
     none = _NOT_A_TOKEN
     if HAS_MASKS:
-        is_masked = tl.load(masked + row) != 0
+        is_masked = tl.load(mask_places + row) >= 0
         none = tl.where(is_masked & (peak == float("-inf")), _NOTHING_ALLOWED, _NOT_A_TOKEN)
     token = tl.where(has_nan, _NOT_A_TOKEN, tl.where(is_finite, chosen, none)).to(tl.int64)
     tl.store(tokens + row, token)
@@ -183,7 +184,7 @@ def draw_tokens(
     has_sampled: bool = True,
     has_filtered: bool = True,
     most_kept: int = 0,
-    masked: torch.Tensor | None = None,
+    mask_places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token id per row, int64 [R]; -1 (NOT_A_TOKEN) where the logits are no numbers, -2 (NOTHING_ALLOWED) where
     masks have left none.
@@ -191,8 +192,8 @@ def draw_tokens(
     logits [R, V], rows contiguous, of any float type; state: int64 rows of slots, as `replicas.kernels.slot_columns`;
     slots, positions (of the token that was fed), choices: int32 [R]. has_sampled, has_filtered: whether some row
     samples, or has a top-k or top-p; kernels that no row needs are left out. most_kept: the largest top-k where every
-    row that samples has one, else 0. masked: int32 [R], 1: `token_mask` has gone over the row; None: over none. Mutates
-    state: each slot's last token, but for rows at position -1, which are padding. Does not block.
+    row that samples has one, else 0. mask_places: int32 [R], as `forbid_tokens` had it; None: it has gone over no row.
+    Mutates state: each slot's last token, but for rows at position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, _BLOCK)
@@ -242,10 +243,10 @@ def draw_tokens(
             choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=IS_EXACT, **search,
         )  # fmt: skip
     tokens = empty(num_rows, dtype=torch.int64)
-    maybe_masked = broken if masked is None else masked  # never read if None
+    maybe_places = broken if mask_places is None else mask_places  # never read if None
     _choose[(num_rows,)](
-        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, maybe_masked,
+        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, maybe_places,
         state, slots, positions, state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked,
-        HAS_MASKS=masked is not None, **sizes,
+        HAS_MASKS=mask_places is not None, **sizes,
     )  # fmt: skip
     return tokens

@@ -14,22 +14,23 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _forbid(logits, words, rows, logits_stride, words_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows + place).to(tl.int64)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    is_id = ids < VOCAB
-    word = tl.load(words + place * words_stride + ids // 32, mask=is_id, other=-1)
-    is_forbidden = ((word >> (ids % 32)) & 1) == 0
-    forbidden = tl.full([BLOCK], float("-inf"), logits.dtype.element_ty)
-    tl.store(logits + row * logits_stride + ids, forbidden, mask=is_id & is_forbidden)
+def _forbid(logits, words, places, logits_stride, words_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = tl.load(places + row).to(tl.int64)
+    if place >= 0:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        is_id = ids < VOCAB
+        word = tl.load(words + place * words_stride + ids // 32, mask=is_id, other=-1)
+        is_forbidden = ((word >> (ids % 32)) & 1) == 0
+        forbidden = tl.full([BLOCK], float("-inf"), tl.float32).to(logits.dtype.element_ty)
+        tl.store(logits + row * logits_stride + ids, forbidden, mask=is_id & is_forbidden)
 
 
-def forbid_tokens(logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor) -> None:
+def forbid_tokens(logits: torch.Tensor, words: torch.Tensor, mask_places: torch.Tensor) -> None:
     """logits [R, V], rows contiguous, of any float type; words int32 [n, at least V / 32], the lowest bit of a word
-    first, 1: allowed; rows int32 [n], whose they are. Mutates the logits. Does not block."""
-    vocab_size = logits.shape[1]
-    if len(rows):
-        _forbid[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
-            logits, words, rows, logits.stride(0), words.stride(0), VOCAB=vocab_size, BLOCK=_BLOCK
-        )
+    first, 1: allowed; mask_places int32 [R], where in words each row's mask is, -1: it has none. Mutates the logits.
+    Does not block."""
+    num_rows, vocab_size = logits.shape
+    _forbid[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
+        logits, words, mask_places, logits.stride(0), words.stride(0), VOCAB=vocab_size, BLOCK=_BLOCK
+    )

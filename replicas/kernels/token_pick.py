@@ -15,7 +15,7 @@ import triton.language as tl
 
 from replicas.kernels.gumbel_noise import IS_EXACT, gumbel
 from replicas.kernels.slot_columns import DROP_MASS, SEED, TEMPERATURE, TOP_K
-from replicas.kernels.token_search import GREEDY_BELOW, PIECE, bound_of, float_of, key_of, row_maximum
+from replicas.kernels.token_search import GREEDY_BELOW, PIECE, bound_of, float_of, key_of, lowest_key, row_maximum
 
 _SEED, _TOP_K = tl.constexpr(SEED), tl.constexpr(TOP_K)
 _TEMPERATURE, _DROP_MASS = tl.constexpr(TEMPERATURE), tl.constexpr(DROP_MASS)
@@ -190,7 +190,9 @@ def _pick(
         is_piece = pieces < NUM_PIECES
         maxima = tl.load(piece_maxima + row * NUM_PIECES + pieces, mask=is_piece, other=float("-inf"))
         piece_keys = key_of(maxima, SHIFT)
-        bound = bound_of(piece_keys, is_piece, top_k, NUM_BITS)
+        # Where a mask allows fewer tokens than top-k keeps, those at -inf are not among the kept: they are too many to
+        # be gathered, and one program would go through the whole vocabulary for each bit.
+        bound = tl.maximum(bound_of(piece_keys, is_piece, top_k, NUM_BITS), lowest_key(SHIFT))
         row_pieces = wanted_pieces + row * NUM_PIECES
         count = _gather(
             row_logits, row_pieces, row_ids, row_values, piece_keys, is_piece, bound, VOCAB, PIECES_PADDED, NUM_PIECES,

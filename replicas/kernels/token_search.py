@@ -5,8 +5,9 @@ tokens at each of the sixteen digits. Every pass runs in parallel over rows and 
 found is summed in a fixed order, so the same logits always give the same token.
 
 With a top-k of k most of the vocabulary is never looked at: where k pieces of it have a token above some bound, the
-k-th token is above it too, so pieces without such a token hold none that counts. And what this bound and the largest
-logit have in common of their leading bits is known without a pass.
+k-th token is above it too, so pieces without such a token hold none that counts. Nor do pieces of tokens at -inf alone,
+which are most of a row's where a mask allows few. And what this bound and the largest logit have in common of their
+leading bits is known without a pass.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ def row_maximum(partial_values, row, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl
     values = tl.load(partial_values + row * NUM_BLOCKS + index, mask=index < NUM_BLOCKS, other=float("-inf"))
     # A row of only -inf has no finite maximum, and -inf - -inf would be NaN.
     return tl.maximum(tl.max(values, 0), -3.4028234663852886e38)
+
+
+@triton.jit
+def lowest_key(SHIFT: tl.constexpr):
+    """Of a token that may be chosen: all but those at -inf, which a mask or the model itself forbids."""
+    return key_of(tl.full([], -3.4028234663852886e38, tl.float32), SHIFT)
 
 
 @triton.jit
@@ -88,19 +95,20 @@ def find_bound(
     NUM_BITS: tl.constexpr,
     SHIFT: tl.constexpr,
 ) -> None:
-    """A row's bound: the largest key that as many pieces reach as its top-k keeps tokens; 0 where it keeps too many.
+    """A row's bound: the largest key that as many pieces reach as its top-k keeps tokens, or the lowest of any token
+    that may be chosen, where it keeps too many.
 
     Pieces whose largest key is below hold no token that the top-k keeps.
     """
     row = tl.program_id(0).to(tl.int64)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
     top_k = tl.load(params + _TOP_K)
-    bound = tl.zeros([], tl.int64)
+    bound = lowest_key(SHIFT)
     if (top_k > 0) & (top_k < VOCAB) & (float_of(tl.load(params + _TEMPERATURE)) >= GREEDY_BELOW):
         pieces = tl.arange(0, PIECES_PADDED)
         is_piece = pieces < NUM_PIECES
         keys = key_of(tl.load(piece_maxima + row * NUM_PIECES + pieces, mask=is_piece, other=float("-inf")), SHIFT)
-        bound = bound_of(keys, is_piece, top_k, NUM_BITS)
+        bound = tl.maximum(bound, bound_of(keys, is_piece, top_k, NUM_BITS))
     tl.store(bounds + row, bound)
 
 
@@ -117,7 +125,7 @@ def _last_of_top_k(
             sums + last * NUM_BLOCKS * 16, tl.load(brackets + last), top_k.to(tl.float32), 0,
             NUM_BLOCKS, BLOCKS_PADDED, False,
         )  # fmt: skip
-    return kept
+    return tl.maximum(kept, bound)  # below the bound nothing is kept where fewer tokens are there than top-k keeps
 
 
 @triton.jit(do_not_specialize=["num_rows", "pass_number"], do_not_specialize_on_alignment=["slots"])
@@ -206,7 +214,7 @@ def find_threshold(
     NUM_PASSES: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The key of the least likely token that the row's top-k, then its top-p, keep; 0 when they keep all."""
+    """The key of the least likely token that the row's top-k, then its top-p, keep; the bound when they keep all."""
     highest = key_of(maximum, SHIFT)
     threshold = bound
     if (top_k > 0) & (top_k < VOCAB):

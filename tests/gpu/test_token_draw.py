@@ -16,7 +16,7 @@ from scheduler.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
-from replicas.kernels.token_pick import picks
+from replicas.kernels.token_pick import pick_tokens, picks
 
 pytestmark = pytest.mark.interpreted
 
@@ -25,7 +25,7 @@ def draw(
     logits: torch.Tensor,
     rows: list[tuple[SamplingParams, int, int]],
     most_kept: int = 0,
-    masked: torch.Tensor | None = None,
+    mask_places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of (parameters, choice, position of the token) per row, and the state afterwards."""
     state = torch.zeros(len(rows) + 1, BLOCK_TABLE + 1, dtype=torch.int64)
@@ -37,7 +37,7 @@ def draw(
     positions = torch.tensor([position - 1 for _, _, position in rows], dtype=torch.int32, device=logits.device)
     choices = torch.tensor([choice for _, choice, _ in rows], dtype=torch.int32, device=logits.device)
     tokens = draw_tokens(
-        logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept, masked=masked
+        logits, state, slots.int().to(logits.device), positions, choices, most_kept=most_kept, mask_places=mask_places
     )
     return tokens, state[slots.to(logits.device), LAST_TOKEN]
 
@@ -202,12 +202,12 @@ def test_masked_rows_equal_the_reference(
     forbidden[masked_rows] = ~allowed
     expected = sample(logits.float().masked_fill(forbidden, -torch.inf), SamplingBatch.from_rows(rows))
     on_device = logits.clone().to(device)
-    which = torch.tensor(masked_rows, dtype=torch.int32, device=device)
-    forbid_tokens(on_device, packed(allowed, num_spare_words).to(device), which)
+    mask_places = torch.full((count,), -1, dtype=torch.int32)
+    mask_places[masked_rows] = torch.arange(len(masked_rows), dtype=torch.int32)
+    mask_places = mask_places.to(device)
+    forbid_tokens(on_device, packed(allowed, num_spare_words).to(device), mask_places)
     assert torch.equal(on_device.cpu().float(), logits.float().masked_fill(forbidden, -torch.inf))
-    masked = torch.zeros(count, dtype=torch.int32, device=device)
-    masked[masked_rows] = 1
-    tokens, last = draw(on_device, rows, most_kept, masked)
+    tokens, last = draw(on_device, rows, most_kept, mask_places)
     differing = [row for row in range(count) if tokens[row] != expected[row]]
     assert len(differing) <= count // 100, differing
     assert torch.equal(last, tokens)
@@ -221,9 +221,39 @@ def test_a_mask_that_leaves_nothing_is_told_from_what_is_no_number(device: torch
     words = torch.zeros(2, 188, dtype=torch.int32)
     words[1, 0] = 1 << 17  # the only token it allows is no number
     on_device = logits.to(device)
-    forbid_tokens(on_device, words.to(device), torch.tensor([0, 1], dtype=torch.int32, device=device))
+    mask_places = torch.tensor([0, 1, -1, -1], dtype=torch.int32, device=device)
+    forbid_tokens(on_device, words.to(device), mask_places)
     rows = [(SamplingParams(temperature=t, seed=3), 0, 9) for t in (1.0, 0.0, 1.0, 0.0)]
-    tokens, last = draw(on_device, rows, masked=torch.tensor([1, 1, 0, 0], dtype=torch.int32, device=device))
+    tokens, last = draw(on_device, rows, mask_places=mask_places)
     assert tokens[:3].tolist() == [-2, -1, -1]
     assert tokens[3] == logits[3].argmax()
     assert last[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_allowed", [1, 3, 20])
+def test_what_a_mask_forbids_is_not_looked_at(device: torch.device, dtype: torch.dtype, num_allowed: int) -> None:
+    """Also where it allows fewer tokens than top-k keeps: those looked at are those of the pieces that have a maximum.
+    Else a program would go through the whole vocabulary. Elsewhere there stands what would be chosen at once."""
+    vocab_size, most_kept, count = 9001, 24, 8
+    num_blocks = -(-vocab_size // 4096)
+    logits = torch.full((count, vocab_size), -torch.inf, dtype=dtype)
+    rng = random.Random(num_allowed)
+    for row in range(count):
+        logits[row, rng.sample(range(vocab_size), num_allowed)] = torch.randn(num_allowed).to(dtype)
+    padded = torch.nn.functional.pad(logits.float(), (0, 4096 * num_blocks - vocab_size), value=-torch.inf)
+    piece_maxima = padded.view(count, -1, 256).amax(2)
+    is_seen = piece_maxima.repeat_interleave(256, 1)[:, :vocab_size] > -torch.inf
+    lures = torch.where(is_seen, logits, torch.full_like(logits, 100.0))
+    state = torch.zeros(count, BLOCK_TABLE + 1, dtype=torch.int64)
+    params = SamplingParams(temperature=1.0, top_k=most_kept, top_p=0.9, seed=7)
+    for column, value in sampling_columns(params).items():
+        state[:, column] = value
+    numbers = torch.arange(count, dtype=torch.int32)
+    expected = sample(logits.float(), SamplingBatch.from_rows([(params, 0, row + 1) for row in range(count)]))
+    tokens = pick_tokens(
+        lures.to(device), piece_maxima.to(device), padded.view(count, num_blocks, -1).amax(2).to(device),
+        state.to(device), numbers.to(device), numbers.to(device), torch.zeros_like(numbers).to(device),
+        {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}[dtype],
+    )  # fmt: skip
+    assert tokens[:, 0].tolist() == expected.tolist()

@@ -260,3 +260,31 @@ def test_choices_part_where_their_tokens_do(tokenizer: LLTokenizer) -> None:
     assert next_ids(tokenizer, texts.of(0)) != next_ids(tokenizer, texts.of(1))
     assert next_ids(tokenizer, texts.of(2)) == next_ids(tokenizer, text_of(tokenizer, grammar))
     assert DONE_ID not in (next_ids(tokenizer, texts.of(0)) or ())
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_texts_of_twins_have_the_masks_of_one_grammar(tokenizer: LLTokenizer, num_threads: int) -> None:
+    """Whichever twin each follows, in whatever order they are worked on; one strays, which tells on no other."""
+    grammar = Grammar(grammar_text.any_json_object())
+    compiled = compile_grammar(tokenizer, grammar.text, GrammarFuel())
+    for _ in range(2):
+        compiled.add_twin()
+    twins = [FollowedText(grammar, compiled) for _ in range(30)]
+    alone = [text_of(tokenizer, grammar) for _ in range(30)]
+    assert [text.twin for text in twins[:6]] == [1, 2, 0, 1, 2, 0]
+    maker, single = MaskMaker(tokenizer, num_threads, empty), MaskMaker(tokenizer, 1, empty)
+    ids = [ids_of(tokenizer, '{"a":[1,{"b":"ab"}]}')[: 2 + number % 7] for number in range(30)]
+    for step in range(7):
+        for texts in (twins, alone):
+            for number, text in enumerate(texts):
+                if step < len(ids[number]):
+                    text.take(ids[number][step])
+        held, words = maker.masks(twins)
+        expected_held, expected = single.masks(alone)
+        assert held == expected_held == list(range(30))
+        assert np.array_equal(words, expected)
+    twins[4].take(ids_of(tokenizer, "z")[0])
+    held, words = maker.masks(twins)
+    assert held == [number for number in range(30) if number != 4]
+    assert np.array_equal(words, np.delete(expected, 4, axis=0))
+    assert twins[4].has_strayed

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from replicas.grammars import grammar_cache, grammar_text
+from replicas.grammars.choice_texts import ChoiceTexts
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
 from replicas.grammars.control_tokens import control_ids, with_ids_of_controls, without_control_texts
 from replicas.grammars.grammar_cache import GrammarCache
@@ -244,8 +245,7 @@ def cache_of(tokenizer: LLTokenizer, **bounds: int) -> GrammarCache:
     return GrammarCache(
         tokenizer,
         GrammarFuel(),
-        num_threads=1,
-        **{"max_entries": 3, "max_bytes": 1 << 20} | bounds,  # type: ignore[arg-type]
+        **{"num_threads": 1, "max_entries": 3, "max_bytes": 1 << 20} | bounds,  # type: ignore[arg-type]
     )
 
 
@@ -264,6 +264,33 @@ def test_a_text_is_compiled_once_while_it_is_kept(tokenizer: LLTokenizer) -> Non
     assert cache.get(texts[1]).result(30)
     assert cache.counts.misses == 5
     cache.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_grammar_that_many_follow_has_twins(tokenizer: LLTokenizer, num_threads: int) -> None:
+    """As many as threads at most; also of those who all wait for it to be compiled."""
+    cache = cache_of(tokenizer, num_threads=num_threads)
+    grammar = Grammar(grammar_text.any_json_object())
+    compiled = cache.get(grammar.text).result(30)
+    assert compiled.num_twins == 1
+    begun = [cache.begin(grammar, ()).result(30).of(0) for _ in range(40)]
+    cache._threads.shutdown(wait=True)
+    assert compiled.num_twins == num_threads
+    assert {text.twin for text in begun} <= set(range(num_threads))
+    after = ChoiceTexts(grammar, compiled, ())
+    assert {after.of(choice).twin for choice in range(num_threads)} == set(range(num_threads))
+
+
+def test_twins_allow_what_the_first_does(tokenizer: LLTokenizer) -> None:
+    compiled = compile_grammar(tokenizer, grammar_text.any_json_object(), GrammarFuel())
+    compiled.add_twin()
+    assert compiled.num_twins == 2
+    masks = []
+    for matcher in (compiled.start(0), compiled.start(1)):
+        assert matcher.consume_tokens(tokenizer.tokenize_str('{"a b":[1, tr'))
+        masks.append(allowed(matcher))
+    assert masks[0] == masks[1]
+    assert 0 < len(masks[0]) < 100
 
 
 def test_texts_begin_where_a_replays_prompt_ends(tokenizer: LLTokenizer) -> None:

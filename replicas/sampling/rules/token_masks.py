@@ -36,6 +36,12 @@ class TokenMasks:
         rows = to_device(torch.tensor(self.rows), logits.device)
         logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
 
+    def places(self, num_rows: int) -> NDArray[np.int32]:
+        """Of each of so many rows where in `words` its mask is; -1: it has none."""
+        places = np.full(num_rows, -1, dtype=np.int32)
+        places[list(self.rows)] = np.arange(len(self.rows), dtype=np.int32)
+        return places
+
     def of_rows(self, first: int, num_rows: int) -> TokenMasks | None:
         """Those of rows [first, first + num_rows), which count from 0 then; None if none of them has one."""
         places = [place for place, row in enumerate(self.rows) if first <= row < first + num_rows]
