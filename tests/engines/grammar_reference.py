@@ -1,4 +1,5 @@
-"""Constrained texts by transformers' own generate, with a processor that holds them against llguidance itself."""
+"""Constrained and free texts by transformers' own generate, with a processor that draws as is promised and holds them
+against llguidance itself."""
 
 from __future__ import annotations
 
@@ -53,14 +54,13 @@ class _OneToken(LogitsProcessor):
     """Leaves the one token that is to come: drawn from what the rules make of the logits and the grammar allows."""
 
     def __init__(self, spec: GenerationSpec, choice: int, tokenizer: LLTokenizer) -> None:
-        assert spec.grammar is not None
         self._spec, self._choice = spec, choice
-        self._walk = Walk(spec.grammar, tokenizer)
+        self._walk = None if spec.grammar is None else Walk(spec.grammar, tokenizer)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         spec = self._spec
         output = tuple(input_ids[0, len(spec.prompt_ids) :].tolist())
-        allowed = self._walk.allowed(output)
+        allowed = None if self._walk is None else self._walk.allowed(output)
         params = spec.sampling
         if allowed is not None and not set(allowed.nonzero()[0].tolist()) - spec.stop_token_ids:
             params = type(params)(**{**_fields(params), "min_tokens": 0})  # nothing else may come
