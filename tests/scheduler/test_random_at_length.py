@@ -16,8 +16,8 @@ from tests.scheduler.test_random_workloads import FAULTS
 
 SEEDS = range(100, 300)
 LAGS = (0, 1, 3)
-CALM = Workload(0, 0)
-SCARCE = Workload(0, 0, cancel_rate=0.1, admission=OPTIMISTIC, scarcity=1.5)
+CALM = Workload(0, 0, num_requests=60)
+SCARCE = replace(CALM, cancel_rate=0.1, admission=OPTIMISTIC, scarcity=1.5)
 WORKLOADS = {
     "split": replace(CALM, local_share=0.0),
     "colocated": replace(CALM, local_share=1.0),

@@ -82,4 +82,4 @@ def test_the_texts_are_those_of_transformers_and_llguidance() -> None:
             with_exact_formats(schema)
             grammar = Grammar(grammar_text.json_schema(schema))
             spec = GenerationSpec(tuple(ids), (0,), MAX_TOKENS, ends, params, grammar=grammar)
-            assert answers[way][number].token_ids == reference.text(spec), (way, number)
+            assert reference.is_text(spec, answers[way][number].token_ids), (way, number)
