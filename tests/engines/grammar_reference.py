@@ -17,6 +17,8 @@ from replicas.sampling.draw import SamplingBatch, sample
 from scheduler.grammar import Grammar
 from tests.replicas.rule_reference import Row, expected
 
+NOISE = 5e-5  # of logits in float32, as sums run in another order
+
 
 class GrammarReference:
     """Each text is computed once: every layout is compared with it."""
@@ -41,6 +43,20 @@ class GrammarReference:
         if key not in self._texts and self._comes_next(spec, ids, choice):
             self._texts[key] = ids
         return ids == self.text(spec, choice)
+
+    @torch.inference_mode()
+    def parts_at_near_tie(self, spec: GenerationSpec, ids: list[int], choice: int = 0) -> bool:
+        """Whether it parts from `text` where a change of two logits by as little as float noise makes its token come
+        next. What follows has another history, and is not judged."""
+        text = self.text(spec, choice)
+        at = next((at for at, (token, other) in enumerate(zip(text, ids, strict=False)) if token != other), None)
+        if at is None:
+            return False
+        before = torch.tensor([[*spec.prompt_ids, *text[:at]]])
+        logits = self._model(before, logits_to_keep=1).logits[0]
+        logits[0, ids[at]] += NOISE
+        logits[0, text[at]] -= NOISE
+        return _OneToken(spec, choice, self.tokenizer).drawn(before, logits) == ids[at]
 
     @torch.inference_mode()
     def _comes_next(self, spec: GenerationSpec, ids: list[int], choice: int) -> bool:

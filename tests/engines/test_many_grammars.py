@@ -82,6 +82,7 @@ def test_the_reference_tells_its_texts_from_others(
     assert [fresh._comes_next(spec, other, 0) for other in others] == [False] * len(others)
     assert fresh._comes_next(spec, ids, 0)
     assert [fresh.is_text(spec, other) for other in (ids, *others)] == [True] + [False] * len(others)
+    assert [fresh.parts_at_near_tie(spec, other) for other in (ids, *others)] == [False] * 7
 
 
 class Bundled:

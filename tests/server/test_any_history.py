@@ -7,10 +7,11 @@ requests give way. A tenth of the clients leave early.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -64,9 +65,11 @@ CHANGES = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """leaves_after: events of the stream after which its client leaves. texts: transformers' own, of each choice."""
+    """leaves_after: events of the stream after which its client leaves. texts: transformers' own, of each choice.
+    spec: None for a beam search."""
 
     body: dict[str, Any]
+    spec: GenerationSpec | None
     is_streamed: bool
     leaves_after: int | None
     texts: tuple[tuple[int, ...], ...]
@@ -94,7 +97,7 @@ class Texts:
         # Mostly short: who is admitted as one of those and is long has to give way to others.
         max_tokens = rng.choice([2, 3, 4, 6, 12, 60, 60])
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-        kind = rng.random()
+        kind, spec = rng.random(), None
         if kind < 0.1:
             width, max_tokens = rng.choice([2, 3]), min(max_tokens, 12)
             num_returned = rng.randint(1, width)
@@ -111,16 +114,21 @@ class Texts:
             texts = [self._reference.text(spec, choice) for choice in spec.choices]
         self._known.append(list(takewhile(lambda token: token < NUM_SENDABLE, [*prompt, *rng.choice(texts)])))
         leaves_after = rng.choice([1, 2, 5]) if rng.random() < 0.1 else None
-        return Asked(body, rng.random() < 0.5, leaves_after, tuple(map(tuple, texts)))
+        return Asked(body, spec, rng.random() < 0.5, leaves_after, tuple(map(tuple, texts)))
+
+    def is_near_tie(self, asked: Asked, unlike: Mapping[int, list[int]]) -> bool:
+        """Whether all these choices part at a near tie from what they should be."""
+        spec = asked.spec
+        return spec is not None and all(self._reference.parts_at_near_tie(spec, ids, i) for i, ids in unlike.items())
 
 
 @dataclass(slots=True)
 class Clients:
-    """wrong: prompts and choices whose text is another one; failed: answers that did not come."""
+    """unlike: choices that have another text; failed: answers that did not come."""
 
     server: RunningServer
     ended: list[str] = field(default_factory=list)  # "whole" or "left"
-    wrong: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+    unlike: list[tuple[Asked, dict[int, list[int]]]] = field(default_factory=list)
     failed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def ask(self, asked: Asked) -> None:
@@ -136,10 +144,11 @@ class Clients:
 
     def _whole(self, client: httpx.Client, asked: Asked) -> None:
         answer = (stream if asked.is_streamed else post)(client, "/v1/completions", asked.body)
-        texts = tuple(tuple(choice.token_ids) for choice in answer)
-        ends = ["stop" if END_ID in ids else "length" for ids in texts]
-        if (texts, ends) != (asked.texts, [choice.finish_reason for choice in answer]):
-            self.wrong.append((asked.body, (texts, asked.texts, [choice.finish_reason for choice in answer])))
+        got = [choice.token_ids for choice in answer]
+        assert len(got) == len(asked.texts)
+        self._compare(asked, {index: ids for index, ids in enumerate(got) if tuple(ids) != asked.texts[index]})
+        ends = ["stop" if choice.token_ids[-1:] == [END_ID] else "length" for choice in answer]
+        assert [choice.finish_reason for choice in answer] == ends
         self.ended.append("whole")
 
     def _leave(self, client: httpx.Client, asked: Asked, leaves_after: int) -> None:
@@ -148,15 +157,18 @@ class Clients:
         with client.stream("POST", "/v1/completions", json={**asked.body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             for number, line in enumerate(filter(None, response.iter_lines()), start=1):
-                event = {"choices": []} if line == "data: [DONE]" else httpx.Response(200, text=line[6:]).json()
+                event = {"choices": []} if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
                 assert "choices" in event, event
                 for choice in event["choices"]:
                     got.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
                 if number == leaves_after:
                     break
-        if any(asked.texts[index][: len(ids)] != tuple(ids) for index, ids in got.items()):
-            self.wrong.append((asked.body, (got, asked.texts)))
+        self._compare(asked, {i: ids for i, ids in got.items() if tuple(ids) != asked.texts[i][: len(ids)]})
         self.ended.append("left")
+
+    def _compare(self, asked: Asked, unlike: dict[int, list[int]]) -> None:
+        if unlike:
+            self.unlike.append((asked, unlike))
 
 
 class Counted:
@@ -216,7 +228,7 @@ def num_answering(server: RunningServer, pool: str) -> int:
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_every_text_is_transformers(folder: Path, tmp_path: Path, seed: int) -> None:
     began_s = time.monotonic()
     texts = Texts(folder, seed)
@@ -239,7 +251,10 @@ def test_every_text_is_transformers(folder: Path, tmp_path: Path, seed: int) -> 
         print(f"{num['whole']} requests compared, {num['left']} clients left, {elapsed_s:.0f} s")
         print(*(f"{name} {labels}: {counted(name, **labels):.0f}" for name, labels in REPORTED), sep="\n")
         print(Counter("beams" if "use_beam_search" in a.body else f"n {a.body['n']}" for a in all_asked))
-        assert clients.wrong == []
+        wrong = [(asked.body, asked.texts, got) for asked, got in clients.unlike if not texts.is_near_tie(asked, got)]
+        print(f"{len(clients.unlike) - len(wrong)} parted at a near tie, {len(wrong)} wrong")
+        assert wrong == []
+        assert len(clients.unlike) <= NUM_REQUESTS // 200
         assert clients.failed == []
         assert num.total() == NUM_REQUESTS
         assert num["left"] > NUM_REQUESTS // 20
