@@ -82,13 +82,13 @@ class History:
         if kind < 0.15:
             width = rng.choice([2, 3])
             beam = BeamParams(width)
-            return self._system.generation(prompt[:60], min(max_tokens, 20), num_choices=width, beam=beam)
+            return self._system.generation(prompt[:60], min(max_tokens, BLOCK_SIZE), num_choices=width, beam=beam)
         sampling = GREEDY if kind < 0.6 else SamplingParams(temperature=0.9, top_p=0.95, seed=number)
         if kind > 0.9:  # no part of this prompt may be left out
             sampling = replace(sampling, num_prompt_logprobs=1)
         num_choices = 1 if sampling.temperature == 0.0 else rng.choice([1, 2, 3])
-        if num_choices > 1:  # so that the smallest pool can hold it
-            prompt, max_tokens = prompt[:60], min(max_tokens, 20)
+        if num_choices > 1:  # 3 blocks and 2 of each choice: the smallest pool has 10
+            prompt, max_tokens = prompt[:60], min(max_tokens, BLOCK_SIZE)
         return self._system.generation(prompt, max_tokens, sampling, num_choices=num_choices)
 
     def ask(self, num_rounds: int, num_each: int) -> None:

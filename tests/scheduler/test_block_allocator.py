@@ -39,7 +39,7 @@ class NaiveOwners:
             assert allocator.is_shared(block_id) == (requests > 1 or transfers > 0)
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(200))
 def test_random_operations_match_a_naive_ledger(seed: int) -> None:
     rng = random.Random(seed)
     allocator = BlockAllocator(rng.choice([1, 3, 12, 25]))

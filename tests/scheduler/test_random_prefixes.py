@@ -7,7 +7,7 @@ purpose are found.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -47,13 +47,20 @@ def run(workload: Workload, change: Callable[[Scheduler], None] | None = None) -
     system.run()
     statuses = system.statuses()
     assert statuses[Status.OPEN] == 0
-    assert statuses[Status.FINISHED] > workload.num_requests // 4
+    assert statuses[Status.FINISHED] > 0
     return system
+
+
+def check_most_went_well(systems: Sequence[SimulatedSystem]) -> None:
+    """Of one history alone an engine that fails again and again may have ended nearly all."""
+    num_finished = sum(system.statuses()[Status.FINISHED] for system in systems)
+    assert num_finished > sum(system.workload.num_requests for system in systems) // 3
 
 
 def _check(name: str, seeds: range) -> None:
     """Every seed, with lags of 0, 1 and 2 in turn; and these runs were worth it."""
     systems = [run(replace(WORKLOADS[name], seed=seed, lag=seed % 3)) for seed in seeds]
+    check_most_went_well(systems)
     engines = [engine for system in systems for engine in (system.decode, system.prefill)]
     caches = [engine.scheduler.prefixes.cache for engine in engines if engine.scheduler.prefixes is not None]
     assert len(caches) == len(engines)

@@ -65,10 +65,14 @@ def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> list
 
 
 def post_all(
-    server: RunningServer, requests: list[tuple[str, dict[str, Any]]], num_at_once: int, streamed: bool = False
+    server: RunningServer,
+    requests: list[tuple[str, dict[str, Any]]],
+    num_at_once: int,
+    streamed: bool = False,
+    timeout_s: float = 300.0,
 ) -> list[list[Completed]]:
-    """Answers in the order of the requests, so many in flight at a time."""
-    with server.client() as client, ThreadPoolExecutor(num_at_once) as pool:
+    """Answers in the order of the requests, so many in flight at a time. timeout_s: of each."""
+    with server.client(timeout_s) as client, ThreadPoolExecutor(num_at_once) as pool:
         send = stream if streamed else post
         return list(pool.map(lambda request: send(client, *request), requests))
 
