@@ -20,10 +20,10 @@ class SpeculativeConfig(Section):
 
     method: Literal["none", "ngram", "draft_model", "eagle3"] = Field(
         default="none",
-        description="Who guesses. none: nobody. ngram: the text itself, what followed the last time that it stood as it "
-        "stands now; for answers that repeat their prompt. draft_model: a small model of the same tokenizer. eagle3: a "
-        "head that was trained for this model. How many are guessed in a step is chosen by what pays, none if nothing "
-        "does",
+        description="Who guesses. none: nobody. ngram: the text itself, what followed the last time that it stood as "
+        "it stands now; for answers that repeat their prompt. draft_model: a small model of the same tokenizer. "
+        "eagle3: a head that was trained for this model. How many are guessed in a step is chosen by what pays, none "
+        "if nothing does",
     )
     model: str | None = Field(
         default=None,
