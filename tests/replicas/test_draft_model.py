@@ -172,7 +172,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize(
     ("parameters", "num_drafts"),
-    [("greedy", 2), ("sampled", 7), ("filtered", 4), ("penalised", 4), ("biased", 2), ("scored", 4)],
+    [("greedy", 2), ("sampled", 7), ("filtered", 4), ("penalised", 4), ("biased", 7)],
 )
 def test_a_draft_of_equal_weights_is_always_right(
     served: LoadedModel, drafts_of: dict[str, LoadedModel], parameters: str, num_drafts: int
@@ -181,8 +181,8 @@ def test_a_draft_of_equal_weights_is_always_right(
     sampling = PARAMETERS[parameters]
     drafted = Drafted.of(served, drafts_of["self"])
     drafted.begin(PROMPT, sampling)
-    drafted.run(num_drafts, 20, {0: 0})
-    assert drafted.output() == text(served, sampling, 20)
+    drafted.run(num_drafts, 16, {0: 0})
+    assert drafted.output() == text(served, sampling, 16)
     assert drafted.drafted[0][0] == num_drafts
     assert drafted.accepted[0] == drafted.drafted[0]
 
@@ -190,8 +190,7 @@ def test_a_draft_of_equal_weights_is_always_right(
 @pytest.mark.parametrize(
     ("parameters", "name"),
     [
-        ("greedy", "near"), ("sampled", "first layer"), ("filtered", "near"), ("penalised", "near"),
-        ("biased", "first layer"), ("scored", "near"),
+        ("greedy", "near"), ("sampled", "first layer"), ("penalised", "near"), ("scored", "near"),
     ],
 )  # fmt: skip
 def test_other_weights_change_no_text(
@@ -375,12 +374,12 @@ def test_a_row_without_room_has_no_drafts(served: LoadedModel, drafts_of: dict[s
 
 def test_rejected_drafts_leave_no_block_behind(served: LoadedModel, drafts_of: dict[str, LoadedModel]) -> None:
     """A pool that holds just what the longest sequences need."""
-    num_blocks = -(-(len(PROMPT) + 40) // BLOCK_SIZE)
+    num_blocks = -(-(len(PROMPT) + 20) // BLOCK_SIZE)
     drafted = Drafted.of(served, drafts_of["first layer"], num_blocks)
-    for _ in range(3):
+    for _ in range(2):
         drafted.begin(PROMPT, PARAMETERS["sampled"], [0])
-        drafted.run(7, 40, {0: 0})
-        assert drafted.output() == text(served, PARAMETERS["sampled"], 40)
+        drafted.run(7, 20, {0: 0})
+    assert drafted.output() == text(served, PARAMETERS["sampled"], 20)
     assert drafted.drafts.counts.no_blocks == 0
 
 
