@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler.admission import num_own_blocks
+from scheduler.draft_planner import DraftRoom
 from scheduler.plan import Slice
 from scheduler.preemption import growth_blocks, importance, num_planned
 from scheduler.request import Request, RequestState
@@ -26,6 +27,13 @@ class GivingWay(Residents):
     def _save(self, num_fetched: int, rows: list[Slice], chunks: list[Slice]) -> None:
         if self.host_tier is not None:
             self.host_tier.save(self.builder.next_step_id, num_fetched, is_large=bool(chunks and not rows))
+
+    def _room_for_drafts(self, num_rows: int, num_blocks: int) -> DraftRoom:
+        """Beside so many rows, in so many free blocks. Prompts of the same step get half of what rows leave of it."""
+        num_tokens = max(0, self.limits.max_step_tokens - num_rows)
+        if self.prompts and not self.has_two_lanes:
+            num_tokens //= 2
+        return DraftRoom(num_tokens, num_blocks, self.budget.num_ahead())
 
     def _bring_back(self, step_id: int, now_s: float) -> None:
         """Preempted requests run again, the most important first, if they fit as a newcomer would have to."""

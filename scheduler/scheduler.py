@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
-from scheduler.draft_planner import DraftRoom
 from scheduler.generated_token import Token
 from scheduler.giving_way import GivingWay
 from scheduler.lane import Lane
@@ -133,13 +132,6 @@ class Scheduler(GivingWay):
         self._make_room(step_id, now_s)
         room = None if self.drafts is None or self.preemption else self._room_for_drafts
         return self.batch.plan_rows(step_id, self._num_available, room)
-
-    def _room_for_drafts(self, num_rows: int, num_blocks: int) -> DraftRoom:
-        """Beside so many rows, in so many free blocks. Prompts of the same step get half of what rows leave of it."""
-        num_tokens = max(0, self.limits.max_step_tokens - num_rows)
-        if self.prompts and not self.has_two_lanes:
-            num_tokens //= 2
-        return DraftRoom(num_tokens, num_blocks, self.budget.num_ahead())
 
     def _stalled(self, requests: list[Request]) -> None:
         self.num_stalls += len(requests)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from cluster.routing.generation import Generation
+from replicas.grammars import grammar_text
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.beam_search import BeamParams
+from scheduler.grammar import Grammar
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
 from tests.engines.drafting_system import CountedDrafts, FailingDrafter, OracleDrafter, Texts, draft_with, drafting
@@ -23,7 +25,14 @@ from tests.engines.local_system import Generated, LocalSystem
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import save_tiny_model, tiny_settings
 
-LAYOUTS = ["colocated lag 0", "colocated lag 1", "1p1d lag 1", "two_lanes lag 0", "two_lanes lag 1"]
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param("colocated lag 0", marks=SLOW),
+    "colocated lag 1",
+    "1p1d lag 1",
+    pytest.param("two_lanes lag 0", marks=SLOW),
+    "two_lanes lag 1",
+]
 LENGTHS = (1, 2, 15, 16, 17, 40, 100, 190)
 # Of six tokens each text is full of what was there before: n-grams find something, and are wrong often enough.
 PROMPTS = [[(7 * number + 13 * index) % 40 for index in range(5 + 23 * number)] for number in range(6)]
@@ -121,7 +130,7 @@ def at_rest(system: LocalSystem) -> None:
     asyncio.run(system.wait_for_baseline())
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2, 4, 7])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=SLOW), 2, pytest.param(4, marks=SLOW), 7])
 def test_goldens(system: LocalSystem, tiny_goldens: TinyGoldens, num_drafts: int) -> None:
     """Greedy texts are transformers' own; by n-grams, and by somebody who knows them."""
     goldens = [tiny_goldens.of(length) for length in LENGTHS]
@@ -138,7 +147,7 @@ def test_goldens(system: LocalSystem, tiny_goldens: TinyGoldens, num_drafts: int
     at_rest(system)
 
 
-@pytest.mark.parametrize("num_drafts", [2, 7])
+@pytest.mark.parametrize("num_drafts", [pytest.param(2, marks=SLOW), 7])
 def test_every_way_of_choosing(system: LocalSystem, expected: list[Generated], num_drafts: int) -> None:
     asked = asked_of(system)
     texts = texts_of(asked, expected)
@@ -181,7 +190,7 @@ def forgetful(system: LocalSystem) -> LocalSystem:
     return system
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=SLOW), 1])
 @pytest.mark.parametrize("host_memory_bytes", [1 << 26, 0], ids=["to host memory", "by replay"])
 def test_requests_that_give_way(folder: Path, plain: LocalSystem, host_memory_bytes: int, lag: int) -> None:
     asked = [plain.generation(prompt, 130, way) for prompt in PROMPTS for way in (WAYS[1], WAYS[2])]
@@ -253,7 +262,7 @@ def test_clients_that_leave(folder: Path, plain: LocalSystem) -> None:
         assert_same(system.run(asked), plain.run(asked))
 
 
-@pytest.mark.parametrize("method", ["start", "draft", "accepted"])
+@pytest.mark.parametrize("method", [pytest.param("start", marks=SLOW), "draft", pytest.param("accepted", marks=SLOW)])
 def test_a_drafter_that_fails_costs_drafts_only(
     folder: Path, expected: list[Generated], method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,4 +293,32 @@ def test_a_step_that_fails_is_run_in_pieces_with_its_drafts(
         monkeypatch.setattr(runner, "choose", fails_now_and_then)
         assert_same(system.run(asked), expected)
         assert sum(failed) > 5, "rows with drafts among them"
+        at_rest(system)
+
+
+@pytest.mark.parametrize("name", ["colocated lag 1", "two_lanes lag 1"])
+def test_rows_with_grammars_beside_rows_with_drafts(tiny_folder: Path, name: str) -> None:
+    """Masks are made by the plan, in which every row has all the drafts that it may have."""
+    schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 9}
+    grammar = Grammar(grammar_text.json_schema(schema))
+
+    def asked_of_both(system: LocalSystem) -> list[Generation]:
+        rows = [system.generation(prompt, 60, way) for prompt, way in zip(PROMPTS, WAYS, strict=False)]
+        held = [
+            system.generation(
+                prompt, 40, SamplingParams(temperature=0.0, seed=90 + n), num_choices=1 + n % 2, grammar=grammar
+            )
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        return [one for pair in zip(rows, held, strict=True) for one in pair]
+
+    with running(tiny_settings("decode", tiny_folder, lag=1)) as system:
+        expected = system.run(asked_of_both(system))
+    with running(*in_layout(name, tiny_folder)) as system:
+        asked = asked_of_both(system)
+        draft_with(system.decode, 7, OracleDrafter(texts_of(asked, expected), 0.6))
+        CountedDrafts.take()
+        assert_same(system.run(asked), expected)
+        num_drafted, num_held = CountedDrafts.take()
+        assert num_drafted > num_held > 50
         at_rest(system)

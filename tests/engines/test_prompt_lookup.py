@@ -155,7 +155,7 @@ def by_start(steps: Steps, at: int) -> dict[int, tuple[int, int]]:
 def prompts() -> list[list[int]]:
     rng = random.Random(7)
     found = []
-    for _ in range(12):
+    for _ in range(8):
         phrase = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(4, 30))]
         found.append([*phrase, *[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 9))], *phrase[:-2]])
     return found
@@ -177,7 +177,7 @@ def test_by_their_rule_every_step_accepts_as_many(
         together = next(at for at in here if at in there)
         assert {at: here[at] for at in here if at >= together} == {at: there[at] for at in there if at >= together}
         num_held += sum(held > 0 for _, held in here.values())
-    assert num_held > 40, "steps in which drafts hold"
+    assert num_held > 20, "steps in which drafts hold"
 
 
 def test_by_our_rule_a_step_accepts_as_many_where_both_draft_the_same(
@@ -199,4 +199,4 @@ def test_by_our_rule_a_step_accepts_as_many_where_both_draft_the_same(
                 assert here[at] == there[at]
                 num_same += 1
                 num_held += here[at][1] > 0
-    assert num_same > num_held > 10
+    assert num_same > num_held > 5
