@@ -6,6 +6,7 @@ On a card as it is; in Triton's interpreter as `test_cuda_runner`.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from replicas.kv.kv_pool import KvPool
-from replicas.model.model_loader import LoadedModel
+from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model.model_runner import StepHandle
+from replicas.settings import ModelSettings
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
 from scheduler.plan import RuleContext, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
@@ -28,8 +30,7 @@ from replicas.cuda.card_ngram_drafter import CardNgramDrafter
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.slot_columns import HISTORY, LENGTH
-from tests.gpu import test_cuda_runner
-from tests.gpu.test_cuda_runner import CalledGraph, card, load  # noqa: F401 - a fixture
+from tests.gpu.test_cuda_runner import CONFIG, CalledGraph, card  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.interpreted
 
@@ -191,11 +192,11 @@ def make_prompt_dependent(loaded: LoadedModel) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """In float32: in the interpreter products of 16 bits take nearly all of the time."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setitem(test_cuda_runner.CONFIG, name, value)
-        loaded = load(tmp_path_factory.mktemp("model"), device, "LlamaForCausalLM")
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(CONFIG | SMALL))
+    loaded = load_model(ModelSettings(str(folder), str(folder), "float32", 256, "dummy", False), device)
     make_prompt_dependent(loaded)
     return loaded
 
