@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 MOST_ROWS = 64
 # Tokens of its rows, ascending: each gets a graph of its own. Rows and drafts may be divided among them anyhow.
 _ROW_TOKENS = (3, 5, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320)
+MOST_ROW_TOKENS = _ROW_TOKENS[-1]  # in a step with drafts
 
 
 def row_tokens(num_slots: int, max_drafts: int) -> list[int]:

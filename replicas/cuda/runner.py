@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
-from replicas.cuda.card_drafts import MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
+from replicas.cuda.card_drafts import MOST_ROW_TOKENS, MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.drawn_rows import DrawnRows
@@ -65,7 +65,7 @@ class CardForward(ForwardHandle):
 class CudaRunner(ModelRunner):
     """Owns what ModelRunner owns, and graphs once `warm_up` has run. Engine thread only, after that."""
 
-    most_drafting_rows = MOST_ROWS
+    most_drafting_rows, most_drafting_tokens = MOST_ROWS, MOST_ROW_TOKENS
     pads_drafts = True
 
     def __init__(

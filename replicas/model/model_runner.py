@@ -116,6 +116,7 @@ class ModelRunner:
     """Owns the model, the pool's contents and the slots. Engine thread only; with two lanes, a thread of each."""
 
     most_drafting_rows: int | None = None  # of a step with drafts; None: any number
+    most_drafting_tokens: int | None = None  # likewise
     pads_drafts = False  # whether drafts that are planned cost time where there are none
     shares: tuple[LaneShare, ...] = ()  # ways to divide the device between two lanes; none: they just run side by side
 

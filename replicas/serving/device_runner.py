@@ -55,5 +55,7 @@ def make_runner(
 
 def speculation_of(runner: ModelRunner, max_drafts: int) -> Speculation:
     """Who chooses how many drafts there are, by what they cost this runner. max_drafts: of a row."""
-    policy = SpeculationPolicy(max_drafts, runner.most_drafting_rows, runner.pads_drafts)
+    policy = SpeculationPolicy(
+        max_drafts, runner.most_drafting_rows, runner.pads_drafts, max_tokens=runner.most_drafting_tokens
+    )
     return Speculation(Speculator(policy), max_drafts, runner.can_draft, runner.pads_drafts)
