@@ -36,7 +36,8 @@ def _oracle(goldens: list[Golden], right: float) -> Drafter:
 def _check(system: LocalSystem, goldens: list[Golden], num_drafts: int, drafter: Drafter | None) -> None:
     draft_with(system.decode, num_drafts, drafter)
     CountedDrafts.take()
-    generated = system.run([system.generation(golden.prompt_ids, len(golden.output_ids)) for golden in goldens])
+    asked = [system.generation(golden.prompt_ids, len(golden.output_ids), timeout_s=3000.0) for golden in goldens]
+    generated = system.run(asked, queue_s=3000.0)
     ties = [golden.check(got.token_ids[0]) for golden, got in zip(goldens, generated, strict=True)]
     num_drafted, num_held = CountedDrafts.take()
     num_ties = sum(tie is not None for tie in ties)
@@ -71,7 +72,7 @@ def test_the_sampled_requests(system: LocalSystem) -> None:
         values = {name: one[name] for name in (*names, "repetition_penalty") if one.get(name) is not None}
         prompt = one["prompt"] if isinstance(one["prompt"], list) else tokenizer(one["prompt"])["input_ids"]
         sampling = SamplingParams(**{"seed": number, **values})
-        asked.append(system.generation(prompt, 64, sampling, num_choices=one.get("n") or 1))
+        asked.append(system.generation(prompt, 64, sampling, num_choices=one.get("n") or 1, timeout_s=3000.0))
     draft_with(system.decode, 0)
     expected = system.run(asked)
     texts: Texts = {

@@ -127,11 +127,11 @@ def _runner(system: SimulatedSystem) -> None:
         (_batcher, "too many, or too few"),
         (_planner(_DraftsIntoWhatIsPromised), "over the budget"),
         (_planner(_DraftsBeyondTheEnd), "drafts beyond the end"),
-        (_runner, ""),  # another text, wherever that shows first
+        (_runner, None),  # another text, wherever that shows first
     ],
     ids=["gives back too much", "drafts into what is promised", "drafts beyond the end", "rows where planned"],
 )
-def test_faults_put_there_on_purpose_are_found(change: Callable[[SimulatedSystem], None], message: str) -> None:
+def test_faults_put_there_on_purpose_are_found(change: Callable[[SimulatedSystem], None], message: str | None) -> None:
     def run_until_found() -> None:
         for seed in range(100):
             system = SimulatedSystem(replace(WORKLOADS["colocated"], seed=seed, lag=1 + seed % 2))
