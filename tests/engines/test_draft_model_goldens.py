@@ -17,7 +17,7 @@ from tests.engines.local_system import LocalSystem, settings
 from tests.golden.golden_set import load_goldens
 from tests.model_folder import model_folder
 
-NUM_LAYERS = 24  # of 30: right about one time in seven
+NUM_LAYERS = 24  # of 30: right about one time in five
 
 
 @pytest.fixture(scope="module")
