@@ -16,7 +16,6 @@ from scheduler.speculation import (
 from scheduler.step_times import StepTimes
 
 _MEMORY = 256.0  # drafts
-_SMOOTHING = 0.05
 _MOST_CREDIT_STEPS = 4.0
 _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: what drafts cost is known by its time
 
@@ -37,13 +36,6 @@ class Speculator:
         self.num_rests = 0
         self._last = 0
         self._credit_s = 0.0
-        self._part_drafting = 0.0  # of rows in steps, lately
-        self._tokens_of_drafting = 1.0  # that such a row brings, lately
-
-    @property
-    def tokens_a_row(self) -> float:
-        """How many tokens a row of a step brings, on average of late; at least 1."""
-        return 1.0 + self._part_drafting * (self._tokens_of_drafting - 1.0)
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -77,20 +69,16 @@ class Speculator:
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
         self.num_rests += len(choice.resting)
-        num_drafting = 0
         if choice.step_drafts:
             for row, count in zip(rows, choice.num_drafts, strict=True):
                 if count:
-                    num_drafting += 1
                     row.state.tried_at = row.position
-        self._part_drafting += _SMOOTHING * (num_drafting / len(rows) - self._part_drafting)
 
     def accepted(self, state: SpeculationState, num_planned: int, num_drafted: int, num_accepted: int) -> None:
         """A row that was to have num_planned drafts had num_drafted, of which the first num_accepted held. Mutates.
 
         That none was found costs nothing where steps are not padded: then it says nothing against drafting.
         """
-        self._tokens_of_drafting += _SMOOTHING * (1.0 + num_accepted - self._tokens_of_drafting)
         if not num_drafted and not self.policy.is_padded:
             return
         # Where it costs as much as drafts that are wrong, it is one.

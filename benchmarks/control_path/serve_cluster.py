@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.real_server import free_port
 from cluster.load.client import Client, OutgoingRequest, Target
 
 _LOOPBACK = "127.0.0.1"
@@ -51,7 +51,7 @@ def serve_cluster() -> Iterator[ServeCluster]:
         log_to_driver=False,
     )
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    port = _free_port()
+    port = free_port()
     try:
         serve.start(http_options={"host": _LOOPBACK, "port": port}, logging_config=_QUIET)
         yield ServeCluster(port)
@@ -82,10 +82,3 @@ def probe() -> OutgoingRequest:
 # A token with text of its own in the bundled vocabulary; the stub engine repeats its prompt's first token.
 TOKEN_ID = 260
 GREEDY = {"temperature": 0, "ignore_eos": True}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe_socket:
-        probe_socket.bind((_LOOPBACK, 0))
-        port: int = probe_socket.getsockname()[1]
-        return port
