@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replicas.model_support import UnsupportedModel
-from replicas.serving import engine_builder
+from replicas.serving import device_runner
 from replicas.serving.engine_builder import build_engine
 from replicas.settings import EngineSettings, SpeculationSettings
 from replicas.speculation.draft_loading import refuse_other_tokenizer
@@ -69,7 +69,7 @@ def run(system: LocalSystem) -> list[Generated]:
 @pytest.fixture(autouse=True)
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever time it takes."""
-    monkeypatch.setattr(engine_builder, "Speculator", lambda policy: ConstantDrafts(policy.max_drafts))
+    monkeypatch.setattr(device_runner, "Speculator", lambda policy: ConstantDrafts(policy.max_drafts))
 
 
 @pytest.fixture(scope="module")

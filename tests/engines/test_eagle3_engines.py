@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from replicas.model_identity import UnlikeModels, model_of, refuse_unlike
-from replicas.serving import engine_builder
+from replicas.serving import device_runner, engine_builder
 from replicas.settings import EngineSettings, SpeculationSettings
 from scheduler.admission import AdmissionPolicy
 from scheduler.constant_drafts import ConstantDrafts
@@ -79,7 +79,7 @@ def save_head(folder: Path, served: Path) -> None:
 @pytest.fixture(autouse=True)
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever time it takes."""
-    monkeypatch.setattr(engine_builder, "Speculator", lambda policy: ConstantDrafts(policy.max_drafts))
+    monkeypatch.setattr(device_runner, "Speculator", lambda policy: ConstantDrafts(policy.max_drafts))
 
 
 @pytest.fixture(scope="module")

@@ -402,10 +402,10 @@ def test_a_device_that_cannot_be_divided_has_one_lane_and_says_so(
 ) -> None:
     make = engine_builder.make_runner
 
-    def undivided(*arguments: Any, has_two_lanes: bool = False) -> Any:
+    def undivided(*arguments: Any, has_two_lanes: bool = False, **drafting: Any) -> Any:
         if has_two_lanes:
             raise NotDivisible("the driver has no cuGreenCtxCreate: it is older than CUDA 12.4")
-        return make(*arguments)
+        return make(*arguments, **drafting)
 
     monkeypatch.setattr(engine_builder, "make_runner", undivided)
     system = LocalSystem(tiny_settings("decode", tiny_goldens.folder, layout="two_lanes"), None)
@@ -437,7 +437,12 @@ class Divisible(ModelRunner):
 def test_prompts_have_the_whole_device_until_there_are_rows(
     tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_builder, "make_runner", lambda *arguments, has_two_lanes: Divisible(*arguments))
+    def divisible(*arguments: Any, has_two_lanes: bool, **drafting: Any) -> ModelRunner:
+        assert has_two_lanes
+        assert set(drafting.values()) == {None}
+        return Divisible(*arguments)
+
+    monkeypatch.setattr(engine_builder, "make_runner", divisible)
     engine = tiny_settings(
         "decode", tiny_goldens.folder, lag=1, layout="two_lanes", max_batch_tokens=STEP_TOKENS, has_prefix_cache=False
     )
