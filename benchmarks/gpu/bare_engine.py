@@ -91,6 +91,7 @@ class RecordingSender:
         tokens: Sequence[Token],
         prompts: Any = (),
         cached: Any = (),
+        drafted: Any = (),
     ) -> None:
         now_s = time.perf_counter()
         for item in tokens:

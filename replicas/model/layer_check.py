@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from replicas.layers.packed_weights import PackedWeights
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.model_support import UnsupportedModel
 
@@ -106,8 +105,6 @@ def _parts(layer: QuantisedLinear) -> Iterator[QuantisedLinear]:
     for first in range(0, weights.num_outputs, step):
         rows = slice(first, first + step)
         zeros = None if weights.zeros is None else weights.zeros[rows]
-        part = PackedWeights(
-            weights.values[rows], weights.scales[rows], weights.group_size, zeros, weights.order, weights.input_scale
-        )
+        part = replace(weights, values=weights.values[rows], scales=weights.scales[rows], zeros=zeros)
         bias = None if layer.bias is None else nn.Parameter(layer.bias[rows], requires_grad=False)
         yield QuantisedLinear(part, bias, layer.scheme)

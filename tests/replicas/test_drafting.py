@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
-from replicas.speculation.drafting_runner import _computed_rows
+from replicas.speculation.drafting_runner import computed_rows
 from replicas.speculation.history import TokenHistory
 from replicas.speculation.ngram_drafter import NgramDrafter, last_occurrence
 from scheduler.plan import RuleContext, SampleTarget, Slice, SlotInit, StepPlan
@@ -98,7 +98,7 @@ def test_masks_are_by_rows_of_the_plan_as_it_was_made() -> None:
         Slice("c", 0, 2, 5),
         Slice.of_prompt("d", 3, 0, (1, 2), (SampleTarget(3, 0), SampleTarget(4, 1))),
     )
-    rows = _computed_rows(StepPlan(0, (), (), (), slices, has_drafts=True))
+    rows = computed_rows(StepPlan(0, (), (), (), slices, has_drafts=True))
     assert rows == [0, 1, 2, 2, 2, 3, 3, 3, 3, 4, 5, 6]
     words = np.arange(6, dtype=np.int32).reshape(3, 2)
     masks = TokenMasks((9, 10, 11), words).at(rows)

@@ -45,6 +45,8 @@ def test_curl(words: tuple[str, ...], small_server: RunningServer) -> None:
     body = answer.json()
     if "messages" in given.get("-d", ""):
         assert "Paris" in body["choices"][0]["message"]["content"]
+    elif "prediction" in given.get("-d", ""):
+        assert body["choices"][0]["text"].strip()
     elif "prompt" in given.get("-d", ""):
         assert "Paris" in body["choices"][0]["text"]
     else:
