@@ -101,6 +101,8 @@ class RecordingSender:
 
     def flush(self) -> None: ...
 
+    def close(self, router_id: str) -> None: ...
+
     def stalled_routers(self, now_s: float) -> tuple[str, ...]:
         return ()
 

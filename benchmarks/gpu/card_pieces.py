@@ -6,8 +6,6 @@ Prints one JSON line, last. A piece may say that it can't be measured here; it r
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
 import tempfile
 import time
@@ -23,6 +21,7 @@ from benchmarks.engine.step_plans import decode_step, prefill_steps, set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, steady_step_ms
 from benchmarks.gpu.cache_steps import CacheSteps, Loads, with_cache
 from benchmarks.gpu.lane_pieces import evict_first, share_table
+from benchmarks.gpu.piece_command import Piece, run_named
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, device_ms
 from replicas.settings import GrammarSettings
@@ -260,7 +259,7 @@ def _capacity(options: argparse.Namespace) -> int:
     return 8192 if options.small else 400_000
 
 
-PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PIECES: dict[str, Piece] = {
     "handoff": handoff,
     "steps-one": lambda options: steps(options, 1),
     "steps-two": lambda options: steps(options, 2),
@@ -277,20 +276,5 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--shape", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="where a piece needs one")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(4)
-    found = PIECES[options.piece](options)
-    gc.collect()
-    print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_named(PIECES, __doc__)

@@ -8,7 +8,6 @@ neither. Prints one JSON line, last.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import tempfile
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu.piece_command import Piece, run_named
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_new, walk
 from scheduler.sampling_params import SamplingParams
@@ -231,7 +231,7 @@ def _vocab_size(options: argparse.Namespace) -> int:
     return size
 
 
-PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PIECES: dict[str, Piece] = {
     "speculative-plain": plain,
     "speculative": ngram,
     "speculative-oracle": oracle,
@@ -239,20 +239,5 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--shape", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, help="as of other pieces; none is needed")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
-    torch.set_num_threads(4)
-    found = PIECES[options.piece](options)
-    gc.collect()
-    print(json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_named(PIECES, __doc__)
