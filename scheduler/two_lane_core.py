@@ -58,6 +58,12 @@ class TwoLaneCore(EngineCore[StepT]):
             return turn
         return turn._replace(prompts=self._plan_prompts(now_s))
 
+    def may_plan_more(self, turn: Turn) -> bool:
+        """Whether a lane that this turn gave a step has room for another. Then the next turn is due at once: else the
+        lane would run out of work at that step's end."""
+        rows = turn.plan is not None and self._has_room(self.in_flight)
+        return rows or (turn.prompts is not None and self._has_room(self.prompts_in_flight))
+
     def prompt_load(self, prompts: StepPlan, now_s: float, rates: LaneRates) -> LaneLoad:
         """What the share of the turn's prompts depends on."""
         num_tokens = self.scheduler.queued_prompt_tokens + prompts.num_prefill_tokens

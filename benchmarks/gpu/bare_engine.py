@@ -185,7 +185,8 @@ class BareEngine:
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None,
-            drafts.make_drafter if drafts else None, drafts.card_drafting if drafts else None,
+            make_drafter=drafts.make_drafter if drafts else None,
+            card_drafting=drafts.card_drafting if drafts else None,
         )  # fmt: skip
         self.failed_check = ""
         try:

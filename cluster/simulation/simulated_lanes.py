@@ -125,11 +125,14 @@ class SimulatedTwoLanes(SimulatedEngine):
         if turn.plan is not None:
             core.launched(device.launch_rows(turn.plan, now_s))
         self.calls.flush(now_s)
-        self._rest(now_s)
+        self._rest(now_s, core.may_plan_more(turn))
 
-    def _rest(self, now_s: float) -> None:
-        """Until a step ends, somebody's time is up, or a message comes."""
+    def _rest(self, now_s: float, may_plan_more: bool) -> None:
+        """Until a step ends, somebody's time is up, or a message comes. may_plan_more: not at all."""
         self._is_asleep = True
+        if may_plan_more:
+            self._wake_at(now_s)
+            return
         wakes_s = [steps[0].end_s for steps in (self.core.in_flight, self.core.prompts_in_flight) if steps]
         if (deadline_s := self.scheduler.next_deadline_s) is not None:
             wakes_s.append(deadline_s)

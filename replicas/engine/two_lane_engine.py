@@ -107,7 +107,7 @@ class TwoLaneEngine(Engine):
         if not is_planned or self.steps.due_for_status(now_s):
             self.status = EngineStatus(self.scheduler.ledger(), self._load())
         # Whoever ended in this turn may have left room for somebody else; all others come by the inbox.
-        if not turn.expired and not turn.evicted:
+        if not turn.expired and not turn.evicted and not self.core.may_plan_more(turn):
             self._wait(_HELD_POLL_S if held or not may_admit else _MAX_IDLE_S)
 
     def _wait(self, longest_s: float) -> None:

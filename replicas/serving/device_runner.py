@@ -28,6 +28,7 @@ def make_runner(
     max_model_len: int,
     num_host_blocks: int = 0,
     has_two_lanes: bool = False,
+    *,
     make_drafter: Callable[[TokenHistory], Drafter] | None = None,
     head: Eagle3Head | None = None,
     card_drafting: Callable[[], CardDrafting] | None = None,
