@@ -1,6 +1,7 @@
 """python -m benchmarks.gpu.handoff [--device cuda|cpu] [--mib 2 32 256] [--repeats 20]: reads between two processes.
 
-Both have a pool on the same device, on one card; this one reads from the other by the KvTransport that serves, in
+Both have a pool on the same device, on one card, or the source on card N (--source-card N, each seeing its own only, as
+Ray's replicas do; this one has the first of CUDA_VISIBLE_DEVICES). This one reads from the other by the KvTransport that serves, in
 blocks of --block-mib (2: those of Llama-3.1-8B, 16 tokens). Prints, for each size, the first read and the median and
 best of those after it, then what a probe makes of the pair, as a decode replica does when it meets a prefill replica.
 Raises if the bytes are not the source's. UCX's variables are taken from the environment, as always: with
@@ -58,16 +59,18 @@ class ReadTimes:
 class HandoffPair:
     """A source in a process of its own and a reader in this one. Blocks until both stand; raises when one can't."""
 
-    def __init__(self, device: str, num_blocks: int, block_bytes: int) -> None:
+    def __init__(self, device: str, num_blocks: int, block_bytes: int, source_card: str | None = None) -> None:
+        """source_card: the only one that the source sees; None: the same as here."""
         self.pool = torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
         command = [sys.executable, "-m", "benchmarks.gpu.handoff", "--be-source", "--device", device]
         command += ["--num-blocks", str(num_blocks), "--block-bytes", str(block_bytes)]
+        cards = {} if source_card is None else {"CUDA_VISIBLE_DEVICES": source_card}
         self._source = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
+            env=os.environ | cards | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])},
             text=True,
         )
         self.reader = _open(self.pool, "reader")
@@ -108,10 +111,14 @@ class HandoffPair:
         assert torch.equal(self.pool[:num_blocks], expected), "the bytes that came are not the source's"
         assert not self.pool[num_blocks:].any(), "something landed behind the blocks that were read"
 
-    def close(self) -> None:
+    def end_source(self) -> None:
+        """Blocks until its process has ended."""
         if self._source.stdin is not None:
             self._source.stdin.close()
         self._source.wait(30.0)
+
+    def close(self) -> None:
+        self.end_source()
         self.reader.close()
 
     def _await(self, handle: ReadHandle, started_s: float) -> float:
@@ -166,6 +173,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, nargs="+", default=[2, 32, 256])
     parser.add_argument("--block-mib", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--source-card")
     parser.add_argument("--be-source", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--num-blocks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--block-bytes", type=int, help=argparse.SUPPRESS)
@@ -173,7 +181,9 @@ def main() -> None:
     if options.be_source:
         be_source(options.device, options.num_blocks, options.block_bytes)
         return
-    pair = HandoffPair(options.device, max(options.mib) // options.block_mib + 1, options.block_mib * MIB)
+    pair = HandoffPair(
+        options.device, max(options.mib) // options.block_mib + 1, options.block_mib * MIB, options.source_card
+    )
     try:
         rows = []
         for mib in sorted(options.mib):

@@ -14,12 +14,17 @@ class NotAnAddress(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NixlAddress:
-    """agent_metadata: how to connect, as NIXL wrote it. base_address: of the pool, contiguous, on device_id."""
+    """agent_metadata: how to connect and what is registered, as NIXL wrote it. base_address: of the pool, contiguous,
+    on device_id. near: as `near_pools.NearAddress`; connection: how to connect alone, for who reads so. Empty: nobody
+    can.
+    """
 
     agent_metadata: bytes
     base_address: int
     device_id: int
     mem_type: Literal["DRAM", "VRAM"]
+    near: bytes = b""
+    connection: bytes = b""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -1,17 +1,7 @@
-"""The KV transport over NIXL's UCX backend: cuda_ipc or RDMA between GPUs, shared memory or TCP between CPUs.
+"""The KV transport over NIXL's UCX backend: RDMA between machines, shared memory or TCP between CPUs, CUDA IPC.
 
-What NIXL 1.5.1 does, seen or read in its source, and what follows from it here:
-- Its progress thread burns a whole core (measured), so there is none: UCX progresses when we poll. So a first
-  message goes out only while its sender keeps polling, and emulated reads (shared memory, TCP) need the source's polls.
-- Releasing a handle that is in flight says OK and recalls nothing, and so does removing its peer: the handle then
-  reports NOT_FOUND while bytes may still land. So neither is done before the read's end, and NOT_FOUND is no end.
-- A dead peer: the first message may be lost without an error, later ones raise; handles in flight fail on their own,
-  all with REMOTE_DISCONNECT.
-- Of a read's descriptors it keeps the last one's request, and a flush of the connection behind them all
-  (ucx_backend.cpp, sendXferRange). DONE is the flush's. REMOTE_DISCONNECT ends them all: UCX completes what was posted
-  on a broken connection only when its lanes are torn down (ucp_ep.c, ucp_ep_discard_lanes). Any other error is that of
-  one part: the others go on, forgotten by NIXL, which stores the error and tells it from then on.
-- Importing it closes every log handler of the process, which is not to happen (`kept_logging`).
+What of a card UCX has opened it never closes. So pools on this machine's cards are opened and read here (`near_pools`),
+and of such a peer NIXL is told how to connect, not what memory there is: notifications go by it in any case.
 """
 
 from __future__ import annotations
@@ -20,11 +10,11 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from replicas.kept_logging import kept_logging
+from replicas.kv.cuda_ipc import Copying, NoCudaIpc
 from replicas.kv.kv_transport import (
     MAX_PROBE_BYTES,
     BlockRun,
@@ -36,20 +26,14 @@ from replicas.kv.kv_transport import (
     check_read,
     merge_runs,
 )
+from replicas.kv.near_pools import near_pools
 from replicas.kv.nixl_address import NixlAddress, NotAnAddress
+from replicas.kv.nixl_agent import MemoryType, NixlAgent, Region, unknown
 from replicas.kv.ucx_environment import set_ucx_defaults, ucx_settings
 from replicas.messages import TransferPeer
 from replicas.settings import TransferSettings
 
-with kept_logging():
-    from nixl_cu13._api import nixl_agent, nixl_agent_config
-    from nixl_cu13._bindings import nixlRemoteDisconnectError
-
-_BACKEND = "UCX"
-_STATES = {"PROC": ReadState.READING, "DONE": ReadState.DONE}
 _ENDED = (ReadState.DONE, ReadState.FAILED)
-
-_Region = tuple[int, int, int]  # address, bytes, device
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +47,14 @@ def open_ucx(
 
 @dataclass(slots=True)
 class _Read:
+    """nixl_handle: None of one that is near; notice: what then follows at its end."""
+
     agent_name: str
     nixl_handle: Any
     state: ReadState
     num_descriptors: int
+    near: Copying | None = None
+    notice: bytes = b""
 
 
 class NixlTransport(KvTransport):
@@ -90,19 +78,19 @@ class NixlTransport(KvTransport):
         name = f"{replica_id}-{epoch}"
         on_cpu = pool.device.type == "cpu"
         set_ucx_defaults(os.environ, pool.device.type, net_devices)
-        self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND]))
-        if _BACKEND not in self._agent.backends:
-            raise RuntimeError("NIXL has no UCX backend here")
-        block_bytes = pool[0].numel() * pool.element_size()
-        device_id = 0 if on_cpu else pool.get_device()
-        mem_type: Literal["DRAM", "VRAM"] = "DRAM" if on_cpu else "VRAM"
-        self._registrations: list[Any] = [self._register(pool)]
+        mem_type: MemoryType = "DRAM" if on_cpu else "VRAM"
+        self._agent = NixlAgent(name, mem_type)
+        self._near = near_pools(pool)
+        self._agent.register(pool)
         # The metadata tell of what has been registered until now.
-        self._address = NixlAddress(bytes(self._agent.get_agent_metadata()), pool.data_ptr(), device_id, mem_type)
+        self._address = NixlAddress(
+            self._agent.metadata(), pool.data_ptr(), 0 if on_cpu else pool.get_device(), mem_type,
+            self._near.address if self._near else b"", self._agent.connection() if self._near else b"",
+        )  # fmt: skip
         self._scratch = torch.empty(min(MAX_PROBE_BYTES, pool.nbytes), dtype=torch.uint8, device=pool.device)
         if not on_cpu:
             torch.cuda.synchronize(pool.device)  # what used that memory before: a read waits for no stream
-        self._registrations.append(self._register(self._scratch))
+        self._agent.register(self._scratch)
         self._local = TransferPeer(
             replica_id=replica_id,
             epoch=epoch,
@@ -110,14 +98,15 @@ class NixlTransport(KvTransport):
             address=self._address.encode(),
             fingerprint=fingerprint,
             num_blocks=pool.shape[0],
-            block_bytes=block_bytes,
+            block_bytes=pool[0].numel() * pool.element_size(),
         )
         self._peers: dict[str, tuple[TransferPeer, NixlAddress]] = {}
+        self._unopened: set[str] = set()  # peers on this machine of whose memory neither we nor NIXL know yet
         self._removed: set[str] = set()  # peers still loaded in NIXL because of a read in flight
         self._reads: dict[int, _Read] = {}
         self._num_reads = 0
         self._closed = False
-        blocks = f"{mem_type} pool, {pool.shape[0]} blocks of {block_bytes} bytes"
+        blocks = f"{mem_type} pool, {pool.shape[0]} blocks of {self._local.block_bytes} bytes"
         logger.info("NIXL agent %s: %s, %s", name, blocks, ucx_settings(os.environ))
 
     def local_peer(self) -> TransferPeer:
@@ -132,16 +121,17 @@ class NixlTransport(KvTransport):
             address = NixlAddress.decode(peer.address)
         except NotAnAddress as error:
             raise PeerUnreachable(f"the address of {peer.agent_name} is none of NIXL's: {error}") from error
-        try:
-            loaded = _text(self._agent.add_remote_agent(address.agent_metadata))
-        except Exception as error:
-            raise PeerUnreachable(f"metadata of {peer.agent_name} is unusable: {error}") from error
+        is_near = self._near is not None and self._near.may_open(address.near)
+        loaded = self._agent.load(peer.agent_name, address.connection if is_near else address.agent_metadata)
         if loaded != peer.agent_name:
             if loaded not in self._peers and loaded not in self._removed:
-                self._agent.remove_remote_agent(loaded)
+                self._agent.unload(loaded)
             raise PeerUnreachable(f"metadata of {peer.agent_name} belongs to {loaded}")
         self._peers[peer.agent_name] = peer, address
-        logger.info("NIXL agent %s: loaded peer %s (%s)", self._local.agent_name, peer.agent_name, address.mem_type)
+        if is_near:
+            self._unopened.add(peer.agent_name)
+        kind = "on this machine" if is_near else address.mem_type
+        logger.info("NIXL agent %s: loaded peer %s (%s)", self._local.agent_name, peer.agent_name, kind)
 
     def remove_peer(self, agent_name: str) -> None:
         if self._peers.pop(agent_name, None) is not None:
@@ -151,14 +141,10 @@ class NixlTransport(KvTransport):
     def notify(self, agent_name: str, payload: bytes) -> None:
         if agent_name not in self._peers:
             raise PeerUnreachable(f"{agent_name} is not loaded")
-        try:
-            self._agent.send_notif(agent_name, payload)
-        except Exception as error:
-            raise PeerUnreachable(f"cannot notify {agent_name}: {error}") from error
+        self._agent.notify(agent_name, payload)
 
     def poll_notifications(self) -> list[tuple[str, bytes]]:
-        mail: dict[Any, list[bytes]] = self._agent.get_new_notifs()
-        return [(_text(sender), bytes(payload)) for sender, payloads in mail.items() for payload in payloads]
+        return self._agent.notifications()
 
     def start_read(
         self,
@@ -179,38 +165,68 @@ class NixlTransport(KvTransport):
         here = [(self._scratch.data_ptr(), num_bytes, self._address.device_id)]
         return self._start(peer, here, [(address.base_address, num_bytes, address.device_id)], b"")
 
-    def _start(self, peer: TransferPeer, local: list[_Region], remote: list[_Region], notice: bytes) -> ReadHandle:
-        agent = self._agent
-        try:
-            here = agent.get_xfer_descs(local, self._address.mem_type)
-            there = agent.get_xfer_descs(remote, self._loaded(peer).mem_type)
-            nixl_handle = agent.initialize_xfer("READ", here, there, peer.agent_name, notice)
-        except Exception as error:
-            raise PeerUnreachable(f"cannot prepare a read from {peer.agent_name}: {error}") from error
-        state = self._post(nixl_handle, peer.agent_name)
-        handle = ReadHandle(peer.agent_name, self._num_reads)
+    def _start(self, peer: TransferPeer, local: list[Region], remote: list[Region], notice: bytes) -> ReadHandle:
+        address, name = self._loaded(peer), peer.agent_name
+        if self._is_near(name, address):
+            read = self._read_near(name, address.base_address, local, remote, notice)
+        else:
+            read = _Read(name, *self._agent.read(name, local, remote, address.mem_type, notice), len(local))
+        handle = ReadHandle(name, self._num_reads)
         self._num_reads += 1
-        self._reads[handle.read_id] = _Read(peer.agent_name, nixl_handle, state, len(local))
+        self._reads[handle.read_id] = read
         return handle
+
+    def _is_near(self, agent_name: str, address: NixlAddress) -> bool:
+        """Whether its pool is open here: from the first read on, if it can be. If not, NIXL is told of it. Raises
+        PeerUnreachable. Mutates."""
+        if self._near is None:
+            return False
+        if agent_name in self._unopened:
+            if not self._near.open(agent_name, address.near):
+                self._agent.load(agent_name, address.agent_metadata)
+            self._unopened.discard(agent_name)
+        return agent_name in self._near
+
+    def _read_near(
+        self, agent_name: str, begin: int, local: list[Region], remote: list[Region], notice: bytes
+    ) -> _Read:
+        """begin: of its pool, where it lives."""
+        assert self._near is not None
+        pieces = [(to, origin - begin, size) for (to, size, _), (origin, _, _) in zip(local, remote, strict=True)]
+        try:
+            copying, state = self._near.read(agent_name, pieces), ReadState.READING
+        except NoCudaIpc as error:
+            copying, state = None, unknown(agent_name, error)
+        return _Read(agent_name, None, state, len(local), copying, notice)
 
     def poll_read(self, handle: ReadHandle) -> ReadState:
         read = self._reads[handle.read_id]
-        if read.state is ReadState.READING:
-            try:
-                read.state = _STATES[self._agent.check_xfer_state(read.nixl_handle)]
-            except nixlRemoteDisconnectError as error:
-                logger.warning("read from %s failed: %s", handle.agent_name, error)
-                read.state = ReadState.FAILED
-            except Exception as error:  # of one descriptor, or NIXL has lost sight of the read; UCX has perhaps not
-                read.state = _unknown(handle.agent_name, error)
+        if read.state is ReadState.READING and read.near is None:
+            read.state = self._agent.state(read.agent_name, read.nixl_handle)
+        elif read.state is ReadState.READING:
+            read.state = self._state_near(read)
         return read.state
+
+    def _state_near(self, read: _Read) -> ReadState:
+        assert read.near is not None
+        try:
+            if not read.near.is_over():
+                return ReadState.READING
+            if read.notice:
+                self._agent.notify(read.agent_name, read.notice)
+        except NoCudaIpc as error:
+            return unknown(read.agent_name, error)
+        except PeerUnreachable as error:
+            logger.warning("a read from %s is void: %s", read.agent_name, error)
+            return ReadState.FAILED
+        return ReadState.DONE
 
     def release_read(self, handle: ReadHandle) -> None:
         read = self._reads[handle.read_id]
         if read.state not in _ENDED:
             raise ValueError("this read is still in flight")
         del self._reads[handle.read_id]
-        self._release(read.nixl_handle)
+        self._release(read)
         self._unload_if_idle(read.agent_name)
 
     def num_descriptors(self, handle: ReadHandle) -> int:
@@ -224,14 +240,11 @@ class NixlTransport(KvTransport):
             raise ValueError("a read is still in flight")
         self._closed = True
         for read in self._reads.values():
-            self._release(read.nixl_handle)
+            self._release(read)
         self._reads.clear()
         for agent_name in [*self._peers, *self._removed]:
             self._unload(agent_name)
-        for registration in self._registrations:
-            self._agent.deregister_memory(registration)
-        self._registrations.clear()
-        self._agent = None
+        self._agent.close()
 
     def _loaded(self, peer: TransferPeer) -> NixlAddress:
         """Raises PeerUnreachable unless it is loaded."""
@@ -240,34 +253,16 @@ class NixlTransport(KvTransport):
             raise PeerUnreachable(f"{peer.agent_name} is not loaded")
         return address
 
-    def _register(self, memory: torch.Tensor) -> Any:
-        """memory: contiguous, on the pool's device. The registration."""
-        on_cpu = memory.device.type == "cpu"
-        region = [(memory.data_ptr(), memory.nbytes, 0 if on_cpu else memory.get_device(), "")]
-        return self._agent.register_memory(region, "DRAM" if on_cpu else "VRAM")
-
-    def _regions(self, at: NixlAddress, starts: list[int], runs: list[BlockRun]) -> list[_Region]:
+    def _regions(self, at: NixlAddress, starts: list[int], runs: list[BlockRun]) -> list[Region]:
         size = self._local.block_bytes  # the peer's are as large: `check_read`
         return [
             (at.base_address + start * size, run.num_blocks * size, at.device_id)
             for start, run in zip(starts, runs, strict=True)
         ]
 
-    def _post(self, nixl_handle: Any, agent_name: str) -> ReadState:
-        """Raises PeerUnreachable when the peer is gone: nothing was posted, or it has ended."""
-        try:
-            return _STATES[self._agent.transfer(nixl_handle)]
-        except nixlRemoteDisconnectError as error:
-            self._release(nixl_handle)
-            raise PeerUnreachable(f"{agent_name} is gone: {error}") from error
-        except Exception as error:
-            return _unknown(agent_name, error)  # some descriptors may be under way, and cannot be recalled
-
-    def _release(self, nixl_handle: Any) -> None:
-        try:
-            self._agent.release_xfer_handle(nixl_handle)
-        except Exception as error:
-            logger.warning("NIXL did not release an ended read: %s", error)
+    def _release(self, read: _Read) -> None:
+        if read.nixl_handle is not None:
+            self._agent.release(read.nixl_handle)
 
     def _unload_if_idle(self, agent_name: str) -> None:
         if agent_name in self._removed and all(read.agent_name != agent_name for read in self._reads.values()):
@@ -275,17 +270,7 @@ class NixlTransport(KvTransport):
             self._unload(agent_name)
 
     def _unload(self, agent_name: str) -> None:
-        try:
-            self._agent.remove_remote_agent(agent_name)
-        except Exception as error:
-            logger.warning("NIXL did not remove %s: %s", agent_name, error)
-
-
-def _unknown(agent_name: str, error: Exception) -> ReadState:
-    extra = {"event": "read_unknown", "peer": agent_name, "reason": repr(error)}
-    logger.error("a read failed in part; its blocks are not used again until this engine restarts", extra=extra)
-    return ReadState.UNKNOWN
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+        self._unopened.discard(agent_name)
+        if self._near is not None:
+            self._near.forget(agent_name)
+        self._agent.unload(agent_name)

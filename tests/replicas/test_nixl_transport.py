@@ -447,7 +447,7 @@ def test_a_read_that_failed_in_part_is_never_said_to_have_ended(stoppable: Remot
     """Its other descriptors land long after NIXL has called it failed: whoever had got the blocks would be hurt."""
     reader = stoppable.reader
     stoppable.process.send_signal(signal.SIGSTOP)
-    reader._agent = failing = HalfFailing(reader._agent, point)
+    reader._agent._agent = failing = HalfFailing(reader._agent._agent, point)
     handle = stoppable.start(SCATTERED)
     assert reader.num_descriptors(handle) == len(SCATTERED)
     states = {reader.poll_read(handle) for _ in range(20)}
