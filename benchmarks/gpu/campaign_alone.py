@@ -49,9 +49,10 @@ ALONE = {
     "speculative-plain": 70.0,
     "speculative": 85.0,
     "speculative-oracle": 75.0,
-    "vllm-ngram": 240.0,
+    "vllm-plain": 130.0,
+    "vllm-ngram": 130.0,
 }
-_SPECULATIVE = ("speculative-plain", "speculative", "speculative-oracle", "vllm-ngram")
+_SPECULATIVE = ("speculative-plain", "speculative", "speculative-oracle", "vllm-plain", "vllm-ngram")
 _MOST_OF_EXPECTED = 2.5  # times as long as expected: it hangs
 
 
@@ -129,7 +130,7 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
 def _environment(name: str, options: argparse.Namespace) -> dict[str, str]:
     """Raises ValueError where vLLM is to be measured and nothing says where it is."""
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    if name == "vllm-ngram" or (name in QUANTISED and QUANTISED[name].said is not None):
+    if name in ("vllm-plain", "vllm-ngram") or (name in QUANTISED and QUANTISED[name].said is not None):
         if options.vllm_site is None:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         return own_vllm_cache(os.environ | VLLM_ENVIRONMENT | {"PYTHONPATH": f"{options.vllm_site}:{_ROOT}"})

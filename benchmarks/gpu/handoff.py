@@ -1,9 +1,10 @@
 """python -m benchmarks.gpu.handoff [--device cuda|cpu] [--mib 2 32 256] [--repeats 20]: reads between two processes.
 
 Both have a pool on the same device, on one card, or the source on card N (--source-card N, each seeing its own only, as
-Ray's replicas do; this one has the first of CUDA_VISIBLE_DEVICES). This one reads from the other by the KvTransport that serves, in
-blocks of --block-mib (2: those of Llama-3.1-8B, 16 tokens). Prints, for each size, the first read and the median and
-best of those after it, then what a probe makes of the pair, as a decode replica does when it meets a prefill replica.
+Ray's replicas do; this one has the first of CUDA_VISIBLE_DEVICES). This one reads from the other by the KvTransport
+that serves, in blocks of --block-mib (2: those of Llama-3.1-8B, 16 tokens). Prints, for each size, the first read and
+the median and best of those after it, then what a probe makes of the pair, as a decode replica does when it meets a
+prefill replica.
 Raises if the bytes are not the source's. UCX's variables are taken from the environment, as always: with
 UCX_CUDA_IPC_ENABLE_GET_ZCOPY=n a card without NVLink shows what UCX does by itself.
 """

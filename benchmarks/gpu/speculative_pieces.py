@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 
 from benchmarks.gpu.piece_command import Piece, run_named
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -34,6 +33,9 @@ MAX_DRAFTS = 4
 _HOLDING = (0.7, 0.6, 0.5, 0.4)
 _DRAFT_VOCABULARY = 32_000
 _MAX_MODEL_LEN = 1024
+_VLLM_NGRAMS = {
+    "method": "ngram", "num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 2
+}  # fmt: skip
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int, bool], float]  # prompts, tokens of each, whether at temperature 1: seconds
@@ -66,22 +68,14 @@ def oracle(options: argparse.Namespace) -> dict[str, Any]:
     return _measured(options, engine, partial(_texts, texts=("repeat",), batches=(1, 16, 64)))
 
 
-def vllm_ngram(options: argparse.Namespace) -> dict[str, Any]:
-    """vLLM with n-grams, and without, offline; one process for both engines, one after the other."""
+def vllm(drafting: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's offline class. Not twice in one process: the second takes the memory that the first one gives back for
+    somebody else's, and refuses to start."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
-    found: dict[str, Any] = {}
-    for name, drafting in (
-        ("plain", None),
-        ("ngram", {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_max": 4,
-                   "prompt_lookup_min": 2}),
-    ):  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            made = make_shape_folder(options.shape, Path(folder))
-            engine = VllmWalk(str(made), _vocab_size(options), drafting)
-            found[name] = all_texts(options, engine.generate)
-            engine.close()
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_shape_folder(options.shape, Path(folder))
+        return all_texts(options, VllmWalk(str(made), _vocab_size(options), drafting).generate)
 
 
 class VllmWalk:
@@ -109,11 +103,6 @@ class VllmWalk:
         if counts != {num_tokens}:
             raise RuntimeError(f"{counts} tokens instead of {num_tokens}")
         return duration_s
-
-    def close(self) -> None:
-        """Its memory is free then, or most of it."""
-        del self._llm
-        torch.cuda.empty_cache()
 
 
 def all_texts(options: argparse.Namespace, generate: Generate) -> dict[str, Any]:
@@ -235,7 +224,8 @@ PIECES: dict[str, Piece] = {
     "speculative-plain": plain,
     "speculative": ngram,
     "speculative-oracle": oracle,
-    "vllm-ngram": vllm_ngram,
+    "vllm-plain": partial(vllm, None),
+    "vllm-ngram": partial(vllm, _VLLM_NGRAMS),
 }
 
 

@@ -41,7 +41,7 @@ class LogitsRunner(CudaRunner):
     def __init__(self, logits: torch.Tensor) -> None:
         self._slots = CudaSlots(len(PARAMS), 1, 16, logits.device)
         self._slots.apply(StepPlan(0, INITS, (), (), ()))
-        self._graphs = None
+        self._graphs = self._drafts = None
         self._given = logits
         self.host_pool: Any = type("NoHostPool", (), {"move": lambda self, plan: None})()
 
