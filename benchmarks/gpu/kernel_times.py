@@ -38,18 +38,20 @@ def decode_attention(
     heads: int = HEADS,
     num_resident: int | None = None,
     tile: tuple[int, int, int] | None = None,
+    stored: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
-    """GB/s of one layer's decode attention over more layers than the L2 cache holds. contexts: one for each row."""
+    """GB/s of one layer's decode attention over more layers than the L2 cache holds. contexts: one for each row. tile:
+    keys, warps, stages. stored: the pool's type."""
     batch = len(contexts)
     num_blocks = [-(-context // BLOCK) for context in contexts]
     layers = max(1, min(8, int(4e9 / (sum(num_blocks) * BLOCK * KV_HEADS * DIM * 4))))
-    pool = torch.randn(sum(num_blocks), layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    pool = torch.randn(sum(num_blocks), layers, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).to(stored)
     order = torch.randperm(sum(num_blocks), device="cuda")
     block_table = torch.nn.utils.rnn.pad_sequence(order.split(num_blocks), batch_first=True)
     slots = torch.arange(batch, dtype=torch.int32, device="cuda")
     positions = torch.tensor([context - 1 for context in contexts], dtype=torch.int32, device="cuda")
     q = torch.randn(batch, heads, DIM, device="cuda", dtype=torch.bfloat16)
-    k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(batch, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16).to(stored)
     out = torch.empty_like(q)
     sharing = WorkSharing.of(KV_HEADS, DIM, torch.bfloat16, 132, batch)
     sharing = replace(sharing, num_resident=num_resident or sharing.num_resident)
@@ -63,11 +65,11 @@ def decode_attention(
         view = pool[:, next(layer) % layers]
         paged_decode(
             q, k, k, view, block_table, slots, positions, shares, num_pieces, tile_len, DIM**-0.5, out,
-            num_warps, num_stages,
+            num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
 
     ms = graph_ms(once)
-    gigabytes = sum(contexts) * KV_HEADS * DIM * 4 / 1e9
+    gigabytes = sum(contexts) * KV_HEADS * DIM * 2 * pool.element_size() / 1e9
     return {
         "batch": batch, "longest": max(contexts), "heads": heads, "resident": sharing.num_resident,
         "tile": str(tile or "default"), "ms": ms, "GB/s": 1000 * gigabytes / ms,

@@ -100,9 +100,12 @@ class ProductTimes:
 
     def few(self, kind: str, num_rows: int, has_time: Callable[[], bool]) -> dict[str, Any]:
         """us and GB/s of the tile that is shipped, and of the fastest; how many were tried."""
-        from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
+        from replicas.cuda.quantised_tiles import int4_tile, program_bytes, scaled_tile
 
-        shipped = tuple((int4_tile if kind == "int4" else scaled_tile)(num_rows, *self._size))
+        most_bytes = program_bytes(torch.device("cuda", 0))
+        shipped = tuple(
+            int4_tile(num_rows, *self._size) if kind == "int4" else scaled_tile(num_rows, *self._size, most_bytes)
+        )
         found: dict[tuple[int, ...], float] = {}
         for tile in (shipped, *candidates(kind, self._size[0])):
             if tile not in found and (not found or has_time()):
@@ -137,7 +140,6 @@ class ProductTimes:
     def library(self, num_rows: int) -> Mapping[str, Any]:
         """us and TFLOP/s of torch's products, and us of rounding rows and of making int4 numbers."""
         from replicas.kernels.round_rows import round_rows
-        from replicas.layers.packed_weights import PackedWeights, dequantised
 
         w, scales = self._weights, self._weights.scales.t().contiguous()
         x, rounded, of_rows = self.rows(num_rows)
@@ -152,8 +154,9 @@ class ProductTimes:
             "rounding rows": [lambda: round_rows(x, torch.float8_e4m3fn, self._size[1])] * 10,
         }
         if num_rows > max(FEW):
-            packed = PackedWeights(w.int4[0], w.group_scales, _GROUP, w.zeros)
-            ways["int4 made numbers"] = [lambda: dequantised(packed, torch.bfloat16)]
+            ways["int4 made numbers"] = [
+                lambda one=one: int4_unpack(one, w.group_scales, w.zeros, _GROUP, torch.bfloat16) for one in w.int4
+            ]
         found: dict[str, Any] = {}
         for name, runs in ways.items():
             try:

@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
 from benchmarks.gpu.piece_command import Piece, run_named
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_new, walk

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.operators import operator
-from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
+from replicas.cuda.quantised_tiles import int4_tile, program_bytes, scaled_tile
 from replicas.kernels.int4_product import int4_product
+from replicas.kernels.int4_unpack import int4_unpack
 from replicas.kernels.round_rows import round_rows
 from replicas.kernels.scaled_product import scaled_product
 from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised
@@ -43,7 +44,7 @@ def quantised_product(
         if is_few and zeros is not None:
             tile = int4_tile(len(x), num_out, num_in)
             return int4_product(x.contiguous(), values, scales, zeros, group_size, bias, tile, arrived)
-        return F.linear(x, dequantised(weights, x.dtype), bias)
+        return F.linear(x, _numbers(weights, x.dtype), bias)
     if not len(x):
         return x.new_empty(0, num_out)
     if input_scale is not None:
@@ -51,7 +52,7 @@ def quantised_product(
     else:
         rounded, of_rows = round_rows(x.contiguous(), values.dtype, input_group)
     if is_few:
-        tile = scaled_tile(len(x), num_out, num_in)
+        tile = scaled_tile(len(x), num_out, num_in, program_bytes(x.device))
         return scaled_product(rounded, of_rows, values, scales, group_size, bias, tile, arrived, x.dtype)
     return _of_many_rows(rounded, of_rows, weights, bias, x.dtype)
 
@@ -71,8 +72,15 @@ def _of_many_rows(
         out = (total if bias is None else total + bias).to(dtype)
     else:
         numbers = (rounded.float() * by_input(of_rows, weights.group_size, weights.num_inputs)).to(dtype)
-        out = F.linear(numbers, dequantised(weights, dtype), bias)
+        out = F.linear(numbers, _numbers(weights, dtype), bias)
     return out
+
+
+def _numbers(weights: PackedWeights, dtype: torch.dtype) -> torch.Tensor:
+    """As `dequantised`."""
+    if not weights.is_int4:
+        return dequantised(weights, dtype)
+    return int4_unpack(weights.values, weights.scales, weights.zeros, weights.group_size, dtype)
 
 
 def _shape_of_product(

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import token_place
-from replicas.kernels.pool_numbers import as_numbers, is_compiled
+from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled
 
 _LOG2_E = 1.4426950408889634
 _WEIGHING_ROWS = 64
@@ -127,6 +127,7 @@ def _attend_piece(
             mask=is_member[:, None] & is_dim[None, :],
             other=0.0,
         )
+        q = as_queries(q, kv.dtype.element_ty)
         largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([MEMBERS_PADDED], tl.float32)
         result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.pool_numbers import as_numbers, is_compiled
+from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled
 
 _LOG2_E = 1.4426950408889634
 
@@ -44,6 +44,7 @@ def _attend_tile(
             mask=is_in,
             other=0.0,
         )
+        q = as_queries(q, kv.dtype.element_ty)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         result = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)

@@ -17,12 +17,25 @@ def is_compiled(device: torch.device) -> bool:
 
 
 @triton.jit
+def as_queries(query, STORED: tl.constexpr):
+    """Queries in the type in which they are multiplied with what a pool of type STORED holds.
+
+    With e4m3 bfloat16 becomes float16: both have all of its numbers and of a product's, but the card makes e4m3 float16
+    at once, and bfloat16 of that in two steps more, which take longer than reading the bytes. A query beyond 65,504
+    becomes infinite, and its row no number: such an output is never sent.
+    """
+    if query.dtype == tl.bfloat16 and STORED == tl.float8e4nv:  # noqa: SIM300
+        query = query.to(tl.float16)
+    return query
+
+
+@triton.jit
 def as_numbers(stored, dtype: tl.constexpr, IS_COMPILED: tl.constexpr):
     """Of a pool of e4m3 the same numbers, exactly; what is none stays none. Of others: they are of the type already.
 
     Straight to bfloat16 it takes a unit of the card that does 16 a clock, as long as it takes to read them from memory;
-    by float16 and float32 it does not. And the compiler would convert each where a product wants it, from shared memory
-    byte by byte: it moves nothing in front of the assembly, so they are converted as they were read, 16 in a row.
+    by float16 it does not. And the compiler would convert each where a product wants it, from shared memory byte by
+    byte: it moves nothing in front of the assembly, so they are converted as they were read, 16 in a row.
     IS_COMPILED: `is_compiled`.
     """
     if stored.dtype == tl.float8e4nv:

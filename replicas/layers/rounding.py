@@ -35,7 +35,8 @@ def round_by(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.
 
 def _scales(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """1 for what is nothing but zeros."""
-    return torch.where(largest > 0, largest / LARGEST[dtype], 1.0)
+    # By a tensor on its device: by a Python number a card multiplies with the reciprocal, which is another rounding.
+    return torch.where(largest > 0, largest / torch.full_like(largest, LARGEST[dtype]), 1.0)
 
 
 def _whole(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

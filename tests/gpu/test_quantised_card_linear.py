@@ -10,9 +10,10 @@ import torch
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.card_linear import card_linear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
-from replicas.cuda.quantised_tiles import int4_tile, scaled_tile
+from replicas.cuda.quantised_tiles import SMALLEST_BYTES, int4_tile, scaled_tile
 from replicas.cuda.skinny_linear import count_apart
-from replicas.layers.packed_weights import FP8, PackedWeights
+from replicas.kernels.int4_unpack import int4_unpack
+from replicas.layers.packed_weights import FP8, PackedWeights, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.rounding import rotation, round_rows, round_weights, round_weights_int4
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
@@ -98,15 +99,32 @@ def test_a_twin_counts_apart(device: torch.device) -> None:
     assert layer.arrived is not before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize(("num_in", "group_size"), [(256, 32), (256, 64), (3072, 128), (160, 160)])
+def test_int4_weights_made_numbers_are_those_of_the_definition(
+    num_in: int, group_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(5)
+    packed = round_weights_int4(torch.randn(37, num_in), group_size)
+    for zeros in (packed.zeros, None):
+        made_here = replace(packed, zeros=zeros)
+        found = int4_unpack(
+            packed.values.to(device), packed.scales.to(device), None if zeros is None else zeros.to(device),
+            group_size, dtype,
+        )  # fmt: skip
+        assert torch.equal(found.cpu(), dequantised(made_here, dtype))
+
+
+@pytest.mark.parametrize("most_bytes", [SMALLEST_BYTES, 227 * 1024])
 @pytest.mark.parametrize("num_rows", [1, 16, 32, 33, 64])
-def test_tiles_fit_the_smallest_card_and_the_counts_of_a_layer(num_rows: int) -> None:
-    """99 KB of a program's memory, one count for each 64 outputs."""
+def test_tiles_fit_the_card_and_the_counts_of_a_layer(num_rows: int, most_bytes: int) -> None:
+    """A program's memory, one count for each 64 outputs."""
     for num_out, num_in in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (1024, 3072)):
         for tile, weight_bits, input_bits in (
-            (scaled_tile(num_rows, num_out, num_in), 8, 8),
+            (scaled_tile(num_rows, num_out, num_in, most_bytes), 8, 8),
             (int4_tile(num_rows, num_out, num_in), 4, 16),
         ):
             rows = max(16, 1 << (num_rows - 1).bit_length())
             stage = tile.block_k * (tile.block_n * weight_bits + rows * input_bits) // 8
-            assert tile.num_stages * stage <= 99 * 1024, (tile, num_out, num_in)
+            assert tile.num_stages * stage <= most_bytes, (tile, num_out, num_in)
             assert tile.block_n % 64 == 0
