@@ -139,6 +139,7 @@ class ProductTimes:
 
     def library(self, num_rows: int) -> Mapping[str, Any]:
         """us and TFLOP/s of torch's products, and us of rounding rows and of making int4 numbers."""
+        from replicas.kernels.int4_unpack import int4_unpack
         from replicas.kernels.round_rows import round_rows
 
         w, scales = self._weights, self._weights.scales.t().contiguous()
