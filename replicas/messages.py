@@ -28,7 +28,7 @@ from scheduler.grammar import Grammar as Grammar
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 6  # of what streams: another version's is malformed
+WIRE_VERSION = 7  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -81,20 +81,24 @@ class TransferPeer:
 
 
 class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Source -> reader: this prompt's KV lies ready in these blocks, under a lease."""
+    """Source -> reader: a part of a prompt's KV lies ready in these blocks, under a lease. Parts follow each other
+    without gaps; most prompts have one. Sent again, several may be one."""
 
     transfer_id: Name
     source_epoch: Name
     reader_epoch: Name
     fingerprint: Name
-    block_ids: tuple[Count, ...]  # source block ids, in prompt order
+    block_ids: tuple[Count, ...]  # the part's, at the source, in prompt order
     prompt_len: Count
     # Of each of those blocks, in that order (`replicas.kv.block_digests`); None when verification is off.
     digests: bytes | None
-    first_tokens: tuple[CheckedToken, ...]  # without log-probabilities: decode has no use for them
+    # Of the last part, as candidates. Without log-probabilities: decode has no use for them.
+    first_tokens: tuple[CheckedToken, ...]
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
     candidates: tuple[tuple[Count, Score], ...]
+    first_block: Count  # which of the prompt's blocks the part begins with
+    is_last: bool  # the part ends the prompt; its lease began with the first one
 
 
 class NoteKind(StrEnum):
@@ -102,7 +106,7 @@ class NoteKind(StrEnum):
     CONFIRM = "confirm"  # source -> reader: the lease was alive throughout; the blocks are freed now
     REFUSE = "refuse"  # source -> reader: unknown, expired or ended otherwise: do not use what you read
     DROP = "drop"  # either way: this transfer will not happen; free at once
-    RENEW = "renew"  # reader -> source: keep the lease
+    RENEW = "renew"  # reader -> source: keep the lease; answers each part, and is carried by READs of all but the last
 
 
 class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -111,6 +115,7 @@ class TransferNote(Struct, tag=f"note-{WIRE_VERSION}", array_like=True, forbid_u
     source_epoch: Name
     reader_epoch: Name
     reason: Name
+    num_blocks: Count  # of a RENEW: so many of the prompt's blocks, its first ones, the reader has been told of; else 0
 
 
 class Dispute(Struct, tag=f"dispute-{WIRE_VERSION}", array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -18,6 +18,20 @@ class GivingWay(Residents):
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
+    def room_to_grow(self) -> int:
+        """Free blocks for running sequences while nothing happens but that they grow.
+
+        0 while more does: prompts are in work, somebody is over or away whose blocks a step must still let go of, or
+        somebody waits who might be admitted.
+        """
+        is_busy = len(self.prompts) or self._handing_over or self._ending
+        is_short = self.preemption or self.preemption.is_cooling
+        if is_busy or is_short or (self.num_queued and self._free_slots):
+            return 0
+        if self.host_tier is None:
+            return self._num_available
+        return 0 if self.host_tier.is_busy else min(self._num_available, self.host_tier.num_before_saves)
+
     def _fetch(self, rows: list[Slice]) -> int:
         """Behind whoever gives way in this step: what it takes is not fetched. How many blocks are."""
         if self.host_tier is None:

@@ -44,10 +44,20 @@ class NotCapable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptDone:
-    """A prompt to be handed over is computed: its first token per choice, and the blocks that hold its KV.
+class PromptPart:
+    """Some chunks of a prompt to be handed over are computed, not yet the last: the blocks that are full since, in
+    prompt order. The transfer holds them already."""
 
-    block_ids is empty when every choice already ended: nothing will be handed over and all is released.
+    request_id: str
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDone:
+    """A prompt to be handed over is computed: its first token per choice, and the blocks that hold its KV, all of them.
+
+    block_ids is empty when every choice already ended: nothing will be handed over, and all is released but what parts
+    had: their reader is going to let go of it.
     candidates: of a beam search that goes on, instead of first tokens: what may come first.
     """
 
@@ -66,10 +76,12 @@ class Load:
 
 
 class StepEvents(NamedTuple):
-    """What a committed step brought: tokens of requests that are decoded here, prompts that can be handed over."""
+    """What a committed step brought: tokens of requests that are decoded here, prompts that can be handed over, and
+    parts of others that can be."""
 
     tokens: tuple[Token, ...] = ()
     prompts: tuple[PromptDone, ...] = ()
+    parts: tuple[PromptPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

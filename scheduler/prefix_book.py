@@ -9,7 +9,6 @@ from typing import NamedTuple
 from scheduler.block_allocator import BlockAllocator
 from scheduler.block_chain import OutputChain, prompt_chain
 from scheduler.host_cache import HostCache
-from scheduler.lane import Lane
 from scheduler.memory_budget import Budget
 from scheduler.prefix_cache import BlockName, PrefixCache
 from scheduler.prefix_hash import chain_start
@@ -128,18 +127,9 @@ class PrefixBook:
 
     # -- what is committed -------------------------------------------------------------------------
 
-    def planned(self, request: Request, end: int, step_id: int, lane: Lane) -> None:
-        """A step of this lane computes the prompt up to position `end`. Mutates."""
-        lane.chunks.append((step_id, request, end))
-
-    def committed(self, lane: Lane, step_id: int) -> None:
-        """What the steps up to this one have computed of prompts can be found, but for those of ended requests, which
-        may be why they have ended. Mutates."""
-        chunks = lane.chunks
-        while chunks and chunks[0][0] <= step_id:
-            _, request, end = chunks.popleft()
-            if not request.is_over:
-                self._enter_prompt(request, end // self._block_size)
+    def computed(self, request: Request, end: int) -> None:
+        """Its prompt is computed up to position `end`: it can be found. Mutates."""
+        self._enter_prompt(request, end // self._block_size)
 
     def loaded(self, request: Request) -> None:
         """Its prompt's KV was read, and what was read is what the source computed. Mutates."""

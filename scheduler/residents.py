@@ -265,8 +265,16 @@ class Residents(Holdings):
     # -- transfers: the second owner ---------------------------------------------------------------
 
     def _hold(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """The transfer holds these, too. Mutates."""
         self.allocator.hold(block_ids)
-        self._transfers[request_id] = block_ids
+        self._transfers[request_id] = self._transfers.get(request_id, ()) + block_ids
+
+    def _hold_up_to(self, request: Request, num_blocks: int) -> tuple[int, ...]:
+        """The transfer holds the first num_blocks of its prompt, too; those of them that it did not before. Mutates."""
+        num_held = len(self._transfers.get(request.request_id, ()))
+        if block_ids := tuple(request.sequences[0].block_ids[num_held:num_blocks]):
+            self._hold(request.request_id, block_ids)
+        return block_ids
 
     def transfer_ended(self, request_id: str) -> None:
         """The transfer lets go of its blocks (read finished or failed, lease over). Idempotent.

@@ -13,7 +13,7 @@ from scheduler.beam_search import Candidate
 from scheduler.generated_token import Token
 from scheduler.giving_way import GivingWay
 from scheduler.lane import Lane
-from scheduler.outcome import Load, PromptDone, StepEvents
+from scheduler.outcome import Load, PromptDone, PromptPart, StepEvents
 from scheduler.plan import SampledToken, Slice, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
@@ -145,8 +145,8 @@ class Scheduler(GivingWay):
             request = self._requests[chunk.request_id]
             if chunk.start == request.num_cached:
                 self._take_slots(request)
-            if self.prefixes is not None:
-                self.prefixes.planned(request, chunk.end, step_id, self.prefill_lane)
+            if self.prefixes is not None or request.hands_over:
+                self.prefill_lane.chunks.append((step_id, request, chunk.end))
         for request in completed:
             if request.hands_over or self.has_two_lanes:
                 self._handing_over[request.request_id] = request
@@ -162,13 +162,12 @@ class Scheduler(GivingWay):
         self._start(request, first_step)
 
     def commit(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> StepEvents:
-        """A step has run: the tokens that count, and the prompts that it completed, each with its blocks held for the
-        transfer to come. Requests with all choices ended are released. Mutates. lane: whose step; None: there is one.
+        """A step has run: the tokens that count, the prompts that it completed and parts of others, their blocks held
+        for the transfer. Requests with all choices ended are released. Mutates. lane: whose step; None: there is one.
 
         A beam search has no tokens until it is over, and then all of them.
         """
-        if self.prefixes is not None:
-            self.prefixes.committed(lane or self.decode_lane, output.step_id)
+        parts = self._chunks_computed(lane or self.decode_lane, output.step_id)
         tokens, firsts, theirs = output.tokens, [], self._handing_over
         if theirs:
             self._change_lanes(tokens, now_s)
@@ -193,7 +192,20 @@ class Scheduler(GivingWay):
                 self._choice_ended(event.request_id, now_s)
         prompts = self._prompts_done(firsts, now_s) if firsts else ()
         self._project_from_now()
-        return StepEvents(tuple(events), prompts)
+        return StepEvents(tuple(events), prompts, parts)
+
+    def _chunks_computed(self, lane: Lane, step_id: int) -> tuple[PromptPart, ...]:
+        """By the steps up to this one: what can be found now, and what can be handed over. Mutates."""
+        if not lane.chunks:
+            return ()
+        parts: list[PromptPart] = []
+        for request, end in lane.computed(step_id):
+            if self.prefixes is not None:
+                self.prefixes.computed(request, end)
+            may_go_on = request.hands_over and end < request.prompt_len and request.spec.max_tokens > 1
+            if may_go_on and (block_ids := self._hold_up_to(request, end // self.limits.block_size)):
+                parts.append(PromptPart(request.request_id, block_ids))
+        return tuple(parts)
 
     def _change_lanes(self, tokens: Iterable[SampledToken], now_s: float) -> None:
         """Requests that have their first tokens by a step of the prefill lane are decoded from now on. Mutates."""
@@ -210,20 +222,6 @@ class Scheduler(GivingWay):
         """Whether a sampled token is one of its request's, and not surplus."""
         request = self._handing_over.get(token.request_id)
         return self.batch.counts(token) if request is None else not request.is_over
-
-    def room_to_grow(self) -> int:
-        """Free blocks for running sequences while nothing happens but that they grow.
-
-        0 while more does: prompts are in work, somebody is over or away whose blocks a step must still let go of, or
-        somebody waits who might be admitted.
-        """
-        is_busy = len(self.prompts) or self._handing_over or self._ending
-        is_short = self.preemption or self.preemption.is_cooling
-        if is_busy or is_short or (self.num_queued and self._free_slots):
-            return 0
-        if self.host_tier is None:
-            return self._num_available
-        return 0 if self.host_tier.is_busy else min(self._num_available, self.host_tier.num_before_saves)
 
     def steps_passed(self, count: int) -> None:
         """As many steps as have been planned have been committed, and the running batch is as they left it. Mutates."""
@@ -275,9 +273,9 @@ class Scheduler(GivingWay):
         return PromptDone(request.request_id, (), self._lease(request, now_s), candidates)
 
     def _lease(self, request: Request, now_s: float) -> tuple[int, ...]:
-        """Its blocks, in prompt order: from now on the transfer holds them. Mutates."""
+        """Its blocks, in prompt order: from now on the transfer holds them, and nobody else. Mutates."""
         block_ids = tuple(request.sequences[0].block_ids)
-        self._hold(request.request_id, block_ids)
+        self._hold_up_to(request, len(block_ids))
         request.enter(RequestState.LEASED, now_s)
         self._release(request)
         return block_ids

@@ -2,6 +2,8 @@
 
 Reading: admitted -> expected -> the handoff arrives -> read -> confirmed -> running.
 Offering: admitted -> its reader is looked for -> computed -> offered under a lease -> released.
+
+A prompt of several chunks is offered, and read, in parts: what is computed of it while the rest is.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from replicas.kv.handoff_actions import (
     HandoffArrived,
     KvLost,
     KvReady,
+    LastPartArrived,
     LossReason,
     ReaderChecked,
     ReadReleased,
+    SourceOutcome,
     SourceReleased,
 )
-from replicas.messages import CallStatus, Handoff, PrefillCall
+from replicas.messages import CallStatus, Handoff, PrefillCall, Token
+from scheduler.beam_search import Candidate
 from scheduler.memory_budget import num_blocks_for
-from scheduler.outcome import PromptDone
+from scheduler.outcome import PromptDone, PromptPart
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 
@@ -74,21 +79,50 @@ class Handoffs:
                 deadline_s=request.deadline_s,
             )
 
+    def part_done(self, part: PromptPart) -> None:
+        """Blocks of a prompt that goes on are offered. Raises as `prompt_done`."""
+        self._offer(self._calls.by_id[part.request_id], part.block_ids, is_last=False)
+
     def prompt_done(self, done: PromptDone) -> None:
-        """Its blocks are offered, if there are any. Raises what the transfers raise: then nothing was offered."""
+        """Its blocks are offered, if there are any. Raises what the transfers raise: then these were not offered, and
+        nobody will have what was before."""
         opened = self._calls.by_id[done.request_id]
         opened.first_tokens = done.first_tokens
         if done.block_ids:
-            assert isinstance(opened.call, PrefillCall)
+            first_tokens = tuple(token._replace(logprobs=None) for token in done.first_tokens)
+            block_ids = done.block_ids[opened.num_offered :]
+            self._offer(opened, block_ids, is_last=True, first_tokens=first_tokens, candidates=done.candidates)
+
+    def _offer(
+        self,
+        opened: OpenCall,
+        block_ids: tuple[int, ...],
+        *,
+        is_last: bool,
+        first_tokens: tuple[Token, ...] = (),
+        candidates: tuple[Candidate, ...] = (),
+    ) -> None:
+        assert isinstance(opened.call, PrefillCall)
+        request = opened.request
+        try:
             self.transfers.offer(
-                done.request_id,
+                request.request_id,
                 reader=opened.call.reader,
-                block_ids=done.block_ids,
-                prompt_len=opened.request.prompt_len,
-                first_tokens=tuple(token._replace(logprobs=None) for token in done.first_tokens),
-                deadline_s=opened.request.deadline_s,
-                candidates=done.candidates,
+                block_ids=block_ids,
+                prompt_len=request.prompt_len,
+                first_tokens=first_tokens,
+                deadline_s=request.deadline_s,
+                candidates=candidates,
+                first_block=opened.num_offered,
+                is_last=is_last,
             )
+        except Exception:
+            if opened.num_offered:
+                self.transfers.cancel(request.request_id)
+            else:  # no transfer will tell when its lease is over
+                self._scheduler.lease_ended(request.request_id, time.monotonic())
+            raise
+        opened.num_offered += len(block_ids)
 
     def let_go(self, request_id: str, opened: OpenCall | None, state: RequestState) -> None:
         """End it in the scheduler and in the transfers. opened: None when it has been answered or is unknown."""
@@ -104,12 +138,16 @@ class Handoffs:
             entered_s = opened.request.entered_s
             if RequestState.ADMITTED in entered_s and RequestState.RUNNING not in entered_s:
                 self.transfers.cancel(request_id)
+        elif opened is not None and opened.num_offered:
+            self.transfers.cancel(request_id)  # of the parts that its reader has
 
     def on_event(self, event: Event) -> None:
         """The transfers report."""
         match event:
             case HandoffArrived(transfer_id, handoff):
                 self._on_handoff(transfer_id, handoff)
+            case LastPartArrived(transfer_id, handoff):
+                self._on_last_part(transfer_id, handoff)
             case KvReady(transfer_id):
                 self._on_kv_ready(transfer_id)
             case KvLost(transfer_id, reason, detail):
@@ -120,8 +158,8 @@ class Handoffs:
                 self._scheduler.transfer_ended(transfer_id)
             case ReaderChecked(transfer_id, problem):
                 self._on_reader_checked(transfer_id, problem)
-            case SourceReleased(transfer_id):
-                self._scheduler.lease_ended(transfer_id, time.monotonic())
+            case SourceReleased(transfer_id, outcome):
+                self._on_released(transfer_id, outcome)
             case BlocksDisputed(_, block_ids):
                 self._scheduler.distrust(block_ids)
             case CommandRefused(transfer_id, command, detail):
@@ -132,9 +170,15 @@ class Handoffs:
     def _on_handoff(self, transfer_id: str, handoff: Handoff) -> None:
         if self._scheduler.get(transfer_id) is None:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
-        self._calls.by_id[transfer_id].handoff = handoff
         load = self._scheduler.begin_load(transfer_id, time.monotonic())
         self.transfers.read_into(transfer_id, load.block_ids, load.num_kept)
+        if handoff.is_last:
+            self._on_last_part(transfer_id, handoff)
+
+    def _on_last_part(self, transfer_id: str, handoff: Handoff) -> None:
+        opened = self._calls.by_id.get(transfer_id)
+        if opened is not None:
+            opened.handoff, opened.handed_over_s = handoff, time.monotonic()
 
     def _on_kv_ready(self, transfer_id: str) -> None:
         if self._scheduler.get(transfer_id) is None:
@@ -180,11 +224,23 @@ class Handoffs:
         elif opened.first_tokens is not None:
             self._calls.answer(opened)
 
+    def _on_released(self, request_id: str, outcome: SourceOutcome) -> None:
+        request = self._scheduler.get(request_id)
+        if request is not None and request.state is RequestState.PREFILLING:
+            # Its reader has parts of it and lets go of them: nobody would read the rest.
+            extra = {"event": "handoff_ended", "request": request_id, "outcome": str(outcome)}
+            logger.warning("a prompt's reader has let go of it before it was computed", extra=extra)
+            detail = f"decode let go of the KV before the prompt was computed: {outcome}"
+            self._calls.end(request_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
+        self._scheduler.lease_ended(request_id, time.monotonic())
+
     def _on_refused(self, transfer_id: str, detail: str) -> None:
         """What was asked of the transfers was impossible; they hold nothing of it."""
         opened, request = self._calls.by_id.get(transfer_id), self._scheduler.get(transfer_id)
         known = opened.request if opened is not None else request
         if known is not None and known.hands_over:
+            if known.state is RequestState.PREFILLING:  # what comes next of it would be refused, too
+                self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, detail)
             self._scheduler.lease_ended(transfer_id, time.monotonic())
             return
         self._scheduler.transfer_ended(transfer_id)

@@ -35,13 +35,15 @@ class OpenCall:
     # Of a GenerateCall.
     router_id: str = ""  # whose token channel its tokens take
     first_token_s: float | None = None  # when the first token of a prompt that was computed here was known
-    handoff: Handoff | None = None  # once it has arrived
+    handoff: Handoff | None = None  # once it has arrived, or its last part has
+    handed_over_s: float | None = None  # when that was
     is_kv_read: bool = False  # and so has its KV
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
     # Of a PrefillCall.
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
     first_tokens: tuple[Token, ...] | None = None  # once they are known
+    num_offered: int = 0  # of its prompt's blocks, in parts
 
     @property
     def is_read(self) -> bool:
@@ -67,7 +69,7 @@ class OpenCall:
             detail=detail,
             num_tokens_sent=tuple(sorted(self.num_sent.items())),
             queue_s=self.time_between(RequestState.QUEUED, RequestState.ADMITTED),
-            transfer_s=self.time_between(RequestState.LOADING, RequestState.RUNNING),
+            transfer_s=self.transfer_s(),
             decode_s=self.decode_s(),
             prefill_s=self.prefill_s(),
             num_cached=self.request.num_cached,
@@ -93,6 +95,11 @@ class OpenCall:
         if self.first_token_s is None:
             return 0.0
         return self.first_token_s - self.request.entered_s[RequestState.ADMITTED]
+
+    def transfer_s(self) -> float:
+        """From the handoff, its last part if it came in some, to KV in place; 0.0 when it came to neither."""
+        running_s = self.request.entered_s.get(RequestState.RUNNING)
+        return 0.0 if running_s is None or self.handed_over_s is None else running_s - self.handed_over_s
 
     def decode_s(self) -> float:
         """From there, or from KV in place, to the last token; 0.0 without one.

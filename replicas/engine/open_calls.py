@@ -157,7 +157,7 @@ class OpenCalls:
         """Its KV was read, and it runs."""
         if self._frames is not None and opened.request.search is not None:  # it has had no first token that says so
             self._frames.add_admitted(opened)
-        self._metrics.kv_loaded(opened.time_between(RequestState.LOADING, RequestState.RUNNING))
+        self._metrics.kv_loaded(opened.transfer_s())
 
     def stepped(self, output: StepOutput, now_s: float, lane: Lane | None = None) -> None:
         """A step's tokens are known: commit them, and pass on what follows. lane: as `EngineCore.commit`."""
@@ -179,6 +179,11 @@ class OpenCalls:
         for request_id in {token.request_id for token in events.tokens if token.finish_reason}:
             if request_id in self.by_id and self._scheduler.get(request_id) is None:
                 self._finished.append(self.by_id.pop(request_id))
+        for part in events.parts:
+            try:
+                self.handoffs.part_done(part)
+            except Exception as error:
+                self.fail(part.request_id, error)
         for done in events.prompts:
             self._on_prompt_done(done)
 
@@ -197,8 +202,7 @@ class OpenCalls:
     def _on_prompt_done(self, done: PromptDone) -> None:
         try:
             self.handoffs.prompt_done(done)
-        except Exception as error:  # nothing was offered: no transfer will tell when its lease is over
-            self._scheduler.lease_ended(done.request_id, time.monotonic())
+        except Exception as error:
             self.fail(done.request_id, error)
             return
         opened = self.by_id[done.request_id]

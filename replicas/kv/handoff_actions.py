@@ -67,20 +67,25 @@ class SendNote:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read, and carry `done` to the peer as the read's own notification; then call read_ended exactly once."""
+    """Read, and carry `note` to the peer as the read's own notification; then call read_ended exactly once.
+
+    note: a DONE with the last read of a transfer, a RENEW with those before it. One of a transfer is open at a time.
+    """
 
     transfer_id: str
     peer: TransferPeer
     local_block_ids: tuple[int, ...]
     remote_block_ids: tuple[int, ...]
-    done: TransferNote
+    note: TransferNote
 
 
 @dataclass(frozen=True, slots=True)
 class CheckDigests:
-    """Digest the local blocks, compare one by one, and call digests_checked. digests: as `block_digests`."""
+    """Digest the local blocks, compare one by one, and call digests_checked. digests: as `block_digests`. first_block:
+    which of the prompt's blocks the first of them is."""
 
     transfer_id: str
+    first_block: int
     local_block_ids: tuple[int, ...]
     digests: bytes
 
@@ -90,7 +95,15 @@ class CheckDigests:
 
 @dataclass(frozen=True, slots=True)
 class HandoffArrived:
-    """Reader: the KV lies ready at the source; answer with read_into as soon as there are blocks."""
+    """Reader: the KV lies ready at the source, or its first part; answer with read_into as soon as there are blocks."""
+
+    transfer_id: str
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class LastPartArrived:
+    """Reader: nothing follows any more. Unless what HandoffArrived told of was the last part, too."""
 
     transfer_id: str
     handoff: Handoff
@@ -129,7 +142,7 @@ class ReaderChecked:
 
 @dataclass(frozen=True, slots=True)
 class SourceReleased:
-    """Source, final: the transfer has let go of the offered blocks. Once per accepted offer."""
+    """Source, final: the transfer has let go of the offered blocks, of all parts. Once per accepted first part."""
 
     transfer_id: str
     outcome: SourceOutcome
@@ -160,7 +173,8 @@ class CommandRefused:
 
 Order = SendNote | StartRead | CheckDigests
 SourceEvent = ReaderChecked | SourceReleased | BlocksDisputed
-Event = HandoffArrived | KvReady | KvLost | ReadReleased | SourceEvent | CommandRefused
+ReaderEvent = HandoffArrived | LastPartArrived | KvReady | KvLost | ReadReleased
+Event = ReaderEvent | SourceEvent | CommandRefused
 Action = Order | Event
 
 

@@ -1,13 +1,21 @@
 """The reader's half of the handoff protocol, as a pure state machine: no I/O, no clock, no torch.
 
-    expect --> WAITING --handoff--> OFFERED --read_into--> READING --read ended--> CONFIRMING --> KvReady
-                  |                    |`-- nothing to read --|---------------------->|
-                  `--------------------`----------------------`-----------------------`---------> KvLost
+    expect --> WAITING --handoff--> OFFERED --read_into--> READING --last read ended--> CONFIRMING --> KvReady
+                  |                    |                   |    ^                          |
+                  |                    |          read ended    a part more                |
+                  |                    |                   v    |                          |
+                  |                    |`- nothing to read: BETWEEN - all is kept -------->|
+                  `--------------------`----------------------`----------------------------`--> KvLost
 
-KvReady needs the source's CONFIRM and, when there are digests, their agreement for every block that was read. Every
-expect ends in exactly one KvReady or KvLost. The blocks given to read_into have a second owner until the read's handle
-ends: a transfer that ends before its read leaves an orphan, and an orphan that stays is quarantined, for ever if need
-be. Where all blocks are kept no read carries the DONE: it is sent by itself, and ends the lease like any other.
+A handoff may come in parts; what a part tells of is read while the source computes the next one. Parts count in their
+order: one whose predecessor is missing is not taken, and the answer says up to where they are known. One read of a
+transfer is open at a time; the last one carries the DONE.
+
+KvReady needs the last part, the source's CONFIRM and, when there are digests, their agreement for every block that was
+read. Every expect ends in exactly one KvReady or KvLost. The blocks given to read_into have a second owner until the
+last read's handle ends: a transfer that ends before its read leaves an orphan, and an orphan that stays is quarantined,
+for ever if need be. Where all blocks are kept no read carries the DONE: it is sent by itself, and ends the lease like
+any other.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from replicas.kv.handoff_actions import (
     HandoffTiming,
     KvLost,
     KvReady,
+    LastPartArrived,
     LossReason,
     ReadReleased,
     SendNote,
@@ -94,7 +103,7 @@ class HandoffReader:
     def read_into(
         self, transfer_id: str, local_block_ids: tuple[int, ...], num_kept: int, now_s: float
     ) -> list[Action]:
-        """Blocks for an arrived handoff, the first num_kept of which hold that KV already: only the others are read.
+        """Blocks for the whole prompt, the first num_kept of which hold their KV already: only the others are read.
 
         ReadReleased follows, at once when nothing is to be read or the transfer has ended meanwhile. Raises ValueError
         when no handoff has arrived, blocks were given before, or they are not what the handoff needs.
@@ -105,13 +114,8 @@ class HandoffReader:
         if transfer is None or transfer.phase is not TransferPhase.OFFERED:
             raise ValueError(f"transfer {transfer_id} is not waiting for blocks")
         transfer.give(local_block_ids, num_kept)
-        transfer.phase = TransferPhase.READING
-        done = self._note(NoteKind.DONE, transfer)
-        if not transfer.local_block_ids:
-            return [SendNote(transfer.peer.agent_name, done), *self.read_ended(transfer_id, True, "", now_s)]
-        return [
-            StartRead(transfer_id, transfer.peer, transfer.local_block_ids, transfer.remote_block_ids, done),
-        ]
+        transfer.phase = TransferPhase.BETWEEN
+        return self._go_on(transfer, now_s)
 
     def cancel(self, transfer_id: str, now_s: float) -> list[Action]:
         """The engine gives up: KvLost(CANCELLED) now. Nothing for a transfer that has ended."""
@@ -137,21 +141,26 @@ class HandoffReader:
     # -- messages of the source ----------------------------------------------------------------------------------
 
     def receive_handoff(self, handoff: Handoff, agent_name: str, now_s: float) -> list[Action]:
-        """A handoff, perhaps not the first copy. One that nobody waits for is answered by a drop."""
+        """A part, perhaps not the first copy of it. One that nobody waits for is answered by a drop."""
         transfer = self._match(handoff, agent_name)
         if transfer is None:
             epochs = (handoff.source_epoch, handoff.reader_epoch)
-            return [SendNote(agent_name, TransferNote(NoteKind.DROP, handoff.transfer_id, *epochs, "unknown"))]
+            return [SendNote(agent_name, TransferNote(NoteKind.DROP, handoff.transfer_id, *epochs, "unknown", 0))]
         if transfer.phase is TransferPhase.CONFIRMING:
             return [SendNote(agent_name, self._note(NoteKind.DONE, transfer))]
-        if transfer.phase is not TransferPhase.WAITING:
-            return self._renew(transfer, now_s)  # our answer was lost, or this copy was late
         mismatch = transfer.mismatch(handoff, self._fingerprint, self._require_digests)
         if mismatch:
             return self._lose(transfer, LossReason.MISMATCH, mismatch, now_s)
-        transfer.phase = TransferPhase.OFFERED
-        transfer.handoff = handoff
-        return [*self._renew(transfer, now_s), HandoffArrived(transfer.transfer_id, handoff)]
+        is_news = transfer.take(handoff)
+        actions = self._renew(transfer, now_s)
+        if not is_news:
+            return actions  # our answer was lost, this copy was late, or it was early
+        if transfer.phase is TransferPhase.WAITING:
+            transfer.phase = TransferPhase.OFFERED
+            return [*actions, HandoffArrived(transfer.transfer_id, handoff)]
+        if transfer.is_told:
+            actions.append(LastPartArrived(transfer.transfer_id, handoff))
+        return actions + self._go_on(transfer, now_s) if transfer.phase is TransferPhase.BETWEEN else actions
 
     def receive(self, note: TransferNote, agent_name: str, now_s: float) -> list[Action]:
         """A note from a source. Kinds that only a reader sends, and strangers' notes, are ignored."""
@@ -162,8 +171,10 @@ class HandoffReader:
             return self._lose(transfer, LossReason.REFUSED, note.reason, now_s)
         if note.kind is NoteKind.DROP:
             return self._lose(transfer, LossReason.DROPPED, note.reason, now_s)
-        # Before the read nothing can have been confirmed; during it, its own DONE may have been faster than our poll.
-        if note.kind is NoteKind.CONFIRM and transfer.phase in (TransferPhase.READING, TransferPhase.CONFIRMING):
+        # Before the last read nothing can have been confirmed; during it, its own DONE may have been faster than our
+        # poll.
+        is_last_read = transfer.phase is TransferPhase.READING and transfer.is_all_ordered
+        if note.kind is NoteKind.CONFIRM and (is_last_read or transfer.phase is TransferPhase.CONFIRMING):
             transfer.confirmed = True
             transfer.resend = None
             return self._finish(transfer, now_s)
@@ -178,31 +189,28 @@ class HandoffReader:
         transfer = self._transfers.get(transfer_id)
         if transfer is None or transfer.phase is not TransferPhase.READING:
             raise ValueError(f"transfer {transfer_id} has no read in flight")
-        transfer.phase = TransferPhase.CONFIRMING
-        transfer.renew_s = math.inf
-        actions: list[Action] = [ReadReleased(transfer_id)]
         if not ok:
-            return actions + self._lose(transfer, LossReason.READ_FAILED, detail, now_s)
-        if not transfer.confirmed:
-            # The first DONE is on its way: the read has carried it.
-            transfer.resend = Backoff(now_s, self._timing.resend_s, self._timing.max_resend_s)
-            self._wake(transfer)
-        if self._require_digests and transfer.digests:
-            return [*actions, CheckDigests(transfer_id, transfer.local_block_ids, transfer.digests)]
-        transfer.digest_agrees = True
-        return actions + self._finish(transfer, now_s)
+            transfer.phase = TransferPhase.CONFIRMING
+            return [ReadReleased(transfer_id), *self._lose(transfer, LossReason.READ_FAILED, detail, now_s)]
+        transfer.phase = TransferPhase.BETWEEN
+        check = transfer.read()
+        if not self._require_digests:
+            return self._go_on(transfer, now_s)
+        # The next read is under way while these blocks are digested. If they differ, it was in vain.
+        transfer.num_unchecked += len(check.local_block_ids)
+        return [*self._go_on(transfer, now_s), check]
 
-    def digests_checked(self, transfer_id: str, wrong: Sequence[int], now_s: float) -> list[Action]:
+    def digests_checked(self, check: CheckDigests, wrong: Sequence[int], now_s: float) -> list[Action]:
         """Answer to CheckDigests. wrong: places among its blocks, ascending. Nothing for a transfer that has ended."""
-        transfer = self._transfers.get(transfer_id)
+        transfer = self._transfers.get(check.transfer_id)
         if transfer is None:
             return []
         if wrong:
-            detail = transfer.describe_wrong(wrong)
-            dispute = Dispute(transfer_id, transfer.peer.epoch, self._epoch, transfer.disputed(wrong))
+            detail = transfer.describe_wrong(check, wrong)
+            dispute = Dispute(check.transfer_id, transfer.peer.epoch, self._epoch, transfer.disputed(check, wrong))
             lost = self._lose(transfer, LossReason.DIGEST_MISMATCH, detail, now_s)
             return [SendNote(transfer.peer.agent_name, dispute), *lost]
-        transfer.digest_agrees = True
+        transfer.num_unchecked -= len(check.local_block_ids)
         return self._finish(transfer, now_s)
 
     def tick(self, now_s: float) -> list[Action]:
@@ -235,14 +243,32 @@ class HandoffReader:
         return transfer if (message.source_epoch, message.reader_epoch, agent_name) == expected else None
 
     def _renew(self, transfer: ExpectedTransfer, now_s: float) -> list[Action]:
-        lease_s = transfer.handoff.lease_s if transfer.handoff is not None else self._timing.lease_s
-        transfer.renew_s = now_s + lease_s / 3
+        transfer.renew_s = now_s + (transfer.lease_s or self._timing.lease_s) / 3
         self._wake(transfer)
         return [SendNote(transfer.peer.agent_name, self._note(NoteKind.RENEW, transfer))]
 
+    def _go_on(self, transfer: ExpectedTransfer, now_s: float) -> list[Action]:
+        """No read of it is open: read what can be read, or, when all is here, wait for the source's word."""
+        transfer_id, agent_name = transfer.transfer_id, transfer.peer.agent_name
+        if (ordered := transfer.order()) is not None:
+            transfer.phase = TransferPhase.READING
+            note = self._note(NoteKind.DONE if transfer.is_all_ordered else NoteKind.RENEW, transfer)
+            return [StartRead(transfer_id, transfer.peer, *ordered, note)]
+        if not transfer.is_all_ordered:
+            return []
+        transfer.phase = TransferPhase.CONFIRMING
+        transfer.renew_s = math.inf
+        actions: list[Action] = []
+        if transfer.num_kept == transfer.num_blocks:  # else the last read has carried the first DONE
+            actions.append(SendNote(agent_name, self._note(NoteKind.DONE, transfer)))
+        if not transfer.confirmed:
+            transfer.resend = Backoff(now_s, self._timing.resend_s, self._timing.max_resend_s)
+            self._wake(transfer)
+        return [*actions, ReadReleased(transfer_id), *self._finish(transfer, now_s)]
+
     def _finish(self, transfer: ExpectedTransfer, now_s: float) -> list[Action]:
         """KvReady when everything it needs is there."""
-        if transfer.phase is not TransferPhase.CONFIRMING or not transfer.confirmed or not transfer.digest_agrees:
+        if transfer.phase is not TransferPhase.CONFIRMING or not transfer.confirmed or transfer.num_unchecked:
             return []
         self._forget_later(transfer, now_s)
         return [KvReady(transfer.transfer_id)]
@@ -254,7 +280,10 @@ class HandoffReader:
             self._orphans[transfer.transfer_id] = now_s + self._timing.quarantine_s
         if not transfer.confirmed and reason not in _SOURCE_KNOWS:
             actions.append(SendNote(transfer.peer.agent_name, self._note(NoteKind.DROP, transfer, reason)))
-        return [*actions, KvLost(transfer.transfer_id, reason, detail)]
+        actions.append(KvLost(transfer.transfer_id, reason, detail))
+        if transfer.phase is TransferPhase.BETWEEN:
+            actions.append(ReadReleased(transfer.transfer_id))
+        return actions
 
     def _forget_later(self, transfer: ExpectedTransfer, now_s: float) -> None:
         del self._transfers[transfer.transfer_id]
@@ -266,4 +295,5 @@ class HandoffReader:
         self._next_due_s = min(self._next_due_s, transfer.due_s)
 
     def _note(self, kind: NoteKind, transfer: ExpectedTransfer, reason: str = "") -> TransferNote:
-        return TransferNote(kind, transfer.transfer_id, transfer.peer.epoch, self._epoch, reason)
+        num_told = transfer.num_told if kind is NoteKind.RENEW else 0
+        return TransferNote(kind, transfer.transfer_id, transfer.peer.epoch, self._epoch, reason, num_told)

@@ -1,6 +1,6 @@
 """The source's half of the handoff protocol, as a pure state machine: no I/O, no clock, no torch.
 
-    offer --> OPEN --DONE while the lease lives--> confirmed
+    offer --> OPEN --DONE while the lease lives--> confirmed      (once all parts have been offered)
                |----DROP--------------------------> dropped
                |----lease ends--------------------> expired
                |----cancel------------------------> cancelled
@@ -8,6 +8,9 @@
 
 Every arrow ends in exactly one SourceReleased. Outcomes are remembered and answered again, so that a resent
 message changes nothing. Only a message with the right id, both epochs and the reader's agent name is acted on.
+
+A prompt may be offered in parts, each when it is computed. The lease is one, from the first part on. What the reader
+has not answered is sent again, all in one: a RENEW says how many blocks it has been told of.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from msgspec import structs
+
+from replicas.kv.block_digests import DIGEST_BYTES
 from replicas.kv.handoff_actions import (
     Action,
     Backoff,
@@ -31,20 +37,39 @@ _Key = tuple[str, str]  # transfer id, reader's epoch; the source's epoch is alw
 
 @dataclass(slots=True)
 class _Lease:
+    """handoff: all parts so far, as one. num_heard: of its blocks, those that the reader has been told of."""
+
     handoff: Handoff
     reader_agent: str
     deadline_s: float  # renewals do not reach past it
     expires_s: float
     resend: Backoff
-    answered: bool = False
+    num_heard: int = 0
 
     @property
     def key(self) -> _Key:
         return (self.handoff.transfer_id, self.handoff.reader_epoch)
 
     @property
+    def is_answered(self) -> bool:
+        return self.num_heard == len(self.handoff.block_ids)
+
+    @property
     def due_s(self) -> float:
-        return self.expires_s if self.answered else min(self.expires_s, self.resend.due_s)
+        return self.expires_s if self.is_answered else min(self.expires_s, self.resend.due_s)
+
+    def follows(self, part: Handoff) -> bool:
+        """Whether the part goes on where the parts so far end."""
+        is_next = part.first_block == len(self.handoff.block_ids) and not self.handoff.is_last
+        return is_next and bool(part.block_ids) and part.reader_epoch == self.handoff.reader_epoch
+
+    def unheard(self) -> Handoff:
+        """What the reader has not been told of, as far as is known: one part."""
+        if not self.num_heard:
+            return self.handoff
+        whole, first = self.handoff, self.num_heard
+        digests = None if whole.digests is None else whole.digests[first * DIGEST_BYTES :]
+        return structs.replace(whole, first_block=first, block_ids=whole.block_ids[first:], digests=digests)
 
 
 @dataclass(slots=True)
@@ -68,35 +93,52 @@ class HandoffSource:
     def num_open(self) -> int:
         return len(self._leases)
 
+    def is_open(self, transfer_id: str) -> bool:
+        return transfer_id in self._leases
+
     def is_open_with(self, agent_name: str) -> bool:
         """Whether this reader holds a lease."""
         return any(lease.reader_agent == agent_name for lease in self._leases.values())
 
     def offer(self, handoff: Handoff, reader_agent: str, deadline_s: float, now_s: float) -> list[Action]:
-        """Open a lease on handoff.block_ids for handoff.lease_s and send the handoff until it is answered.
+        """Open a lease on handoff.block_ids for handoff.lease_s, or, of a later part, take them into it; and send the
+        part until it is answered. A later part of a transfer that has ended meanwhile is ignored.
 
-        deadline_s: absolute; the lease ends by then, however often it is renewed. A drop that came before is
-        honoured at once. Raises ValueError for an id that was offered before, or a foreign epoch; nothing changes.
+        deadline_s: absolute, that of the first part; the lease ends by then, however often it is renewed. A drop that
+        came before is honoured at once. Raises ValueError for an id that was offered before, a part that does not
+        follow, or a foreign epoch; nothing changes.
         """
-        key = (handoff.transfer_id, handoff.reader_epoch)
-        ended = self._ended.get(key)
+        transfer_id = handoff.transfer_id
+        lease, ended = self._leases.get(transfer_id), self._ended.get((transfer_id, handoff.reader_epoch))
         if handoff.source_epoch != self._epoch:
             raise ValueError(f"epoch {handoff.source_epoch} is not {self._epoch}")
-        if handoff.transfer_id in self._leases or (ended is not None and ended.was_offered):
-            raise ValueError(f"transfer {handoff.transfer_id} was offered before")
+        if handoff.first_block:
+            if lease is None and ended is not None:
+                return []
+            if lease is None or lease.reader_agent != reader_agent or not lease.follows(handoff):
+                raise ValueError(f"transfer {transfer_id}: block {handoff.first_block} does not come next")
+            return self._go_on(lease, handoff, now_s)
+        if lease is not None or (ended is not None and ended.was_offered):
+            raise ValueError(f"transfer {transfer_id} was offered before")
         if ended is not None:
             ended.was_offered = True
-            return [SourceReleased(handoff.transfer_id, ended.outcome)]
+            return [SourceReleased(transfer_id, ended.outcome)]
         lease = _Lease(
             handoff=handoff,
             reader_agent=reader_agent,
             deadline_s=deadline_s,
             expires_s=min(now_s + handoff.lease_s, deadline_s),
-            resend=Backoff(now_s, self._timing.resend_s, self._timing.max_resend_s),
+            resend=self._backoff(now_s),
         )
-        self._leases[handoff.transfer_id] = lease
+        self._leases[transfer_id] = lease
         self._next_due_s = min(self._next_due_s, lease.due_s)
         return [SendNote(reader_agent, handoff)]
+
+    def unreachable(self, handoff: Handoff, now_s: float) -> list[Action]:
+        """The reader of this first part can't be reached: it is offered and over at once."""
+        key = (handoff.transfer_id, handoff.reader_epoch)
+        self._remember(key, SourceOutcome.PEER_UNREACHABLE, was_offered=True, lease_s=handoff.lease_s, now_s=now_s)
+        return [SourceReleased(handoff.transfer_id, SourceOutcome.PEER_UNREACHABLE)]
 
     def receive(self, note: TransferNote, agent_name: str, now_s: float) -> list[Action]:
         """A note from a reader. Kinds that only a source sends are ignored."""
@@ -143,21 +185,40 @@ class HandoffSource:
         for lease in list(self._leases.values()):
             if now_s >= lease.expires_s:
                 actions += self._end(lease, SourceOutcome.EXPIRED, now_s)
-            elif not lease.answered and now_s >= lease.resend.due_s:
+            elif not lease.is_answered and now_s >= lease.resend.due_s:
                 lease.resend.advance(now_s)
-                actions.append(SendNote(lease.reader_agent, lease.handoff))
+                actions.append(SendNote(lease.reader_agent, lease.unheard()))
         self._forget(now_s)
         self._next_due_s = min((lease.due_s for lease in self._leases.values()), default=math.inf)
         if self._ended:
             self._next_due_s = min(self._next_due_s, next(iter(self._ended.values())).forget_s)
         return actions
 
+    def _go_on(self, lease: _Lease, part: Handoff, now_s: float) -> list[Action]:
+        """A part more, under the same lease."""
+        if now_s >= lease.expires_s:
+            return self._end(lease, SourceOutcome.EXPIRED, now_s)
+        if lease.is_answered:
+            lease.resend = self._backoff(now_s)
+        before = lease.handoff
+        digests = None if before.digests is None or part.digests is None else before.digests + part.digests
+        lease.handoff = structs.replace(
+            part, first_block=0, block_ids=before.block_ids + part.block_ids, digests=digests
+        )
+        self._next_due_s = min(self._next_due_s, lease.due_s)
+        return [SendNote(lease.reader_agent, part)]
+
+    def _backoff(self, now_s: float) -> Backoff:
+        return Backoff(now_s, self._timing.resend_s, self._timing.max_resend_s)
+
     def _answer_open(self, lease: _Lease, note: TransferNote, now_s: float) -> list[Action]:
         if note.kind is NoteKind.RENEW:
-            lease.answered = True
+            lease.num_heard = max(lease.num_heard, min(note.num_blocks, len(lease.handoff.block_ids)))
             # Never shorten: a renewal that was overtaken by a later one must not undo it.
             lease.expires_s = max(lease.expires_s, min(now_s + lease.handoff.lease_s, lease.deadline_s))
             return []
+        if note.kind is NoteKind.DONE and not lease.handoff.is_last:
+            return []  # nobody can have read what was not offered
         outcome = SourceOutcome.CONFIRMED if note.kind is NoteKind.DONE else SourceOutcome.DROPPED
         return self._end(lease, outcome, now_s)
 
@@ -196,11 +257,11 @@ class HandoffSource:
         """Answer with the note's own epochs, so that its sender knows what is meant. A drop needs no answer."""
         if note.kind is NoteKind.DROP:
             return []
-        refusal = TransferNote(NoteKind.REFUSE, note.transfer_id, note.source_epoch, note.reader_epoch, reason)
+        refusal = TransferNote(NoteKind.REFUSE, note.transfer_id, note.source_epoch, note.reader_epoch, reason, 0)
         return [SendNote(agent_name, refusal)]
 
     def _note(self, kind: NoteKind, transfer_id: str, reader_epoch: str, reason: str = "") -> TransferNote:
-        return TransferNote(kind, transfer_id, self._epoch, reader_epoch, reason)
+        return TransferNote(kind, transfer_id, self._epoch, reader_epoch, reason, 0)
 
     def _remember(self, key: _Key, outcome: SourceOutcome, *, was_offered: bool, lease_s: float, now_s: float) -> None:
         self._ended.pop(key, None)

@@ -99,4 +99,4 @@ class LoadedPeers:
 
 def _greeting(local: TransferPeer, peer: TransferPeer, reason: str = "") -> bytes:
     """A note about no transfer, of a kind that is never answered: both halves of the protocol ignore it."""
-    return encode(TransferNote(NoteKind.CONFIRM, "", local.epoch, peer.epoch, reason))
+    return encode(TransferNote(NoteKind.CONFIRM, "", local.epoch, peer.epoch, reason, 0))

@@ -112,20 +112,24 @@ class TransferDriver:
         self._emit(ReaderChecked(transfer_id, problem))
 
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
-        """Digest the blocks if verification is on (blocks for that long), then offer them."""
-        transfer_id = handoff.transfer_id
+        """Digest the blocks if verification is on (blocks for that long), then offer them: a prompt's or a part's."""
+        transfer_id, is_later = handoff.transfer_id, handoff.first_block > 0
         try:
-            self.peers.load(reader)
-            if self._digest_blocks is not None:
+            if not is_later:
+                self.peers.load(reader)
+            if self._digest_blocks is not None and (not is_later or self.source.is_open(transfer_id)):
                 handoff = structs.replace(handoff, digests=self._digest_blocks(handoff.block_ids))
             actions = self.source.offer(handoff, reader.agent_name, deadline_s, self._now_s())
         except PeerUnreachable as error:
             self._report("unreachable", f"offer of {transfer_id}: {error}")
-            self._perform([SourceReleased(transfer_id, SourceOutcome.PEER_UNREACHABLE)])
+            self._perform(self.source.unreachable(handoff, self._now_s()))
         except Exception as error:
+            if is_later:  # what its reader knows of will never be all
+                self._perform(self.source.cancel(transfer_id, self._now_s()))
             self._refuse(transfer_id, "offer", error)
         else:
-            self._offered[transfer_id] = handoff.block_ids
+            if self.source.is_open(transfer_id):
+                self._offered[transfer_id] = self._offered.get(transfer_id, ()) + handoff.block_ids
             self._perform(actions)
 
     def expect(
@@ -272,7 +276,7 @@ class TransferDriver:
         except Exception as error:
             self._report("internal", f"digests of {order.transfer_id}: {error!r}")
             return self.reader.fail(order.transfer_id, LossReason.DIGEST_MISMATCH, repr(error), self._now_s())
-        return self.reader.digests_checked(order.transfer_id, wrong, self._now_s())
+        return self.reader.digests_checked(order, wrong, self._now_s())
 
     def _emit(self, event: Event) -> None:
         match event:

@@ -98,7 +98,7 @@ class TransferReads:
     def _begin(self, order: StartRead, is_first: bool, now_s: float) -> list[Action]:
         peer, local = order.peer, order.local_block_ids
         try:
-            handle = self._transport.start_read(peer, local, order.remote_block_ids, encode(order.done))
+            handle = self._transport.start_read(peer, local, order.remote_block_ids, encode(order.note))
         except Exception as error:
             self._on_failed(f"read of {order.transfer_id}: {error}")
             return self._reader.read_ended(order.transfer_id, False, str(error), now_s)

@@ -53,9 +53,9 @@ class TransferSnapshot:
 class TransferThread:
     """Moves KV for one engine. Commands may be given from any thread; they do not block, and answer by events:
 
-    every check_reader by one ReaderChecked; every accepted offer ends in one SourceReleased, every expect in one
-    KvReady or KvLost, every accepted read_into in one ReadReleased (or none, if its read never ends). What was
-    impossible is a CommandRefused.
+    every check_reader by one ReaderChecked; every accepted offer ends, with all its parts, in one SourceReleased; every
+    expect in one KvReady or KvLost; every accepted read_into in one ReadReleased (or none, if a read never ends). What
+    was impossible is a CommandRefused.
 
     make_transport: called on the new thread, the only one that touches the transport (a CUDA caller sets the
     device there). on_event: called on the transfer thread; must be quick and must not wait for this thread.
@@ -132,9 +132,15 @@ class TransferThread:
         first_tokens: Sequence[Token],
         deadline_s: float,
         candidates: Sequence[tuple[int, float]] = (),
+        first_block: int = 0,
+        is_last: bool = True,
     ) -> None:
         """Hand over these blocks, whose KV is written and visible to the device that reads. They must not change
-        until SourceReleased. deadline_s: when the request ends, on time.monotonic()."""
+        until SourceReleased. deadline_s: when the request ends, on time.monotonic().
+
+        They may be a part of the prompt's, from first_block on: the next one goes on where it ends, and the last one
+        has the first tokens.
+        """
         driver = self._running()
         handoff = Handoff(
             transfer_id=transfer_id,
@@ -147,6 +153,8 @@ class TransferThread:
             first_tokens=tuple(first_tokens),
             lease_s=self._timing.lease_s,
             candidates=tuple(candidates),
+            first_block=first_block,
+            is_last=is_last,
         )
         self._commands.put(partial(driver.offer, handoff, reader, deadline_s))
 

@@ -37,7 +37,7 @@ class EngineMetrics:
                 self._pool.prefill_time.observe(reply.prefill_s)
 
     def kv_loaded(self, transfer_s: float) -> None:
-        """A prompt's KV was read, confirmed and verified, so long after memory was allocated for it."""
+        """A prompt's KV was read, confirmed and verified, so long after its handoff, or its last part, had come."""
         self._pool.kv_transfer_time.observe(transfer_s)
 
     def step_done(self, duration_s: float) -> None:

@@ -139,7 +139,7 @@ class PoolMetrics(MetricSet):
         )
         self.kv_transfer_time = self.histogram(
             "splitserve_kv_transfer_seconds",
-            "From memory allocated for a prompt's KV to KV confirmed",
+            "From a handoff, or the last part of it, to KV confirmed",
             metric_buckets.TRANSFER_S,
             fixed=fixed,
         )

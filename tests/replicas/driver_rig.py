@@ -50,7 +50,7 @@ class Rig:
         driver = self.sources[source]
         epochs = (driver.local_peer.epoch, self.reader.local_peer.epoch)
         first = (Token("t", 0, 0, 1, None),)
-        handoff = Handoff(transfer_id, *epochs, "fake", block_ids, 4, None, first, 1.0, ())
+        handoff = Handoff(transfer_id, *epochs, "fake", block_ids, 4, None, first, 1.0, (), 0, True)
         driver.offer(handoff, self.reader.local_peer, self.time_s + after_s)
         self.run(0.002)
         self.reader.read_into(transfer_id, block_ids, num_kept)

@@ -188,7 +188,7 @@ class World:
         match action:
             case "offer":
                 ids = self.ids(self.source_ids, transfer_id)
-                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s, ())
+                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s, (), 0, True)
                 self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
                 for block_id in ids[: self.num_kept[transfer_id]]:  # of which nobody needs the source's copy
                     self.source_pool[block_id * BLOCK_BYTES] ^= 1

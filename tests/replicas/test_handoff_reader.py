@@ -24,13 +24,15 @@ TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s
 SOURCE = "prefill-s1"
 PEER = TransferPeer("prefill", "s1", SOURCE, b"", "f", num_blocks=10, block_bytes=64)
 DIGESTS = b"first...second.."
-HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, DIGESTS, (), 9.0, ())
-RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1", ""))
-DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1", ""))
+HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, DIGESTS, (), 9.0, (), 0, True)
+RENEW = SendNote(SOURCE, TransferNote(NoteKind.RENEW, "t", "s1", "r1", "", 2))
+DONE = SendNote(SOURCE, TransferNote(NoteKind.DONE, "t", "s1", "r1", "", 0))
+
+CHECK = CheckDigests("t", 0, (1, 2), DIGESTS)
 
 
 def note(kind: NoteKind, source_epoch: str = "s1", reader_epoch: str = "r1") -> TransferNote:
-    return TransferNote(kind, "t", source_epoch, reader_epoch, "")
+    return TransferNote(kind, "t", source_epoch, reader_epoch, "", 0)
 
 
 def waiting(require_digests: bool = True, deadline_s: float = 100.0) -> HandoffReader:
@@ -53,7 +55,7 @@ def reading(require_digests: bool = True, deadline_s: float = 100.0) -> HandoffR
 
 def confirming(deadline_s: float = 100.0) -> HandoffReader:
     reader = reading(deadline_s=deadline_s)
-    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigests("t", (1, 2), DIGESTS)]
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CHECK]
     return reader
 
 
@@ -67,11 +69,11 @@ def sent(actions: list[Action]) -> list[NoteKind]:
 
 def test_confirm_and_digest_in_either_order_make_it_ready() -> None:
     reader = confirming()
-    assert reader.digests_checked("t", (), 1.0) == []
+    assert reader.digests_checked(CHECK, (), 1.0) == []
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.1) == [KvReady("t")]
     reader = confirming()
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0) == []
-    assert reader.digests_checked("t", (), 1.1) == [KvReady("t")]
+    assert reader.digests_checked(CHECK, (), 1.1) == [KvReady("t")]
     assert reader.num_open == 0
 
 
@@ -92,14 +94,14 @@ def test_confirm_before_the_read_means_nothing() -> None:
 def test_digest_mismatch_is_lost_even_when_confirmed() -> None:
     reader = confirming()
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
-    actions = reader.digests_checked("t", (0, 1), 1.1)
+    actions = reader.digests_checked(CHECK, (0, 1), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == []  # the source has freed already
     assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (4, 5)))  # and must know all the same
 
 
 def test_digest_mismatch_before_confirm_drops() -> None:
-    actions = confirming().digests_checked("t", (1,), 1.1)
+    actions = confirming().digests_checked(CHECK, (1,), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     assert sent(actions) == [NoteKind.DROP]
     assert actions[0] == SendNote(SOURCE, Dispute("t", "s1", "r1", (5,)))
@@ -107,7 +109,7 @@ def test_digest_mismatch_before_confirm_drops() -> None:
 
 def test_done_is_resent_with_back_off_until_confirmed() -> None:
     reader = confirming()
-    reader.digests_checked("t", (), 1.0)
+    reader.digests_checked(CHECK, (), 1.0)
     times = [step / 64 for step in range(64, 160) if reader.tick(step / 64) == [DONE]]
     assert times == [1.125, 1.375, 1.875, 2.375]
     assert reader.receive(note(NoteKind.CONFIRM), SOURCE, 2.5) == [KvReady("t")]
@@ -211,7 +213,7 @@ def test_a_handoff_of_something_else_is_lost_and_dropped(wrong: Handoff) -> None
 )
 def test_a_strangers_handoff_is_dropped_and_changes_nothing(wrong: Handoff, agent: str) -> None:
     reader = waiting()
-    drop = TransferNote(NoteKind.DROP, wrong.transfer_id, wrong.source_epoch, wrong.reader_epoch, "unknown")
+    drop = TransferNote(NoteKind.DROP, wrong.transfer_id, wrong.source_epoch, wrong.reader_epoch, "unknown", 0)
     assert reader.receive_handoff(wrong, agent, 1.0) == [SendNote(agent, drop)]
     assert reader.receive_handoff(HANDOFF, SOURCE, 1.1)[-1] == HandoffArrived("t", HANDOFF)
 
@@ -229,7 +231,7 @@ def test_a_strangers_handoff_is_dropped_and_changes_nothing(wrong: Handoff, agen
 )
 def test_strangers_notes_are_ignored(wrong: TransferNote, agent: str) -> None:
     reader = confirming()
-    reader.digests_checked("t", (), 1.0)
+    reader.digests_checked(CHECK, (), 1.0)
     assert reader.receive(wrong, agent, 1.1) == []
     assert reader.num_open == 1
 
@@ -241,7 +243,7 @@ def test_a_second_copy_of_the_handoff_is_answered_by_phase() -> None:
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.3) == [RENEW]
     reader.read_ended("t", True, "", 0.4)
     assert reader.receive_handoff(HANDOFF, SOURCE, 0.5) == [DONE]
-    reader.digests_checked("t", (), 0.6)
+    reader.digests_checked(CHECK, (), 0.6)
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 0.7)
     assert sent(reader.receive_handoff(HANDOFF, SOURCE, 0.8)) == [NoteKind.DROP]
 
@@ -253,7 +255,7 @@ def test_peer_dead_loses_what_is_not_confirmed() -> None:
     reader = confirming()
     reader.receive(note(NoteKind.CONFIRM), SOURCE, 1.0)
     assert reader.peer_dead(SOURCE, 1.1) == []
-    assert reader.digests_checked("t", (), 1.2) == [KvReady("t")]
+    assert reader.digests_checked(CHECK, (), 1.2) == [KvReady("t")]
 
 
 def test_an_id_is_expected_once() -> None:
@@ -294,10 +296,10 @@ def test_read_into_wants_a_possible_number_of_kept_blocks_and_reads_over_none(
 
 
 def test_only_what_is_not_kept_is_read_and_verified() -> None:
-    reader = offered()
+    reader, check = offered(), CheckDigests("t", 1, (2,), b"second..")
     assert reader.read_into("t", (1, 2), 1, 0.2) == [StartRead("t", PEER, (2,), (5,), note(NoteKind.DONE))]
-    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), CheckDigests("t", (2,), b"second..")]
-    actions = reader.digests_checked("t", (0,), 1.1)
+    assert reader.read_ended("t", True, "", 1.0) == [ReadReleased("t"), check]
+    actions = reader.digests_checked(check, (0,), 1.1)
     assert lost(actions) == [LossReason.DIGEST_MISMATCH]
     (loss,) = (action for action in actions if isinstance(action, KvLost))
     assert loss.detail == "block 1 of the prompt (5 of prefill, read into 2); wrong in all: 1 of 1 read"
@@ -305,7 +307,7 @@ def test_only_what_is_not_kept_is_read_and_verified() -> None:
 
 
 def test_the_first_wrong_block_is_named() -> None:
-    (loss,) = (a for a in confirming().digests_checked("t", (0, 1), 1.1) if isinstance(a, KvLost))
+    (loss,) = (a for a in confirming().digests_checked(CHECK, (0, 1), 1.1) if isinstance(a, KvLost))
     assert loss.detail == "block 0 of the prompt (4 of prefill, read into 1); wrong in all: 2 of 2 read"
 
 

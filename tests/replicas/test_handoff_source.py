@@ -10,11 +10,13 @@ from replicas.messages import Dispute, Handoff, NoteKind, TransferNote
 
 TIMING = HandoffTiming(lease_s=9.0, resend_s=0.125, max_resend_s=0.5, remember_s=60.0)
 READER = "decode-r1"
-HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, None, (), 9.0, ())
+HANDOFF = Handoff("t", "s1", "r1", "f", (4, 5), 30, None, (), 9.0, (), 0, True)
 
 
-def note(kind: NoteKind, transfer_id: str = "t", source_epoch: str = "s1", reader_epoch: str = "r1") -> TransferNote:
-    return TransferNote(kind, transfer_id, source_epoch, reader_epoch, "")
+def note(
+    kind: NoteKind, transfer_id: str = "t", source_epoch: str = "s1", reader_epoch: str = "r1", num_blocks: int = 2
+) -> TransferNote:
+    return TransferNote(kind, transfer_id, source_epoch, reader_epoch, "", num_blocks)
 
 
 def opened(deadline_s: float = 1000.0) -> HandoffSource:
@@ -150,7 +152,7 @@ def test_wrong_drops_and_a_sources_kinds_are_ignored(wrong: TransferNote, agent:
 
 def test_peer_dead_frees_only_its_leases_and_fences_it() -> None:
     source = opened()
-    other = Handoff("t2", "s1", "r2", "f", (7,), 3, None, (), 9.0, ())
+    other = Handoff("t2", "s1", "r2", "f", (7,), 3, None, (), 9.0, (), 0, True)
     source.offer(other, "decode-r2", 1000.0, 0.0)
     assert source.peer_dead(READER, 1.0) == [SourceReleased("t", SourceOutcome.PEER_DEAD)]
     assert source.num_open == 1

@@ -122,7 +122,7 @@ def test_the_source_of_one_that_is_kept_may_be_gone() -> None:
     rig.run(0.1)
     source = rig.sources[0]
     first = (Token("kept", 0, 0, 1, None),)
-    handoff = Handoff("kept", "1", "1", "fake", (3, 4), 4, None, first, 1.0, ())
+    handoff = Handoff("kept", "1", "1", "fake", (3, 4), 4, None, first, 1.0, (), 0, True)
     source.offer(handoff, rig.reader.local_peer, rig.time_s + 1.0)
     rig.run(0.002)
     rig.network.kill(source.local_peer.agent_name)

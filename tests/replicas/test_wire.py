@@ -74,8 +74,10 @@ handoffs = st.builds(
     st.lists(st.builds(Token, names, counts, counts, counts, finishes, st.none()), max_size=4).map(tuple),
     st.floats(1e-6, 1e6),
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
+    counts,
+    st.booleans(),
 )
-notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names)
+notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names, counts)
 disputes = st.builds(Dispute, names, names, names, st.lists(counts, min_size=1, max_size=20).map(tuple))
 
 FRAME = Frame(
@@ -89,8 +91,8 @@ FRAME = Frame(
     (("r1", 32),),
     (("r1", 12, 9),),
 )
-HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),))
-NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "")
+HANDOFF = Handoff("t", "s", "r", "f", (3, 4), 30, b"d" * 16, (Token("t", 0, 0, 9, None),), 5.0, ((7, -0.5),), 0, True)
+NOTE = TransferNote(NoteKind.DONE, "t", "s", "r", "", 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -197,6 +199,11 @@ def _fields(payload: bytes) -> list[Any]:
         (10, [[1]]),
         (10, [[-1, -0.5]]),
         (10, [[1, float("nan")]]),
+        (11, -1),
+        (11, True),
+        (11, None),
+        (12, 1),
+        (12, None),
     ],
 )
 def test_every_field_is_checked(index: int, value: object) -> None:
@@ -212,6 +219,22 @@ def test_a_dispute_names_blocks(block_ids: object) -> None:
     fields[4] = block_ids
     with pytest.raises(MalformedMessage):
         decode_notification(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 1.0, True, "1", None])
+def test_a_note_counts_blocks(num_blocks: object) -> None:
+    fields = _fields(encode(NOTE))
+    fields[6] = num_blocks
+    with pytest.raises(MalformedMessage):
+        decode_notification(msgpack.packb(fields))
+
+
+def test_a_part_says_which_it_is() -> None:
+    """Neither field may be left out: what is no part would be taken for a whole prompt."""
+    fields = _fields(encode(HANDOFF))
+    for num_fields in (-1, -2):
+        with pytest.raises(MalformedMessage):
+            decode_notification(msgpack.packb(fields[:num_fields]))
 
 
 def test_a_whole_number_of_seconds_is_taken() -> None:

@@ -18,7 +18,7 @@ from scheduler.engine_core import EngineCore, Turn
 from scheduler.generated_token import Token
 from scheduler.lane import Lane
 from scheduler.memory_budget import MemoryBudget, num_blocks_for
-from scheduler.outcome import Ledger, PromptDone
+from scheduler.outcome import Ledger, PromptDone, PromptPart
 from scheduler.plan import StepOutput, StepPlan
 from scheduler.request import TERMINAL_STATES, Request, RequestState, Sequence
 from scheduler.scheduler import Scheduler
@@ -104,7 +104,7 @@ class SimulatedEngine:
         max_blocks: int,
         rng: random.Random,
         faults: FaultRates,
-        on_event: Callable[[Token | PromptDone], None],
+        on_event: Callable[[Token | PromptPart | PromptDone], None],
         on_end: Callable[[str], None],
         drafts: OracleDrafts | None = None,
     ) -> None:
@@ -310,7 +310,7 @@ class SimulatedEngine:
         before = self._tables(output)
         events = self._core.commit(output, now_s, self._take(step, now_s))
         self._given_back(before)
-        for event in (*events.tokens, *events.prompts):
+        for event in (*events.tokens, *events.parts, *events.prompts):
             self._on_event(event)
         self.check()
 
@@ -421,6 +421,9 @@ class SimulatedEngine:
             assert chunk.start == progress, "a gap or an overlap in a prompt"
             assert chunk.token_ids == request.spec.prompt_ids[chunk.start : chunk.end] != ()
             self._prompt_progress[chunk.request_id] = chunk.end
+            places = slice(chunk.start // scheduler.limits.block_size, -(-chunk.end // scheduler.limits.block_size))
+            written = set(request.sequences[0].block_ids[places])
+            assert being_read.isdisjoint(written), f"{chunk} writes a block which a transfer holds"
             assert chunk.sampled_choices == (request.prompt_choices if chunk.end == request.prompt_len else ())
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from scheduler.constant_drafts import ConstantDrafts
 from scheduler.draft_planner import Speculation
 from scheduler.generated_token import Token
 from scheduler.generation_spec import GenerationSpec
-from scheduler.outcome import NeverFits, PromptDone
+from scheduler.outcome import NeverFits, PromptDone, PromptPart
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.request import Request, RequestState
@@ -61,6 +61,7 @@ class Workload:
     beam_rate: float = 0.0  # part of the requests that are beam searches
     all_able: bool = False  # both engines can do everything
     known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
+    prefill_step_tokens: int | None = None  # None: any number
     two_lanes: bool = False  # each computes prompts beside its rows
     damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
@@ -88,11 +89,15 @@ class Client:
 
 @dataclass(slots=True)
 class Transfer:
-    """One handoff. unread: pairs (source block, reader block) still to copy, in random order."""
+    """One handoff. offered: the source's blocks so far. unread: pairs (source block, reader block) that are ordered and
+    still to copy, in random order."""
 
     request_id: str
-    done: PromptDone
     wait: int  # ticks until the next thing happens
+    offered: list[int] = field(default_factory=list)
+    done: PromptDone | None = None  # when no part follows
+    given: tuple[int, ...] = ()  # the reader's blocks
+    num_ordered: int = 0
     unread: list[tuple[int, int]] | None = None  # None: not begun
     released: bool = False  # the reader's scheduler knows that the read has ended
     lost: bool = False
@@ -126,12 +131,15 @@ class SimulatedSystem:
         decode_blocks = int(rng.randint(45, 120) / workload.scarcity) // block_size + 4
         prefill_blocks = rng.randint(25, 60) // block_size + 2
         decode = PoolLimits(decode_blocks, block_size, max_sequences, max_sequences + rng.randint(0, 16))
-        prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), rng.randint(1, 16))
+        step_tokens = workload.prefill_step_tokens or rng.randint(1, 16)
+        prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), step_tokens)
         max_blocks = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // block_size)
         self.now_s = 0.0
         self.clients: dict[str, Client] = {}
         self.num_handed_over = 0
         self.num_kept = 0  # blocks that were not read, as they were there
+        self.num_early = 0  # blocks that were read before their prompt was computed
+        self.num_ended_between = 0  # transfers whose source let go of them between parts
         self._open: dict[str, float] = {}  # -> when its client loses patience
         self._transfers: dict[str, Transfer] = {}
         speculation = None
@@ -290,16 +298,25 @@ class SimulatedSystem:
     def _iterate_prefill(self) -> None:
         self.prefill.iterate(self.now_s)
 
-    def _on_prefill(self, done: Token | PromptDone) -> None:
-        assert isinstance(done, PromptDone)
-        for event in done.first_tokens:
-            self._receive(event)
-        if done.block_ids:
-            self._transfers[done.request_id] = Transfer(done.request_id, done, self.rng.randint(0, 4))
+    def _on_prefill(self, event: Token | PromptPart | PromptDone) -> None:
+        assert not isinstance(event, Token)
+        transfer = self._transfers.get(event.request_id)
+        if isinstance(event, PromptDone):
+            for token in event.first_tokens:
+                self._receive(token)
+            if not event.block_ids:
+                self.decode.end(event.request_id, RequestState.CANCELLED, self.now_s)
+                return
+        if transfer is None:
+            transfer = Transfer(event.request_id, self.rng.randint(0, 4))
+            self._transfers[event.request_id] = transfer
+        if isinstance(event, PromptPart):
+            transfer.offered += event.block_ids
         else:
-            self.decode.end(done.request_id, RequestState.CANCELLED, self.now_s)
+            assert event.block_ids[: len(transfer.offered)] == tuple(transfer.offered), "the parts are others"
+            transfer.offered, transfer.done = list(event.block_ids), event
 
-    def _on_decode(self, event: Token | PromptDone) -> None:
+    def _on_decode(self, event: Token | PromptPart | PromptDone) -> None:
         assert isinstance(event, Token)
         self._receive(event)
 
@@ -339,26 +356,38 @@ class SimulatedSystem:
                 self._drop(transfer)
                 return
             load = self.decode.scheduler.begin_load(request_id, self.now_s)
-            pairs = list(zip(transfer.done.block_ids, load.block_ids, strict=True))
             self.num_kept += load.num_kept
-            transfer.unread = pairs[load.num_kept :]
-            rng.shuffle(transfer.unread)
+            transfer.given, transfer.num_ordered, transfer.unread = load.block_ids, load.num_kept, []
             transfer.lost = rng.random() < self.workload.lost_read_rate
         elif transfer.unread:
             for _ in range(rng.randint(1, len(transfer.unread))):
                 source, target = transfer.unread.pop()
                 self.decode.runner.blocks[target] = list(self.prefill.runner.blocks[source])
+                self.num_early += transfer.done is None
             if on_decode is None:  # an orphan: its last writes come late
                 self._end_lease(request_id)
                 transfer.wait = rng.choice([0, 3, 30])
+        elif on_decode is not None and transfer.num_ordered < len(transfer.offered):
+            end = len(transfer.offered)
+            places = range(transfer.num_ordered, end)
+            transfer.unread = [(transfer.offered[place], transfer.given[place]) for place in places]
+            rng.shuffle(transfer.unread)
+            transfer.num_ordered = end
+        elif transfer.done is None:
+            if on_decode is None:
+                self._drop(transfer)
+            elif rng.random() < self.workload.lost_read_rate / 5:  # its lease ends while it waits for the next part
+                self.num_ended_between += 1
+                self._end_both(request_id)
+                self._drop(transfer)
         elif not transfer.released and (on_decode is None or transfer.lost or rng.random() < 0.6):
             self.decode.scheduler.transfer_ended(request_id)
             transfer.released = True
             transfer.wait = rng.randint(0, 2)
         else:
-            self._confirm(transfer, on_decode)
+            self._confirm(transfer, transfer.done, on_decode)
 
-    def _confirm(self, transfer: Transfer, on_decode: Request | None) -> None:
+    def _confirm(self, transfer: Transfer, done: PromptDone, on_decode: Request | None) -> None:
         """The read is over. It counts if the lease was alive throughout."""
         request_id = transfer.request_id
         on_prefill = self.prefill.scheduler.get(request_id)
@@ -370,9 +399,9 @@ class SimulatedSystem:
         self.num_handed_over += 1
         self._end_lease(request_id)
         if on_decode.search is not None:
-            self.decode.scheduler.beams_ready(request_id, transfer.done.candidates, self.now_s)
+            self.decode.scheduler.beams_ready(request_id, done.candidates, self.now_s)
         else:
-            self.decode.scheduler.kv_ready(request_id, transfer.done.first_tokens, self.now_s)
+            self.decode.scheduler.kv_ready(request_id, done.first_tokens, self.now_s)
         self._drop(transfer)
 
     def _drop(self, transfer: Transfer) -> None:
@@ -381,6 +410,10 @@ class SimulatedSystem:
         del self._transfers[transfer.request_id]
 
     def _end_lease(self, request_id: str) -> None:
+        """At the source: a prompt of which only parts were offered ends with it, as nobody would read the rest."""
+        on_prefill = self.prefill.scheduler.get(request_id)
+        if on_prefill is not None and on_prefill.state is RequestState.PREFILLING:
+            self.prefill.end(request_id, RequestState.FAILED, self.now_s)
         for _ in range(self.rng.choice([1, 1, 2])):  # told twice now and then
             self.prefill.scheduler.lease_ended(request_id, self.now_s)
 

@@ -34,6 +34,17 @@ def test_split(seed: int, lag: int) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_prompts_in_many_parts(seed: int, lag: int) -> None:
+    """Read while they are computed, and given up by either side between two parts."""
+    faults = FAULTS if seed % 2 else FaultRates()
+    system = run(Workload(seed, lag, local_share=0.0, prefill_step_tokens=3, lost_read_rate=0.1, faults=faults))
+    assert system.num_handed_over > 20
+    assert system.num_early > 50
+    assert system.num_ended_between > 0
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_colocated(seed: int, lag: int) -> None:
     system = run(Workload(seed, lag, local_share=1.0))
