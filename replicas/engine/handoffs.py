@@ -170,10 +170,10 @@ class Handoffs:
     def _on_handoff(self, transfer_id: str, handoff: Handoff) -> None:
         if self._scheduler.get(transfer_id) is None:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
-        load = self._scheduler.begin_load(transfer_id, time.monotonic())
-        self.transfers.read_into(transfer_id, load.block_ids, load.num_kept)
         if handoff.is_last:
             self._on_last_part(transfer_id, handoff)
+        load = self._scheduler.begin_load(transfer_id, time.monotonic())
+        self.transfers.read_into(transfer_id, load.block_ids, load.num_kept)
 
     def _on_last_part(self, transfer_id: str, handoff: Handoff) -> None:
         opened = self._calls.by_id.get(transfer_id)
