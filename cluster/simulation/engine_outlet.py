@@ -7,7 +7,7 @@ from typing import Protocol
 from cluster.simulation.client import Attempt
 from cluster.simulation.simulated_frame import SimulatedFrame
 from replicas.messages import EngineLoad
-from scheduler.outcome import PromptDone
+from scheduler.outcome import PromptDone, PromptPart
 
 
 class EngineOutlet(Protocol):
@@ -16,8 +16,12 @@ class EngineOutlet(Protocol):
     def send_frame(self, replica_id: str, frame: SimulatedFrame, now_s: float) -> None:
         """Of an engine that decodes."""
 
+    def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
+        """Some of a prompt that is handed over is computed: the part to its reader."""
+
     def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float) -> None:
-        """A prompt is computed that is handed over: the answer to its router, and the handoff, if there is one."""
+        """A prompt is computed that is handed over: the answer to its router, and the handoff, or the last part of it,
+        if there is one."""
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         """This engine is done with the source's blocks, or does not want them."""

@@ -45,6 +45,14 @@ class SimulatedCalls:
         if request is not None and request.state is not RequestState.LEASED:
             self._scheduler.end(request_id, RequestState.CANCELLED, now_s)
 
+    def lease_ended(self, request_id: str, now_s: float) -> None:
+        """The reader is done with the blocks, or does not want them. A prompt that is not computed yet ends with it:
+        its router does not wait for it."""
+        request = self._scheduler.get(request_id)
+        if request is not None and request.state is RequestState.PREFILLING:
+            self._scheduler.end(request_id, RequestState.FAILED, now_s)
+        self._scheduler.lease_ended(request_id, now_s)
+
     def turned(self, turn: Turn) -> None:
         """What a turn decided is told to those concerned. That a request's time is up, its router knows by itself."""
         for request in turn.admitted:
@@ -90,6 +98,8 @@ class SimulatedCalls:
         events = self._core.commit(output, now_s, lane)
         for event in events.tokens:
             self._count(event, now_s)
+        for part in events.parts:
+            self._outlet.offer_part(self.by_id[part.request_id], part, now_s)
         for done in events.prompts:
             self._outlet.answer_prompt(self.by_id[done.request_id], done, self._load(), now_s)
         self.last_commit_s = now_s

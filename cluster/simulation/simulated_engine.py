@@ -71,14 +71,15 @@ class SimulatedEngine:
     def cancel(self, request_id: str, now_s: float) -> None:
         """The router has gone."""
         self._post(partial(self.calls.cancel, request_id), now_s)
+        self._post(partial(self._handoffs.cancelled, request_id), now_s)
 
-    def handoff(self, attempt: Attempt, now_s: float) -> None:
-        """The source has the KV of a request."""
-        self._post(partial(self._handoffs.arrived, attempt), now_s)
+    def handoff(self, attempt: Attempt, num_blocks: int | None, now_s: float) -> None:
+        """The source has so many blocks more of a prompt's KV, or all that is left of it: None."""
+        self._handoffs.part_arrived(attempt, num_blocks, now_s)
 
     def lease_ended(self, request_id: str, now_s: float) -> None:
         """The reader is done with the blocks, or does not want them."""
-        self._post(partial(self.scheduler.lease_ended, request_id), now_s)
+        self._post(partial(self.calls.lease_ended, request_id), now_s)
 
     def _post(self, action: Action, now_s: float) -> None:
         next_s = self._stretches.interrupt(now_s)

@@ -12,7 +12,7 @@ from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.simulated_frame import SimulatedFrame
 from cluster.simulation.simulated_router import SimulatedRouter
 from replicas.messages import EngineLoad
-from scheduler.outcome import PromptDone
+from scheduler.outcome import PromptDone, PromptPart
 
 
 class SimulatedNetwork:
@@ -74,9 +74,14 @@ class SimulatedNetwork:
         )
         if not is_over:
             decode = self._decodes[attempt.route.decode_id]
-            self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, at_s))
+            self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, None, at_s))
 
     # -- from engines to engines -------------------------------------------------------------------
+
+    def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
+        """To its decode replica."""
+        decode, num_blocks = self._decodes[attempt.route.decode_id], len(part.block_ids)
+        self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, num_blocks, at_s))
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         """The source is told."""

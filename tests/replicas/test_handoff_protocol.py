@@ -3,6 +3,7 @@
 What must hold whatever happens: KV that is called ready is the source's KV as offered, confirmed under a live
 lease, behind what the reader had kept; a block that is kept is never written, and how the source's copy of it is does
 not matter; every expect ends once; every block is let go of once, on both sides, or its read has truly never ended.
+All that with handoffs in parts: what the source has not offered yet is noise, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from replicas.kv.handoff_actions import (
     HandoffTiming,
     KvLost,
     KvReady,
+    LastPartArrived,
     LossReason,
     ReadReleased,
     SourceOutcome,
     SourceReleased,
 )
 from replicas.kv.transfer_driver import TransferDriver
-from replicas.messages import Handoff
+from replicas.messages import Handoff, Token
 from tests.replicas.fake_transport import FakeNetwork, FakeTransport, NetworkFaults, ReadFate
 
 TIMING = HandoffTiming(lease_s=0.06, resend_s=0.005, max_resend_s=0.02, remember_s=0.3, quarantine_s=0.05)
@@ -36,7 +38,7 @@ STEP_S = 0.004
 END_S = 0.6  # every deadline, lease and finite delay has passed by then
 BLOCK_BYTES = 16
 NUM_TRANSFERS = 3
-BLOCKS_EACH = 3
+BLOCKS_EACH = 4
 NUM_BLOCKS = NUM_TRANSFERS * BLOCKS_EACH
 
 
@@ -85,6 +87,9 @@ class World:
         pool_bytes = NUM_BLOCKS * BLOCK_BYTES
         self.source_pool, self.reader_pool = bytearray(rng.randbytes(pool_bytes)), bytearray(rng.randbytes(pool_bytes))
         self.original, self.kept = bytes(self.source_pool), bytes(self.reader_pool)
+        self.source_pool[:] = b"\xee" * pool_bytes  # computed when it is offered
+        self.num_offered: Counter[str] = Counter()
+        self.num_early = 0  # blocks that were read before the last part was offered
         self.source_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.reader_ids = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         self.source_events: list[Event] = []
@@ -92,6 +97,7 @@ class World:
         self.reads_given: list[tuple[float, str]] = []  # when the reader's engine finds memory
         self.num_given: Counter[str] = Counter()
         self.num_kept = {str(number): rng.randint(0, BLOCKS_EACH) for number in range(NUM_TRANSFERS)}
+        self.num_in = Counter(self.num_kept)  # blocks of each that are at the reader
         self.num_disputed = 0
         self.num_read = 0  # blocks of reads that succeeded
         self.corrupted: set[str] = set()
@@ -122,8 +128,13 @@ class World:
         assert tuple(source_block_ids) == self.ids(self.source_ids, transfer_id)
 
     def after_read(self, transfer_id: str, local_block_ids: Sequence[int]) -> None:
-        assert tuple(local_block_ids) == self.ids(self.reader_ids, transfer_id)[self.num_kept[transfer_id] :]
+        ids, first = self.ids(self.reader_ids, transfer_id), self.num_in[transfer_id]
+        assert tuple(local_block_ids) == ids[first : first + len(local_block_ids)], "each once, in order"
+        self.num_in[transfer_id] += len(local_block_ids)
+        assert self.num_in[transfer_id] <= self.num_offered[transfer_id]
         self.num_read += len(local_block_ids)
+        if self.num_offered[transfer_id] < BLOCKS_EACH:
+            self.num_early += len(local_block_ids)
         if self.rng.random() < self.corruption:
             self.corrupted.add(transfer_id)
             self.reader_pool[self.rng.choice(local_block_ids) * BLOCK_BYTES] ^= 1
@@ -137,7 +148,9 @@ class World:
     def _on_source_event(self, event: Event) -> None:
         self.source_events.append(event)
         if isinstance(event, BlocksDisputed):
-            read = self.ids(self.source_ids, event.transfer_id)[self.num_kept[event.transfer_id] :]
+            read = self.ids(self.source_ids, event.transfer_id)[
+                self.num_kept[event.transfer_id] : self.num_in[event.transfer_id]
+            ]
             assert set(event.block_ids) <= set(read)
             self.num_disputed += 1
         if isinstance(event, SourceReleased):
@@ -156,6 +169,10 @@ class World:
         assert SourceReleased(transfer_id, SourceOutcome.CONFIRMED) in self.source_events
         assert ReadReleased(transfer_id) in self.reader_events
         assert transfer_id not in self.corrupted
+        told = [e.handoff for e in self.reader_events if isinstance(e, HandoffArrived | LastPartArrived)
+                and e.transfer_id == transfer_id]  # fmt: skip
+        assert [handoff.is_last for handoff in told] in ([True], [False, True])
+        assert told[-1].first_tokens == first_tokens(transfer_id)
         pairs = zip(self.ids(self.source_ids, transfer_id), self.ids(self.reader_ids, transfer_id), strict=True)
         for place, (source_id, reader_id) in enumerate(pairs):
             expected = self.original[source_id * BLOCK_BYTES : (source_id + 1) * BLOCK_BYTES]
@@ -177,7 +194,10 @@ class World:
             transfer_id = str(number)
             deadline_s = self.rng.uniform(0.02, 0.3)
             self.reader.expect(transfer_id, self.source.local_peer, 30, BLOCKS_EACH, deadline_s)
-            script.append((self.rng.uniform(0, 0.03), "offer", transfer_id))
+            at_s = 0.0
+            for end in (*sorted(self.rng.sample(range(1, BLOCKS_EACH), self.rng.choice((0, 0, 1, 2, 3)))), BLOCKS_EACH):
+                at_s += self.rng.uniform(0, 0.03)
+                script.append((at_s, f"offer {end}", transfer_id))
             if self.rng.random() < 0.2:
                 script.append((self.rng.uniform(0, 0.1), self.rng.choice(("cancel", "withdraw")), transfer_id))
         if self.rng.random() < 0.1:
@@ -185,23 +205,38 @@ class World:
         return sorted(script)
 
     def act(self, action: str, transfer_id: str) -> None:
-        match action:
-            case "offer":
-                ids = self.ids(self.source_ids, transfer_id)
-                handoff = Handoff(transfer_id, "1", "1", "fake", ids, 30, None, (), TIMING.lease_s, (), 0, True)
-                self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
-                for block_id in ids[: self.num_kept[transfer_id]]:  # of which nobody needs the source's copy
-                    self.source_pool[block_id * BLOCK_BYTES] ^= 1
-            case "cancel":
+        match action.split():
+            case ["offer", end]:
+                self._offer(transfer_id, int(end))
+            case ["cancel"]:
                 self.reader.cancel(transfer_id)
-            case "withdraw":
+            case ["withdraw"]:
                 self.source.cancel(transfer_id)
-            case "source dies":
+            case ["source", "dies"]:
                 self.network.kill("prefill-1")
                 self.reader.forget_peer("prefill-1")
-            case "reader dies":
+            case ["reader", "dies"]:
                 self.network.kill("decode-1")
                 self.source.forget_peer("decode-1")
+
+    def _offer(self, transfer_id: str, end: int) -> None:
+        """The next part, up to block `end`. As an engine, none when the transfer is known to have ended."""
+        first = self.num_offered[transfer_id]
+        was_released = any(e.transfer_id == transfer_id for e in self.source_events if isinstance(e, SourceReleased))
+        if first and was_released and self.rng.random() < 0.5:  # else it learns of it too late
+            return
+        ids, is_last = self.ids(self.source_ids, transfer_id)[first:end], end == BLOCKS_EACH
+        for block_id in () if was_released else ids:
+            at = slice(block_id * BLOCK_BYTES, (block_id + 1) * BLOCK_BYTES)
+            self.source_pool[at] = self.original[at]
+        tokens = first_tokens(transfer_id) if is_last else ()
+        handoff = Handoff(
+            transfer_id, "1", "1", "fake", ids, 30, None, tokens, TIMING.lease_s, (), first, is_last
+        )  # fmt: skip
+        self.num_offered[transfer_id] = end
+        self.source.offer(handoff, self.reader.local_peer, self.time_s + 0.3)
+        for block_id in ids[: max(0, self.num_kept[transfer_id] - first)]:  # of which nobody needs the source's copy
+            self.source_pool[block_id * BLOCK_BYTES] ^= 1
 
     def run(self) -> None:
         script = self.start()
@@ -219,6 +254,10 @@ class World:
             pending = script or self.reads_given or self.reader.reads.in_flight
             if not pending and not self.source.is_busy and not self.reader.is_busy:
                 break
+
+
+def first_tokens(transfer_id: str) -> tuple[Token, ...]:
+    return (Token(transfer_id, 0, 0, 7, None),)
 
 
 def _of(events: list[Event], *kinds: type) -> Counter[str]:
@@ -241,7 +280,7 @@ def check_end(world: World) -> Counter[str]:
         assert not stuck
     for driver in (world.source, world.reader):
         assert not set(driver.errors) - {"unreachable", "read", "probe", "disputed"}
-    outcomes: Counter[str] = Counter({"disputed": world.num_disputed})
+    outcomes: Counter[str] = Counter({"disputed": world.num_disputed, "early": world.num_early})
     for event in [*world.reader_events, *world.source_events]:
         match event:
             case KvReady(transfer_id):
@@ -267,6 +306,7 @@ def test_random_networks(batch: int) -> None:
     # The runs must have visited the interesting ends, or the assertions above say little.
     assert outcomes["ready"] > 100
     assert outcomes["disputed"] > 0
+    assert outcomes["early"] > 10
     assert all(outcomes[f"ready, {num_kept} kept"] > 10 for num_kept in range(BLOCKS_EACH + 1)), outcomes
     for reason in set(LossReason) - {LossReason.MISMATCH, LossReason.PEER_UNREACHABLE}:
         assert outcomes[reason] > 0, outcomes
@@ -286,10 +326,11 @@ class LosesFirstCopies(NetworkFaults):
         return () if first else (0.0,)
 
 
+@pytest.mark.parametrize("step", [1, 2, BLOCKS_EACH], ids=["many parts", "parts", "whole"])
 @pytest.mark.parametrize("num_kept", range(BLOCKS_EACH + 1))
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("make_faults", [NetworkFaults, LosesFirstCopies])
-def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: bool, num_kept: int) -> None:
+def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: bool, num_kept: int, step: int) -> None:
     faults = make_faults()
     world = next(world for world in map(World, range(100)) if world.verify is verify)
     world.network.faults = faults
@@ -297,9 +338,15 @@ def test_a_patient_pair_loses_nothing(make_faults: type[NetworkFaults], verify: 
     for number in range(NUM_TRANSFERS):
         world.num_kept[str(number)] = num_kept
         world.reader.expect(str(number), world.source.local_peer, 30, BLOCKS_EACH, 0.5)
-        world.act("offer", str(number))
-    world.start = list  # type: ignore[method-assign]
+        world.num_in[str(number)] = num_kept
+    world.start = lambda: [  # type: ignore[method-assign]
+        (0.02 * end, f"offer {end}", str(number)) for end in range(step, BLOCKS_EACH + 1, step)
+        for number in range(NUM_TRANSFERS)
+    ]  # fmt: skip
     world.run()
-    ready = {"disputed": 0, "ready": NUM_TRANSFERS, f"ready, {num_kept} kept": NUM_TRANSFERS}
+    early = world.num_early
+    if make_faults is NetworkFaults:  # else what is sent again may be all there is
+        assert (early > 0) == (num_kept < BLOCKS_EACH - step)
+    ready = {"disputed": 0, "early": early, "ready": NUM_TRANSFERS, f"ready, {num_kept} kept": NUM_TRANSFERS}
     assert check_end(world) == {**ready, "source confirmed": NUM_TRANSFERS}
     assert world.num_read == NUM_TRANSFERS * (BLOCKS_EACH - num_kept)

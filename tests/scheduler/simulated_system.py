@@ -376,7 +376,7 @@ class SimulatedSystem:
         elif transfer.done is None:
             if on_decode is None:
                 self._drop(transfer)
-            elif rng.random() < self.workload.lost_read_rate / 5:  # its lease ends while it waits for the next part
+            elif rng.random() < self.workload.lost_read_rate:  # its lease ends while it waits for the next part
                 self.num_ended_between += 1
                 self._end_both(request_id)
                 self._drop(transfer)

@@ -15,7 +15,7 @@ from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.simulated_frame import SimulatedFrame
 from replicas.messages import EngineLoad
 from scheduler.capabilities import Capabilities
-from scheduler.outcome import PromptDone
+from scheduler.outcome import PromptDone, PromptPart
 from scheduler.pool_limits import PoolLimits
 from scheduler.scheduler import Scheduler
 from tests.simulation.small_system import COSTS, random_jobs
@@ -29,7 +29,7 @@ class Wires:
     def __init__(self, lag: int, may_skip: bool) -> None:
         self.queue = EventQueue()
         self.frames: list[tuple[str, SimulatedFrame]] = []
-        self.num_handoffs = 0
+        self.num_handoffs = self.num_parts = 0
         everything = Capabilities(computes=True, decodes=True, offers=True, reads=True)
         limits, machine = PoolLimits(256, 16, 16, 256), SharedMachine()
         self.engines = {
@@ -58,9 +58,14 @@ class Wires:
         decode = self.engines[attempt.route.decode_id]
         if done.block_ids:
             self.num_handoffs += 1
-            self._notify(decode, now_s, partial(decode.handoff, attempt))
+            self._notify(decode, now_s, partial(decode.handoff, attempt, None))
         else:
             self._notify(decode, now_s, partial(decode.cancel, attempt.request_id))
+
+    def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
+        self.num_parts += 1
+        decode = self.engines[attempt.route.decode_id]
+        self._notify(decode, now_s, partial(decode.handoff, attempt, len(part.block_ids)))
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         assert attempt.route.prefill_id is not None
@@ -94,6 +99,7 @@ def test_engines_that_can_do_everything(lag: int) -> None:
     wires, attempts = run(lag, may_skip=True)
     assert all(attempt.num_tokens == attempt.output_len for attempt in attempts)
     assert wires.num_handoffs > 20
+    assert wires.num_parts > 2
     finished = {attempt.request_id for _, frame in wires.frames for attempt in frame.finished}
     assert finished == {a.request_id for a in attempts if a.is_local or a.output_len > 1}
     told = {attempt.request_id for _, frame in wires.frames for attempt in frame.admitted}
