@@ -19,6 +19,7 @@ from benchmarks.simulation.autoscaling import (
 from benchmarks.simulation.drafts import BATCHES, KINDS, compare_drafts
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
 from benchmarks.simulation.lanes import LOADS, RULES, SimulatedCard, print_measured, print_rule, with_noise
+from benchmarks.simulation.parts import STEP_TOKENS, compare_parts
 from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
@@ -60,8 +61,11 @@ def main() -> int:
     drafts = what.add_parser("drafts", help="tokens guessed ahead on one H200: what is chosen, beside fixed numbers")
     drafts.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     drafts.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parts = what.add_parser("parts", help="a long prompt's handoff in parts: its second token")
+    parts.add_argument("--prompt-tokens", type=int, default=32_768)
+    parts.add_argument("--step-tokens", type=int, nargs="+", default=STEP_TOKENS)
     options = parser.parse_args()
-    traces = [options.trace] if options.what not in ("lanes", "drafts") else []
+    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts") else []
     if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
         traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
@@ -77,6 +81,7 @@ def main() -> int:
         "prefixes": _prefixes,
         "lanes": _lanes,
         "drafts": _drafts,
+        "parts": _parts,
     }
     run = runs[options.what]
     if traces:
@@ -145,6 +150,10 @@ def _lanes(options: argparse.Namespace) -> dict[str, Any]:
 
 def _drafts(options: argparse.Namespace) -> dict[str, Any]:
     return compare_drafts(options.kinds, options.batches, _say)
+
+
+def _parts(options: argparse.Namespace) -> dict[str, Any]:
+    return compare_parts(options.prompt_tokens, options.step_tokens, _say)
 
 
 def _share(text: str) -> LaneShare:

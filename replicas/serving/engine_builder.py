@@ -262,8 +262,12 @@ class _Base:
         )  # fmt: skip
 
     def block_digests(self) -> DigestBlocks:
-        """Of this engine's blocks, for one thread at a time; another thread asks for its own. Allocates."""
-        return partial(BlockDigester.for_pool(self.pool.tensor).digest_blocks, self.pool.tensor)
+        """Of this engine's blocks, for one thread at a time; another thread asks for its own. Allocates.
+
+        Of blocks that a committed step has written, or a read that has ended: no step in flight is waited for.
+        """
+        digester = BlockDigester.for_pool(self.pool.tensor, is_beside_steps=True)
+        return partial(digester.digest_blocks, self.pool.tensor)
 
     def transfer_thread(self, on_event: Callable[[Event], None]) -> TransferThread:
         settings, pool = self.settings.transfer, self.pool.tensor
