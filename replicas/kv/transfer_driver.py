@@ -68,11 +68,8 @@ class TransferDriver:
             self.local_peer.epoch, self.local_peer.fingerprint, timing, require_digests=digest_blocks is not None
         )
         self.results: Counter[str] = Counter()
-        self._transport = transport
-        self._on_event = on_event
-        self._digest_blocks = digest_blocks
-        self._faults = faults
-        self._now_s = now_s
+        self._transport, self._on_event, self._digest_blocks = transport, on_event, digest_blocks
+        self._faults, self._now_s = faults, now_s
         self._offered: dict[str, tuple[int, ...]] = {}  # blocks under a lease
         self._held: list[Action] = []
         errors = ErrorCounts(now_s)
@@ -112,7 +109,7 @@ class TransferDriver:
         self._emit(ReaderChecked(transfer_id, problem))
 
     def offer(self, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
-        """Digest the blocks if verification is on (blocks for that long), then offer them: a prompt's or a part's."""
+        """Digest the part's blocks if verification is on (blocks for that long), then offer them."""
         transfer_id, is_later = handoff.transfer_id, handoff.first_block > 0
         try:
             if not is_later:
@@ -124,8 +121,8 @@ class TransferDriver:
             self._report("unreachable", f"offer of {transfer_id}: {error}")
             self._perform(self.source.unreachable(handoff, self._now_s()))
         except Exception as error:
-            if is_later:  # what its reader knows of will never be all
-                self._perform(self.source.cancel(transfer_id, self._now_s()))
+            # Of a later part: what its reader knows of will never be all.
+            self._perform(self.source.cancel(transfer_id, self._now_s()) if is_later else [])
             self._refuse(transfer_id, "offer", error)
         else:
             if self.source.is_open(transfer_id):
@@ -157,9 +154,8 @@ class TransferDriver:
         self._perform([*self.source.cancel(transfer_id, now_s), *self.reader.cancel(transfer_id, now_s)])
 
     def cancel_all(self) -> None:
-        now_s = self._now_s()
         self.peers.prober.stop()
-        self._perform([*self.source.cancel_all(now_s), *self.reader.cancel_all(now_s)])
+        self._perform([*self.source.cancel_all(self._now_s()), *self.reader.cancel_all(self._now_s())])
 
     def forget_peer(self, agent_name: str) -> None:
         now_s = self._now_s()
@@ -185,9 +181,8 @@ class TransferDriver:
             self._attempt(partial(self._poll_read, transfer_id))
         held, self._held = self._held, []
         self._perform(held)
-        self._attempt(lambda: self.source.tick(self._now_s()))
-        self._attempt(lambda: self.reader.tick(self._now_s()))
-        self._attempt(lambda: self.reads.begin_due(self._now_s()))
+        for due in (self.source.tick, self.reader.tick, self.reads.begin_due):
+            self._attempt(partial(due, self._now_s()))
         self._confined("probe", lambda: self.peers.prober.turn(self.reads.is_open_with, self._now_s))
         self._confined("internal", lambda: self.peers.ask_all(self._is_open_with, self._now_s()))
 

@@ -129,6 +129,31 @@ def test_one_request_by_hand() -> None:
     assert client.tpot_s == (client.last_s - client.first_s) / 4
 
 
+def test_a_prompt_of_several_chunks_is_read_while_it_is_computed() -> None:
+    """600 tokens in chunks of 256, 256 and 88: only the last one's KV is read after the first token, where reads are
+    quicker than steps; else whatever the link has not managed by then."""
+    for bytes_per_s, is_quick in ((2.0**30, True), (2.0**20, False)):
+        transfer = COSTS.transfer.model_copy(update={"bytes_per_s": bytes_per_s})
+        costs = COSTS.model_copy(update={"transfer": transfer})
+        (client,) = SimulatedSystem(shape(), costs).run([Job(0, 0.0, 600, 2, 2)]).clients
+        control, read_s = costs.control, costs.read_s
+        chunks_s = [
+            costs.prefill.step_s(0, 0, size, prompt_pairs(start, size))
+            for start, size in ((0, 256), (256, 256), (512, 88))
+        ]
+        called_s = control.ingress_s + 2 * control.call_s + control.frame_s
+        overhead_s = costs.prefill.overhead_s
+        told_s = [called_s + sum(chunks_s[: n + 1]) + n * overhead_s + transfer.notify_s for n in range(3)]
+        if is_quick:
+            assert told_s[0] + read_s(256) < told_s[1]
+            ready_s = told_s[2] + read_s(88)
+        else:  # the first chunk is still being read when the prompt is done; then all the rest at once
+            assert told_s[0] + read_s(256) > told_s[2]
+            ready_s = told_s[0] + read_s(256) + read_s(600 - 256)
+        last_s = ready_s + costs.decode.step_s(1, 601) + control.frame_s + control.stream_s
+        assert client.last_s == pytest.approx(last_s, abs=1e-12)
+
+
 def test_one_colocated_request_by_hand() -> None:
     """300 tokens in two chunks of at most 256, then two rows."""
     _, done = run(shape(0, 1), [Job(0, 0.0, 300, 3, 3)])
