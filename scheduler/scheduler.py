@@ -84,7 +84,8 @@ class Scheduler(GivingWay):
             self.prefixes.loaded(request)
 
     def lease_ended(self, request_id: str, now_s: float) -> None:
-        """The reader confirmed, dropped or died, or the lease expired: the blocks are free. Idempotent."""
+        """The reader confirmed, dropped or died, or the lease expired: the blocks are free, those of parts included.
+        Idempotent. A prompt that is not computed yet goes on, unless it is ended before."""
         request = self.get(request_id)
         if request is not None and request.state is RequestState.LEASED:
             self._finish(request, RequestState.FINISHED, now_s)
