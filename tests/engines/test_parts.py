@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -302,6 +303,28 @@ def test_a_block_of_an_earlier_part_is_changed_before_it_is_read(
     assert (Counter(system.decode.transfers.snapshot().results) - before)["lost: digest mismatch"] == 1
     asyncio.run(system.wait_for_baseline(WAIT_S))
     assert (Counter(prefill.transfers.snapshot().errors) - errors)["disputed"] == 1
+
+
+@pytest.mark.parametrize("which", ["the first part", "a later part", "the last part"])
+def test_an_offer_that_raises_fails_its_request_only_and_leaves_nothing(
+    system: LocalSystem, tiny_goldens: TinyGoldens, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """As soon as the transfers themselves are broken: the router tries elsewhere."""
+    golden, transfers, raised = tiny_goldens.of(LONG, 12), prefill_of(system).transfers, []
+    offer = transfers.offer
+
+    def offering(transfer_id: str, **part: Any) -> None:
+        is_it = {"the first part": part["first_block"] == 0, "the last part": part["is_last"]}
+        if not raised and is_it.get(which, part["first_block"] == 4):
+            raised.append(transfer_id)
+            raise RuntimeError("injected")
+        offer(transfer_id, **part)
+
+    monkeypatch.setattr(transfers, "offer", offering)
+    (got,) = system.run([system.generation(golden.prompt_ids, 16)])
+    check(got, golden.output_ids, 16)
+    assert raised
+    asyncio.run(system.wait_for_baseline(WAIT_S))
 
 
 def test_a_block_is_changed_on_its_way(system: LocalSystem, fault_dir: Path, tiny_goldens: TinyGoldens) -> None:
