@@ -8,19 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from replicas.kv.handoff_actions import SendNote
+from cluster.policies.routing_policy import RoutingRules
+from replicas.kv.handoff_actions import Action, SendNote
 from replicas.kv.transfer_driver import TransferDriver
-from replicas.messages import Handoff, TransferNote
+from replicas.messages import Handoff, TransferNote, TransferPeer
 from replicas.serving.engine_builder import BuiltEngine
 from replicas.settings import FaultSettings
 from scheduler.beam_search import BeamParams
 from scheduler.outcome import PromptPart
 from scheduler.sampling_params import SamplingParams
+from tests.engines import local_system
 from tests.engines.local_system import Generated, LocalSystem, collect, touch
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
@@ -49,6 +52,12 @@ def system(request: pytest.FixtureRequest, tiny_goldens: TinyGoldens, fault_dir:
     system.close()
 
 
+@pytest.fixture(autouse=True)
+def always_remote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is at the moment."""
+    monkeypatch.setattr(local_system, "RoutingRules", partial(RoutingRules, local_by_cost=False))
+
+
 def prefill_of(system: LocalSystem) -> BuiltEngine:
     assert system.prefill is not None
     return system.prefill
@@ -65,20 +74,23 @@ def check(got: Generated, output_ids: Sequence[int], max_tokens: int) -> None:
 
 
 class Sent:
-    """What both ends of a system send, but for what reads carry."""
+    """The parts that are offered; and what both ends of a system send, but for what reads carry."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.parts: list[Handoff] = []
         self.kinds: Counter[str] = Counter()
-        send = TransferDriver._send
+        offer, send = TransferDriver.offer, TransferDriver._send
+
+        def offering(driver: TransferDriver, handoff: Handoff, reader: TransferPeer, deadline_s: float) -> None:
+            self.parts.append(handoff)
+            offer(driver, handoff, reader, deadline_s)
 
         def sending(driver: TransferDriver, order: SendNote) -> None:
             message = order.message
-            if isinstance(message, Handoff):
-                self.parts.append(message)
             self.kinds[str(message.kind) if isinstance(message, TransferNote) else type(message).__name__] += 1
             send(driver, order)
 
+        monkeypatch.setattr(TransferDriver, "offer", offering)
         monkeypatch.setattr(TransferDriver, "_send", sending)
 
 
@@ -97,7 +109,7 @@ def test_the_text_is_the_golden_one_and_each_block_is_read_once(
     told = [(part.first_block, part.is_last) for part in sent.parts]
     expected = [(end // BLOCK, False) for end in range(0, num_tokens, CHUNK)]
     expected[-1] = (expected[-1][0], True)
-    assert sorted(set(told)) == expected, "a part for each chunk"
+    assert told == expected, "a part for each chunk"
     assert all(part.first_tokens for part in sent.parts if part.is_last)
 
 
@@ -112,7 +124,7 @@ def test_a_prompt_of_one_chunk_costs_what_it_always_did(
     check(got, golden.output_ids, 32)
     asyncio.run(system.wait_for_baseline(WAIT_S))
     assert sent.kinds == {"Handoff": 1, "renew": 1, "confirm": 1}
-    assert {(part.first_block, part.is_last) for part in sent.parts} == {(0, True)}
+    assert [(part.first_block, part.is_last) for part in sent.parts] == [(0, True)]
 
 
 def test_many_prompts_side_by_side(system: LocalSystem, tiny_goldens: TinyGoldens) -> None:
@@ -284,18 +296,17 @@ def test_a_block_of_an_earlier_part_is_changed_before_it_is_read(
 ) -> None:
     """Behind its digest's back. Decode disputes it while later chunks are computed. The prompt is computed again."""
     golden, prefill = tiny_goldens.of(LONG, 9), prefill_of(system)
-    driver, pool = prefill.transfers._running(), prefill.engine.runner.pool.tensor
-    offer, changed = driver.offer, []
+    source, pool = prefill.transfers._running().source, prefill.engine.runner.pool.tensor
+    offer, changed = source.offer, list[int]()
     errors = Counter(prefill.transfers.snapshot().errors)
 
-    def offering(handoff: Handoff, *args: object) -> None:
-        offer(handoff, *args)  # type: ignore[arg-type]
-        if handoff.first_block == 2 and not changed:
+    def offering(handoff: Handoff, *rest: Any) -> list[Action]:
+        if handoff.first_block == 2 and not changed:  # it is digested, and its reader not told yet
             changed.append(handoff.block_ids[0])
             pool[handoff.block_ids[0]] += 1.0
+        return offer(handoff, *rest)
 
-    # Its reader polls a moment later at the earliest: the transfer thread that has offered changes it in the same turn.
-    monkeypatch.setattr(driver, "offer", offering)
+    monkeypatch.setattr(source, "offer", offering)
     before = Counter(system.decode.transfers.snapshot().results)
     (got,) = system.run([system.generation(golden.prompt_ids, 16)])
     check(got, golden.output_ids, 16)
