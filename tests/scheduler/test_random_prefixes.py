@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.block_chain import prompt_chain
-from scheduler.lane import Lane
 from scheduler.outcome import Load
+from scheduler.plan import Slice
 from scheduler.prefix_book import PrefixBook, PrefixOptions
 from scheduler.prefix_hash import chain_start
 from scheduler.request import Request
@@ -92,12 +92,15 @@ def test_many_histories(name: str) -> None:
     _check(name, range(100, 300))
 
 
-class _NamesBeforeCommit(PrefixBook):
+class _NamesBeforeCommit(Scheduler):
     """A chunk can be found as soon as it is planned."""
 
-    def planned(self, request: Request, end: int, step_id: int, lane: Lane) -> None:
-        super().planned(request, end, step_id, lane)
-        self._enter_prompt(request, end // self._block_size)
+    def _plan_chunks(self, token_budget: int, now_s: float) -> list[Slice]:
+        chunks = super()._plan_chunks(token_budget, now_s)
+        assert self.prefixes is not None
+        for chunk in chunks:
+            self.prefixes.computed(self._requests[chunk.request_id], chunk.end)
+        return chunks
 
 
 class _KeysWithoutSalt(PrefixBook):
@@ -124,16 +127,19 @@ def _with_book(book: type[PrefixBook]) -> Callable[[Scheduler], None]:
     return change
 
 
-def _finds_what_is_being_read(scheduler: Scheduler) -> None:
-    scheduler.__class__ = _FindsWhatIsBeingRead
+def _with_scheduler(kind: type[Scheduler]) -> Callable[[Scheduler], None]:
+    def change(scheduler: Scheduler) -> None:
+        scheduler.__class__ = kind
+
+    return change
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_with_book(_NamesBeforeCommit), "was named before it was written"),
+        (_with_scheduler(_NamesBeforeCommit), "was named before it was written"),
         (_with_book(_KeysWithoutSalt), "what was found is another client's"),
-        (_finds_what_is_being_read, "was named before it was written"),
+        (_with_scheduler(_FindsWhatIsBeingRead), "was named before it was written"),
     ],
     ids=["named before commit", "keys without salt", "found while it is read"],
 )
