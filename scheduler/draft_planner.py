@@ -97,6 +97,8 @@ class DraftPlanner:
         if not request.may_draft:
             return
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
+        # A drafter that has failed finds nothing for anybody.
+        request.gave_up_drafts = not accepted.num_drafted and not self.may_draft(request)
         self.counts.add(accepted.num_drafted, num_held)
         request.speculation.num_drafted += accepted.num_drafted
         request.speculation.num_accepted += num_held
@@ -116,7 +118,8 @@ class DraftPlanner:
         # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:
         # as if all did, or the sequence would sit out steps at what may be its end.
         num_left = request.spec.max_tokens - choice.num_planned - 1 - self._lag
-        most = max(0, min(self._speculation.max_drafts, num_left)) if request.may_draft else 0
+        is_drafting = request.may_draft and not request.gave_up_drafts
+        most = max(0, min(self._speculation.max_drafts, num_left)) if is_drafting else 0
         return RowSpeculation(request.speculation, request.prompt_len + choice.num_planned - 1, most)
 
     def _within(self, room: DraftRoom, position: int, num_held: int, count: int) -> tuple[int, DraftRoom]:

@@ -101,6 +101,7 @@ class Request:
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
     may_draft: bool = False  # whether its rows may have drafts
+    gave_up_drafts: bool = False  # nobody makes any for it any more
     speculation: SpeculationState = field(default_factory=SpeculationState)
     pace: Pace = field(default_factory=Pace)
     search: BeamSearch | None = field(init=False)  # a beam search, as far as it has come

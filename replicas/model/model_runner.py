@@ -169,6 +169,11 @@ class ModelRunner:
         """Whether rows with these parameters may be planned with drafts."""
         return False
 
+    @property
+    def num_failed_drafters(self) -> int:
+        """Drafters that are asked no more. Any thread."""
+        return 0
+
     @torch.inference_mode()
     def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:
         """A sequence's tokens from position start on, at least one, which another runner has chosen: its next row feeds

@@ -16,7 +16,7 @@ from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace, counting
 from replicas.speculation.draft_model import DraftModel
-from replicas.speculation.drafter import NO_DRAFT, Drafter, DraftRow
+from replicas.speculation.drafter import Drafter, DraftRow
 from replicas.speculation.history import TokenHistory
 from scheduler.plan import Slice, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
@@ -41,13 +41,21 @@ class DraftingRunner(ModelRunner):
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         self._history = TokenHistory(num_slots, max_model_len)
         self._drafter: Drafter | None = make_drafter(self._history)  # None once it has failed
+        self._num_failed = 0
 
     def can_draft(self, sampling: SamplingParams) -> bool:
-        return True
+        return self._drafter is not None
+
+    @property
+    def num_failed_drafters(self) -> int:
+        return self._num_failed
 
     def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
         if isinstance(self._drafter, DraftModel):
-            self._drafter.expect(slot, prompt_ids)
+            try:
+                self._drafter.expect(slot, prompt_ids)
+            except Exception as error:
+                self._give_up(error)
 
     def read_ahead(self) -> bool:
         if not isinstance(self._drafter, DraftModel):
@@ -97,11 +105,17 @@ class DraftingRunner(ModelRunner):
         if not asking or self._drafter is None:
             return {}
         try:
-            found = self._drafter.draft(asking).tolist()
+            found = zip(asking, self._drafter.draft(asking).tolist(), strict=True)
+            return {row.slot: self._tokens(drafts[: row.num_drafts]) for row, drafts in found}
         except Exception as error:
             self._give_up(error)
             return {}
-        return {row.slot: _until_none(drafts[: row.num_drafts]) for row, drafts in zip(asking, found, strict=True)}
+
+    def _tokens(self, drafts: list[int]) -> tuple[int, ...]:
+        """Up to NO_DRAFT, or what else is no token."""
+        vocab_size = self._loaded.vocab_size
+        end = next((index for index, id_ in enumerate(drafts) if not 0 <= id_ < vocab_size), len(drafts))
+        return tuple(drafts[:end])
 
     # -- what drafts are made by -------------------------------------------------------------------
 
@@ -136,6 +150,7 @@ class DraftingRunner(ModelRunner):
 
     def _give_up(self, error: Exception) -> None:
         self._drafter = None
+        self._num_failed += 1
         logger.error("the drafter failed: no more drafts", exc_info=error, extra={"event": "drafter_failed"})
 
 
@@ -163,7 +178,3 @@ def computed_rows(plan: StepPlan) -> list[int]:
         rows += range(first, first + len(part.forks))
         first += len(part.forks)
     return rows
-
-
-def _until_none(drafts: list[int]) -> tuple[int, ...]:
-    return tuple(drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts)

@@ -96,6 +96,24 @@ class FailingDrafter:
         self._called("accepted")
 
 
+class SameDrafter:
+    """Drafts the same tokens for every row, or for so many rows, whatever was asked."""
+
+    def __init__(self, token_ids: Sequence[int], num_rows: int | None = None) -> None:
+        self._token_ids, self._num_rows = token_ids, num_rows
+        self.num_asked = 0
+
+    def start(self, init: SlotInit) -> None:
+        """It knows enough."""
+
+    def draft(self, rows: Sequence[DraftRow]) -> Tensor:
+        self.num_asked += 1
+        return torch.tensor([self._token_ids] * (len(rows) if self._num_rows is None else self._num_rows))
+
+    def accepted(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
+        """It knows enough."""
+
+
 def draft_with(built: BuiltEngine, num_drafts: int, drafter: Drafter | None = None) -> None:
     """While it is idle: from now on so many in every row. drafter: None: its own."""
     runner, planner = built.engine.runner, built.engine.scheduler.drafts

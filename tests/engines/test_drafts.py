@@ -19,7 +19,15 @@ from scheduler.beam_search import BeamParams
 from scheduler.grammar import Grammar
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
-from tests.engines.drafting_system import CountedDrafts, FailingDrafter, OracleDrafter, Texts, draft_with, drafting
+from tests.engines.drafting_system import (
+    CountedDrafts,
+    FailingDrafter,
+    OracleDrafter,
+    SameDrafter,
+    Texts,
+    draft_with,
+    drafting,
+)
 from tests.engines.local_pools import ManySystem
 from tests.engines.local_system import Generated, LocalSystem
 from tests.engines.tiny_goldens import TinyGoldens
@@ -270,9 +278,33 @@ def test_a_drafter_that_fails_costs_drafts_only(
         draft_with(system.decode, 4, FailingDrafter(method, num_before=5))
         assert_same(system.run(asked_of(system)), expected)
         at_rest(system)
+        built = system.decode
+        assert not built.engine.runner.can_draft(SamplingParams())
+        (failed,) = [f for f in built.metrics_snapshot() if f["name"] == "splitserve_speculative_failed_drafters"]
+        assert [value for suffix, _, value in failed["samples"] if suffix == "_total"] == [1]
     assert [r.exc_info[1].args for r in caplog.records if getattr(r, "event", "") == "drafter_failed"] == [
         ("a drafter's own bug",)
     ]
+
+
+def test_drafts_that_are_no_tokens_are_none(folder: Path, expected: list[Generated]) -> None:
+    drafter = SameDrafter([20, 1 << 40, 20])
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, drafter)
+        assert_same(system.run(asked_of(system)), expected)
+        at_rest(system)
+        assert system.decode.engine.runner.num_failed_drafters == 0
+    assert drafter.num_asked > 50
+
+
+def test_a_drafter_that_answers_for_other_rows_has_failed(folder: Path, expected: list[Generated]) -> None:
+    drafter = SameDrafter([20], num_rows=999)
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, drafter)
+        assert_same(system.run(asked_of(system)), expected)
+        at_rest(system)
+        assert system.decode.engine.runner.num_failed_drafters == 1
+    assert drafter.num_asked == 1
 
 
 def test_a_step_that_fails_is_run_in_pieces_with_its_drafts(

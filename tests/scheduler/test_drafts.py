@@ -112,6 +112,32 @@ def test_who_never_drafts(values: dict[str, object]) -> None:
     assert not plan.slot_inits[0].may_draft
 
 
+def test_once_nobody_makes_drafts_none_are_planned() -> None:
+    """Whoever runs then has one step more with room for them, which tells; whoever comes has none."""
+    alive = [True]
+    speculation = Speculation(ConstantDrafts(3), 3, can_draft=lambda _: alive[0])
+    scheduler = Scheduler(limits(), DECODE, None, 0, num_host_blocks=100, speculation=speculation)
+    running(scheduler, make_request("a", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    commit(scheduler, plan)
+    alive[0] = False
+    plan = planned(scheduler)
+    assert plan.rows[0].num_drafts == 3
+    scheduler.commit(StepOutput(plan.step_id, (SampledToken("a", 0, 50),), accepted=(Accepted("a", 0, 1, 4, 0),)), 0.0)
+    running(scheduler, make_request("b", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    assert [row.num_drafts for row in plan.rows] == [0, 0]
+    assert not plan.has_drafts
+
+
+def test_drafts_that_are_not_found_are_looked_for_again() -> None:
+    scheduler = drafting(limits(), 3)
+    running(scheduler, make_request("a", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    scheduler.commit(StepOutput(plan.step_id, (SampledToken("a", 0, 50),), accepted=(Accepted("a", 0, 1, 4, 0),)), 0.0)
+    assert planned(scheduler).rows[0].num_drafts == 3
+
+
 def test_drafts_leave_prompts_their_half_of_a_step() -> None:
     size = PoolLimits(num_blocks=60, block_size=B, max_sequences=4, max_step_tokens=9)
     scheduler = drafting(size)
