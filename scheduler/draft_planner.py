@@ -42,12 +42,15 @@ class ChoosesDrafts(Protocol):
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters. is_padded: whether a
-    step computes all drafts that were planned, there or not."""
+    step computes all drafts that were planned, there or not. takes_forced: whether rows with grammars may have as
+    drafts what these force, and nothing else.
+    """
 
     speculator: ChoosesDrafts
     max_drafts: int
     can_draft: Callable[[SamplingParams], bool]
     is_padded: bool = False
+    takes_forced: bool = False
 
 
 class DraftRoom(NamedTuple):
@@ -71,11 +74,13 @@ class DraftPlanner:
         return self._speculation.max_drafts
 
     def may_draft(self, request: Request) -> bool:
-        """Whether its rows may ever have any. Not where a row waits for the tokens in front of it; nor with a grammar:
-        what it allows behind a draft is only known with the draft."""
-        spec = request.spec
-        is_free = not request.needs_known_tokens and spec.grammar is None
-        return is_free and self._speculation.can_draft(spec.sampling)
+        """Whether its rows may have any. Not where a row waits for the tokens in front of it; with a grammar only those
+        that it forces: what it allows behind others is only known with them."""
+        if request.needs_known_tokens:
+            return False
+        if request.spec.grammar is not None:
+            return self._speculation.takes_forced
+        return self._speculation.can_draft(request.spec.sampling)
 
     def plan(self, rows: Sequence[tuple[Request, Choice]], room: DraftRoom) -> Sequence[int]:
         """Drafts of each row, all of which have room for their own token. Mutates what the speculator has learned."""

@@ -118,6 +118,7 @@ class ModelRunner:
     most_drafting_rows: int | None = None  # of a step with drafts; None: any number
     most_drafting_tokens: int | None = None  # likewise
     pads_drafts = False  # whether drafts that are planned cost time where there are none
+    takes_forced = False  # whether rows with grammars may have as drafts what these force
     shares: tuple[LaneShare, ...] = ()  # ways to divide the device between two lanes; none: they just run side by side
 
     def __init__(

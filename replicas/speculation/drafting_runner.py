@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class DraftingRunner(ModelRunner):
     """As its base, which knows rows with guesses. Threads as its base."""
 
+    takes_forced = True
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -35,12 +37,13 @@ class DraftingRunner(ModelRunner):
         max_model_len: int,
         num_host_blocks: int = 0,
         *,
-        make_drafter: Callable[[TokenHistory], Drafter],
+        make_drafter: Callable[[TokenHistory], Drafter | None],
     ) -> None:
-        """make_drafter: is given the slots' history, which the runner keeps."""
+        """make_drafter: is given the slots' history, which the runner keeps. None, which it may give: drafts are only
+        what grammars force."""
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         self._history = TokenHistory(num_slots, max_model_len)
-        self._drafter: Drafter | None = make_drafter(self._history)  # None once it has failed
+        self._drafter: Drafter | None = make_drafter(self._history)  # None, too, once it has failed
         self._num_failed = 0
 
     def can_draft(self, sampling: SamplingParams) -> bool:
@@ -100,8 +103,13 @@ class DraftingRunner(ModelRunner):
         return replace(plan, slices=(*resolved, *plan.chunks))
 
     def _drafts(self, rows: Iterable[Slice]) -> dict[int, tuple[int, ...]]:
-        """By slot, of the rows that may have some and have none yet."""
-        asking = [DraftRow(row.slot, row.choice, row.num_drafts) for row in rows if _is_open(row)]
+        """By slot, of the rows that may have some and have none yet. (Of a request with a grammar that is over nobody
+        keeps a history.)"""
+        asking = [
+            DraftRow(row.slot, row.choice, row.num_drafts)
+            for row in rows
+            if _is_open(row) and row.slot in self._history
+        ]
         if not asking or self._drafter is None:
             return {}
         try:
@@ -172,8 +180,7 @@ def computed_rows(plan: StepPlan) -> list[int]:
     rows: list[int] = []
     first = 0
     for part in plan.slices:
-        num_planned = max(part.num_sampled, 1 + part.num_drafts) if part.num_sampled else 0
-        rows += [first + min(index, part.num_sampled - 1) for index in range(num_planned)]
+        rows += [first + min(index, part.num_sampled - 1) for index in range(part.most_sampled)]
         first += part.num_sampled
         rows += range(first, first + len(part.forks))
         first += len(part.forks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from replicas.speculation.drafting_runner import DraftingRunner
 from scheduler.constant_drafts import ConstantDrafts
 from scheduler.plan import SlotInit
 from scheduler.speculation import SpeculationState
+from tests.engines.local_system import Generated
 
 # By prompt, seed and choice: a whole text.
 Texts = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]
@@ -123,3 +125,16 @@ def draft_with(built: BuiltEngine, num_drafts: int, drafter: Drafter | None = No
     own = getattr(runner, "own_drafter", None) or runner._drafter
     runner.own_drafter = own  # type: ignore[attr-defined]
     runner._drafter = drafter or own
+
+
+def assert_same(generated: list[Generated], expected: list[Generated]) -> None:
+    """Tokens and reasons, and log-probabilities up to the order of sums."""
+    for got, right in zip(generated, expected, strict=True):
+        assert (got.token_ids, got.finish_reasons) == (right.token_ids, right.finish_reasons)
+        for choice, logprobs in right.logprobs.items():
+            for ours, theirs in zip(got.logprobs[choice], logprobs, strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None and theirs is not None:
+                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+                    assert [id_ for id_, _ in ours.top] == [id_ for id_, _ in theirs.top]
+        assert len(got.prompts) == len(right.prompts)

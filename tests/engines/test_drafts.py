@@ -25,6 +25,7 @@ from tests.engines.drafting_system import (
     OracleDrafter,
     SameDrafter,
     Texts,
+    assert_same,
     draft_with,
     drafting,
 )
@@ -119,19 +120,6 @@ def texts_of(asked: list[Generation], generated: list[Generated]) -> Texts:
         for one, got in zip(asked, generated, strict=True)
         for choice, ids in got.token_ids.items()
     }
-
-
-def assert_same(generated: list[Generated], expected: list[Generated]) -> None:
-    """Tokens and reasons, and log-probabilities up to the order of sums."""
-    for got, right in zip(generated, expected, strict=True):
-        assert (got.token_ids, got.finish_reasons) == (right.token_ids, right.finish_reasons)
-        for choice, logprobs in right.logprobs.items():
-            for ours, theirs in zip(got.logprobs[choice], logprobs, strict=True):
-                assert (ours is None) == (theirs is None)
-                if ours is not None and theirs is not None:
-                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-                    assert [id_ for id_, _ in ours.top] == [id_ for id_, _ in theirs.top]
-        assert len(got.prompts) == len(right.prompts)
 
 
 def at_rest(system: LocalSystem) -> None:
