@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -114,6 +115,21 @@ class SameDrafter:
 
     def accepted(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
         """It knows enough."""
+
+
+class HangingDrafter(SameDrafter):
+    """Does not come back from one call, until `wakes` is set."""
+
+    def __init__(self, token_ids: Sequence[int], num_before: int) -> None:
+        super().__init__(token_ids)
+        self._left = num_before
+        self.wakes = threading.Event()
+
+    def draft(self, rows: Sequence[DraftRow]) -> Tensor:
+        self._left -= 1
+        if self._left == 0:
+            self.wakes.wait()
+        return super().draft(rows)
 
 
 def draft_with(built: BuiltEngine, num_drafts: int, drafter: Drafter | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.routing.generation import Generation
+from replicas.engine.engine_watch import EngineWatch
 from replicas.grammars import grammar_text
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
@@ -22,6 +23,7 @@ from scheduler.sampling_params import SamplingParams
 from tests.engines.drafting_system import (
     CountedDrafts,
     FailingDrafter,
+    HangingDrafter,
     OracleDrafter,
     SameDrafter,
     Texts,
@@ -273,6 +275,31 @@ def test_a_drafter_that_fails_costs_drafts_only(
     assert [r.exc_info[1].args for r in caplog.records if getattr(r, "event", "") == "drafter_failed"] == [
         ("a drafter's own bug",)
     ]
+
+
+@pytest.mark.parametrize("name", ["colocated lag 1", pytest.param("two_lanes lag 1", marks=SLOW)])
+def test_a_drafter_that_hangs_is_a_thread_that_stands_still(
+    folder: Path, expected: list[Generated], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The watch ends such a process, and says where it stood; its streams go on elsewhere. (Here it wakes up.)"""
+    drafter, codes = HangingDrafter([20], num_before=7), []
+
+    def end_process(code: int) -> None:
+        codes.append(code)
+        drafter.wakes.set()
+
+    with running(*in_layout(name, folder)) as system:
+        draft_with(system.decode, 4, drafter)
+        watch = EngineWatch(system.decode.watched(), restart_after_s=1.0, end_process=end_process, interval_s=0.1)
+        watch.start()
+        try:
+            assert_same(system.run(asked_of(system)), expected)
+        finally:
+            watch.stop()
+        at_rest(system)
+    assert len(codes) == 1
+    (said,) = [record for record in caplog.records if getattr(record, "event", "") == "engine_frozen"]
+    assert "self.wakes.wait()" in said.getMessage()
 
 
 def test_drafts_that_are_no_tokens_are_none(folder: Path, expected: list[Generated]) -> None:
