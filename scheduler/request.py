@@ -125,6 +125,7 @@ class Request:
         spec = self.spec
         self.search = None if spec.beam is None else BeamSearch(spec.beam, spec.stop_token_ids, spec.max_tokens)
         self.needs_known_tokens = self.needs_known_tokens or self.search is not None
+        self.speculation.is_forced = spec.grammar is not None
 
     @property
     def prompt_len(self) -> int:
