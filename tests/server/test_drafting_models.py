@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.server.processes import is_ready, kill, replicas, wait_until
 from tests.server.running_server import RunningServer, run_server
 
 GOLDENS = [golden for golden in load_goldens() if len(golden.prompt_ids) <= 60][:6]
-NUM_TOKENS = 48
+NUM_TOKENS = 32
 PATIENCE_S = 300.0
 SCHEMA = {
     "type": "object",
@@ -71,7 +72,8 @@ def server(method: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 
 def check(golden: Golden, answer: Completed) -> None:
-    golden.check(answer.token_ids)
+    """Of the golden's beginning."""
+    replace(golden, output_ids=golden.output_ids[:NUM_TOKENS]).check(answer.token_ids)
     assert (len(answer.token_ids), answer.finish_reason) == (NUM_TOKENS, "length")
 
 
