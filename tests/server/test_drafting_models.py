@@ -78,10 +78,20 @@ def check(golden: Golden, answer: Completed) -> None:
 
 
 def drafted(server: RunningServer) -> tuple[float, float]:
-    """Drafted, and accepted."""
-    names = (f"splitserve_speculative_{what}_tokens_total" for what in ("drafted", "accepted"))
-    drafted, accepted = (server.total(name, pool="decode") for name in names)
-    return drafted, accepted
+    """Drafted, and accepted, by one scrape."""
+    counts = dict.fromkeys(("drafted", "accepted"), 0.0)
+    for name, labels, value in server.metrics():
+        what = name.removeprefix("splitserve_speculative_").removesuffix("_tokens_total")
+        if what in counts and labels["pool"] == "decode":
+            counts[what] += value
+    return counts["drafted"], counts["accepted"]
+
+
+def is_everybody_busy(server: RunningServer) -> bool:
+    """Whether each decode replica has a request."""
+    name = "splitserve_requests_in_flight"
+    in_flight = [value for found, labels, value in server.metrics() if found == name and labels["pool"] == "decode"]
+    return len(in_flight) == 2 and min(in_flight) > 0
 
 
 def test_texts_metrics_and_usage(server: RunningServer, method: str) -> None:
@@ -141,6 +151,7 @@ def test_a_decode_replica_that_is_killed_under_streams(server: RunningServer) ->
     lost = server.total("splitserve_replica_losses_total", reason="dead")
     with server.client() as client, ThreadPoolExecutor(len(GOLDENS)) as pool:
         running = streams(server, pool, client)
+        wait_until(lambda: is_everybody_busy(server), PATIENCE_S)
         kill(before[0])
         for golden, future in running:
             check(golden, future.result(PATIENCE_S)[0])
