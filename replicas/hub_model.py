@@ -132,6 +132,13 @@ def refuse_unavailable(source: str, key: str = MODEL_KEY) -> None:
             time.sleep(_PAUSE_S)
 
 
+def refuse_missing_path(source: str, key: str = MODEL_KEY) -> None:
+    """For a replica: raises FileNotFoundError for a path where nothing is any more, which transformers would take for a
+    Hub id that is none. key: as of `find_on_hub`."""
+    if not HUB_ID.fullmatch(source) and not Path(source).exists():
+        raise FileNotFoundError(f"{key}: {source} is not there any more; bring it back, or set another")
+
+
 def _refuse_full_disk(model: HubModel) -> None:
     from huggingface_hub import constants
 

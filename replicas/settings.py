@@ -92,8 +92,9 @@ class GrammarSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """How tokens are drafted. method: "none" | "ngram" | "draft_model" | "eagle3", the last two by `model`, a folder or
-    a Hub id. max_drafts: of a row in a step. ngram_min, ngram_max: tokens that must have stood together before.
+    """How tokens are drafted. method: "none" | "grammar" | "ngram" | "draft_model" | "eagle3", the last two by `model`,
+    a folder or a Hub id; on a CPU all but "none" with what grammars force. max_drafts: of a row in a step. ngram_min,
+    ngram_max: tokens that must have stood together before.
     """
 
     method: str = "none"

@@ -42,12 +42,15 @@ class ChoosesDrafts(Protocol):
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """max_drafts: of a row. can_draft: whether the runner makes any for rows with such parameters. is_padded: whether a
-    step computes all drafts that were planned, there or not."""
+    step computes all drafts that were planned, there or not. takes_forced: whether rows with grammars may have as
+    drafts what these force, and nothing else.
+    """
 
     speculator: ChoosesDrafts
     max_drafts: int
     can_draft: Callable[[SamplingParams], bool]
     is_padded: bool = False
+    takes_forced: bool = False
 
 
 class DraftRoom(NamedTuple):
@@ -71,11 +74,13 @@ class DraftPlanner:
         return self._speculation.max_drafts
 
     def may_draft(self, request: Request) -> bool:
-        """Whether its rows may ever have any. Not where a row waits for the tokens in front of it; nor with a grammar:
-        what it allows behind a draft is only known with the draft."""
-        spec = request.spec
-        is_free = not request.needs_known_tokens and spec.grammar is None
-        return is_free and self._speculation.can_draft(spec.sampling)
+        """Whether its rows may have any. Not where a row waits for the tokens in front of it; with a grammar only those
+        that it forces: what it allows behind others is only known with them."""
+        if request.needs_known_tokens:
+            return False
+        if request.spec.grammar is not None:
+            return self._speculation.takes_forced
+        return self._speculation.can_draft(request.spec.sampling)
 
     def plan(self, rows: Sequence[tuple[Request, Choice]], room: DraftRoom) -> Sequence[int]:
         """Drafts of each row, all of which have room for their own token. Mutates what the speculator has learned."""
@@ -97,6 +102,8 @@ class DraftPlanner:
         if not request.may_draft:
             return
         num_planned, num_held = accepted.num_sampled - 1, accepted.num_accepted - 1
+        # A drafter that has failed finds nothing for anybody.
+        request.gave_up_drafts = not accepted.num_drafted and not self.may_draft(request)
         self.counts.add(accepted.num_drafted, num_held)
         request.speculation.num_drafted += accepted.num_drafted
         request.speculation.num_accepted += num_held
@@ -116,7 +123,8 @@ class DraftPlanner:
         # Behind the row's own token, and those of the rows that are planned before it is known how many drafts count:
         # as if all did, or the sequence would sit out steps at what may be its end.
         num_left = request.spec.max_tokens - choice.num_planned - 1 - self._lag
-        most = max(0, min(self._speculation.max_drafts, num_left)) if request.may_draft else 0
+        is_drafting = request.may_draft and not request.gave_up_drafts
+        most = max(0, min(self._speculation.max_drafts, num_left)) if is_drafting else 0
         return RowSpeculation(request.speculation, request.prompt_len + choice.num_planned - 1, most)
 
     def _within(self, room: DraftRoom, position: int, num_held: int, count: int) -> tuple[int, DraftRoom]:

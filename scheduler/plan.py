@@ -41,7 +41,7 @@ class SlotInit:
     context: RuleContext = RuleContext()
     # Position of last_token, which is then the slot's LENGTH. None: not said; then its next rows are where plans say.
     last_position: int | None = None
-    may_draft: bool = False  # whether its rows may have drafts; else nothing is kept that drafts are made by
+    may_draft: bool = False  # whether the runner may make drafts for it; else nothing is kept that they are made by
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,9 @@ class Slice(NamedTuple):
     running sequence: its last token, and behind it those that are guessed to follow, if any are.
 
     Guesses are either known here, and then carried (token_ids), or made by the runner: its drafts, of which the plan
-    has the number only. Where drafts of the sequence are in flight, it is not known how many of them count: `start` is
-    then the furthest that the row may lie, and it lies at its slot's LENGTH, the position of its last token.
+    has the number only. (What a row's grammar forces, its engine puts in their place before it launches.) Where drafts
+    of the sequence are in flight, it is not known how many of them count: `start` is then the furthest that the row may
+    lie, and it lies at its slot's LENGTH, the position of its last token.
 
     A tuple, like SampledToken: one is made for each token there is, in a third of the time.
     """
@@ -128,6 +129,12 @@ class Slice(NamedTuple):
     def end(self) -> int:
         """The position behind its last token."""
         return self.start + self.num_tokens
+
+    @property
+    def most_sampled(self) -> int:
+        """Tokens that it samples at its own positions, or would, had all drafts been there that were planned: by these
+        numbers rows of logits are counted that have masks."""
+        return max(self.num_sampled, 1 + self.num_drafts) if self.num_sampled else 0
 
     @property
     def sampled_choices(self) -> tuple[int, ...]:

@@ -100,7 +100,8 @@ class Request:
     # Its next row is planned only when all its planned tokens are known: with a lag it sits out some steps. Always of a
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
-    may_draft: bool = False  # whether its rows may have drafts
+    may_draft: bool = False  # whether its rows may have drafts, of the runner or of its grammar
+    gave_up_drafts: bool = False  # nobody makes any for it any more
     speculation: SpeculationState = field(default_factory=SpeculationState)
     pace: Pace = field(default_factory=Pace)
     search: BeamSearch | None = field(init=False)  # a beam search, as far as it has come
@@ -124,6 +125,7 @@ class Request:
         spec = self.spec
         self.search = None if spec.beam is None else BeamSearch(spec.beam, spec.stop_token_ids, spec.max_tokens)
         self.needs_known_tokens = self.needs_known_tokens or self.search is not None
+        self.speculation.is_forced = spec.grammar is not None
 
     @property
     def prompt_len(self) -> int:
@@ -133,6 +135,11 @@ class Request:
     def slot_choices(self) -> tuple[int, ...]:
         """Choices that have a sequence, and a slot, of their own: they only part where they are decoded."""
         return self.spec.choices[:1] if self.hands_over else self.spec.choices
+
+    @property
+    def is_drafted_for(self) -> bool:
+        """Whether its runner may make drafts for it: with a grammar it only has those that this forces."""
+        return self.may_draft and self.spec.grammar is None
 
     @property
     def is_over(self) -> bool:
@@ -155,7 +162,8 @@ class Request:
         spec = self.spec
         context = RuleContext(spec.prompt_ids, spec.output_start, spec.stop_token_ids, spec.predicted_ids)
         position = None if last_token is None else self.prompt_len + sequence.num_planned - 1
-        return SlotInit(sequence.slot, sequence.choice, spec.sampling, last_token, context, position, self.may_draft)
+        is_drafted_for = self.is_drafted_for
+        return SlotInit(sequence.slot, sequence.choice, spec.sampling, last_token, context, position, is_drafted_for)
 
     def enter(self, state: RequestState, now_s: float) -> None:
         """Move to `state`. Mutates. Raises IllegalTransition."""

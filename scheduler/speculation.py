@@ -22,11 +22,13 @@ _RETRY_TOKENS = 8  # between two probes of one row, at least: with a lag the fir
 
 @dataclass(slots=True)
 class SpeculationState:
-    """Of one request: what came of its drafts. rests_until: a position in front of which it is off."""
+    """Of one request: what came of its drafts. rests_until: a position in front of which it is off. is_forced: its
+    drafts are what a grammar forces, which says nothing of other requests' drafts, nor theirs of it."""
 
     acceptance: DraftAcceptance = field(default_factory=lambda: DraftAcceptance(_ROW_MEMORY))
     rests_until: int = LONG_AGO
     tried_at: int = LONG_AGO  # where it had its last drafts
+    is_forced: bool = False
     num_drafted: int = 0
     num_accepted: int = 0
     first: float = 0.0  # that its first draft holds
@@ -76,9 +78,9 @@ class StepSeconds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepOutlook:
-    """What is known before a step. prior: as SpeculationState.gains, of rows without any. last: the most drafts that a
-    row of the step before was to have. credit_s: what a probe may cost. most_drafts: of a row; most_tokens: of the
-    step, None: any number.
+    """What is known before a step. prior: as SpeculationState.gains, of rows without any; forced_prior: likewise, of
+    those with grammars. last: the most drafts that a row of the step before was to have. credit_s: what a probe may
+    cost. most_drafts: of a row; most_tokens: of the step, None: any number.
     """
 
     rows: Sequence[RowSpeculation]
@@ -88,6 +90,7 @@ class StepOutlook:
     credit_s: float = 0.0
     most_drafts: int = DRAFT_COUNTS[-1]
     most_tokens: int | None = None
+    forced_prior: Sequence[float] = ()
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +106,8 @@ class StepOutlook:
         row = self.rows[index]
         while DRAFT_COUNTS[place] > row.most:
             place -= 1
-        return (row.state.gains or self.prior)[place]
+        prior = self.forced_prior if row.state.is_forced else self.prior
+        return (row.state.gains or prior)[place]
 
     def choice(self, option: _Option, probed: Iterable[int] = (), probe_s: float = 0.0) -> DraftChoice:
         """What an option comes to, and the fewest drafts for those that are probed."""

@@ -33,6 +33,7 @@ class Speculator:
         self.times = StepTimes()
         # Of rows that have drafted nothing yet: as if half of first drafts held, until it is known better.
         self.acceptance = DraftAcceptance(_MEMORY, 4.0, 8.0, 5.6, 8.0)
+        self.forced_acceptance = DraftAcceptance(_MEMORY, 8.0, 8.0, 8.0, 8.0)  # of what grammars force: all holds
         self.num_rests = 0
         self._last = 0
         self._credit_s = 0.0
@@ -58,8 +59,9 @@ class Speculator:
         self._credit_s = min(self._credit_s + share * plain_s, _MOST_CREDIT_STEPS * plain_s)
         # Not more at once than the next number that is not timed yet: the first times are guesses.
         most = next((count for count in DRAFT_COUNTS if not self.times.has(count)), DRAFT_COUNTS[-1])
-        prior = self.acceptance.gains()
-        choice = self.policy.choose(StepOutlook(rows, seconds, prior, self._last, self._credit_s, most, most_tokens))
+        priors = self.acceptance.gains(), self.forced_acceptance.gains()
+        outlook = StepOutlook(rows, seconds, priors[0], self._last, self._credit_s, most, most_tokens, priors[1])
+        choice = self.policy.choose(outlook)
         self._take(rows, choice)
         return choice.num_drafts
 
@@ -83,11 +85,12 @@ class Speculator:
             return
         # Where it costs as much as drafts that are wrong, it is one.
         num_drafted = max(1, num_drafted)
-        self.acceptance.learn(num_drafted, num_accepted)
+        prior = self.forced_acceptance if state.is_forced else self.acceptance
+        prior.learn(num_drafted, num_accepted)
         state.acceptance.learn(num_drafted, num_accepted)
         if num_accepted:
             state.rests_until = LONG_AGO
-        state.first, state.gains = state.acceptance.first(self.acceptance), state.acceptance.gains(self.acceptance)
+        state.first, state.gains = state.acceptance.first(prior), state.acceptance.gains(prior)
 
     def step_took(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """A step without prompts. num_drafts: the most that a row of it had; num_tokens: that it computed, of all rows

@@ -45,7 +45,7 @@ def host_figures(num_rows: tuple[int, ...], num_steps: int) -> list[Figure]:
     maker = MaskMaker(tokenizer, 1, lambda rows, words: np.empty((rows, words), dtype=np.int32))
     figures = []
     for count in num_rows:
-        parts = _parts_ms(Grammars(cache, maker), count, num_steps)
+        parts = _parts_ms(Grammars(cache, maker, _VOCAB_SIZE), count, num_steps)
         figures += [Figure(f"{count} held rows, {name}", ms, "ms", None, "CPU time") for name, ms in parts.items()]
     cache.close()
     return figures

@@ -14,17 +14,19 @@ from cluster.config.pool import PoolsConfig
 from cluster.config.section import Section, absolute_path, base_dir_of
 
 _MODEL_METHODS = ("draft_model", "eagle3")
+_CPU_METHODS = (*_MODEL_METHODS, "grammar")
 
 
 class SpeculativeConfig(Section):
     """Tokens that are guessed ahead and computed in one step: the text stays the same, whatever is guessed."""
 
-    method: Literal["none", "ngram", "draft_model", "eagle3"] = Field(
+    method: Literal["none", "grammar", "ngram", "draft_model", "eagle3"] = Field(
         default="none",
-        description="Who guesses. none: nobody. ngram: the text itself, what followed the last time that it stood as "
-        "it stands now; for answers that repeat their prompt. draft_model: a small model of the same tokenizer. "
-        "eagle3: a head that was trained for this model. How many are guessed in a step is chosen by what pays, none "
-        "if nothing does",
+        description="Who guesses. none: nobody. grammar: of an answer that must follow one, what this leaves no choice "
+        "about, and nothing else; on CPUs the others below do that, too. ngram: the text itself, what followed the "
+        "last time that it stood as it stands now; for answers that repeat their prompt. draft_model: a small model "
+        "of the same tokenizer. eagle3: a head that was trained for this model. How many are guessed in a step is "
+        "chosen by what pays, none if nothing does",
     )
     model: str | None = Field(
         default=None,
@@ -75,7 +77,7 @@ def speculative_conflicts(speculative: SpeculativeConfig, layout: str, pools: Po
     if method == "eagle3" and layout == "two_lanes":
         reason = "eagle3 needs prompts and answers in the same lane; set layout: colocated or split, or method: ngram"
         yield Conflict(key, reason, around)
-    if speculative.drafts_by_model and any(pool.device == "cuda" for pool in pools.deployed().values()):
+    if method in _CPU_METHODS and any(pool.device == "cuda" for pool in pools.deployed().values()):
         yield Conflict(key, f"{method} is for CPUs so far; with device cuda set ngram or none", around)
     if speculative.ngram_min > speculative.ngram_max:
         reason = (

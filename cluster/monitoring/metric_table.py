@@ -147,6 +147,7 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "speculative_steps": {"pool": None, "drafts": STEP_DRAFTS},
     "speculative_rests": {"pool": None},
     "speculative_rows_without_drafts": {"pool": None, "cause": UNDRAFTED_CAUSES},
+    "speculative_failed_drafters": {"pool": None},
     "preemptions": {"pool": None, "kind": PREEMPTIONS},
     "prefix_tokens": {"pool": None, "result": PREFIX_RESULTS},
     "prefix_evicted_blocks": {"pool": None},

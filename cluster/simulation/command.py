@@ -56,7 +56,7 @@ def run_simulate(config: Config, options: argparse.Namespace, say: Callable[[str
     except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     if any(options.acceptance) and shape.decode.drafts is None:
-        raise UserError("--acceptance: nothing is guessed with speculative.method none; set it in the config")
+        raise UserError("--acceptance: nothing is guessed with this speculative.method; set another in the config")
     if not jobs:
         raise UserError(f"{options.trace}: no request is left to simulate")
     system = SimulatedSystem(shape, costs, may_skip=not options.step_by_step)

@@ -21,8 +21,9 @@ class DraftShape:
 
     @staticmethod
     def of(config: Config) -> DraftShape | None:
-        """Of its decode pool; None: nothing is drafted. Whoever drafts, and how well, is the workload's."""
-        if config.speculative.method == "none":
+        """Of its decode pool; None: nothing is drafted: simulated requests have no grammars. Whoever else drafts, and
+        how well, is the workload's."""
+        if config.speculative.method in ("none", "grammar"):
             return None
         is_card = config.pools.decode.device == "cuda"
         return DraftShape(config.speculative.max_drafts, CARD_ROWS if is_card else None, is_card)

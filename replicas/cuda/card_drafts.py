@@ -87,6 +87,7 @@ class CardDrafts:
         assert slots.history is not None, "drafts need slots with histories"
         self._slots, self._history, self.max_drafts = slots, slots.history, drafting.max_drafts
         self._drafter: Drafter | None = drafting.make_drafter(slots)  # None once it has failed
+        self.num_failed = 0  # drafters
         self._is_told = drafting.is_told
         self._started: set[int] = set()  # slots that the drafter knows
 
@@ -202,5 +203,6 @@ class CardDrafts:
             return ask(self._drafter)
         except Exception as error:
             self._drafter = None
+            self.num_failed += 1
             logger.error("the drafter failed: no more drafts", exc_info=error, extra={"event": "drafter_failed"})
             return None

@@ -115,6 +115,10 @@ class CudaRunner(ModelRunner):
         """The drawing kernels choose behind each draft, and only they."""
         return self._drafts is not None and self._drafts.is_alive and is_plain(sampling)
 
+    @property
+    def num_failed_drafters(self) -> int:
+        return 0 if self._drafts is None else self._drafts.num_failed
+
     @torch.inference_mode()
     def choose(self, forwarded: ForwardHandle, masks: TokenMasks | None = None) -> StepHandle:
         """As the base's. What `forward` has prepared is drawn by the kernels that draw other steps' tokens."""

@@ -9,7 +9,7 @@ from scheduler.request import Request
 
 
 def expect_prompts(runner: ModelRunner, admitted: Iterable[Request]) -> None:
-    """Tell the runner of those that may have drafts."""
+    """Tell the runner of those that it may make drafts for."""
     for request in admitted:
-        if request.may_draft and request.sequences and not request.local_prefill:
+        if request.is_drafted_for and request.sequences and not request.local_prefill:
             runner.expect(request.sequences[0].slot, request.spec.prompt_ids)

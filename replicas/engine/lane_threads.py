@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from scheduler.lane_split import ALONE, LaneShare
 from scheduler.plan import StepOutput, StepPlan
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _LOOK_S = 0.5  # at whether the thread still lives
 _LOOK_FOR_MASKS_S = 0.1  # at whether they will still come
@@ -35,13 +37,15 @@ class LaneStep:
     """A plan in a lane, and what came of it: its output and the error of each request that failed in it; or failure,
     after which its blocks cannot be trusted. share: of the prompts in it, or beside it when it was launched. started_s:
     when it was launched or the one before it had ended. launch_s: from its submission until it was launched. masks: of
-    its rows, when the tokens in front of it are taken; None: no row has one.
+    its rows, when the tokens in front of it are taken; None: no row has one. guessed: the plan with what grammars force
+    in it, likewise; None: nothing is to be put into it.
     """
 
     plan: StepPlan
     runner: ModelRunner
     share: LaneShare = ALONE
     masks: Future[TokenMasks | None] | None = None
+    guessed: Future[StepPlan] | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     launch_s: float = 0.0
     started_s: float = 0.0
@@ -86,12 +90,14 @@ class LaneThreads:
         runner: ModelRunner,
         share: LaneShare,
         masks: Future[TokenMasks | None] | None = None,
+        guessed: Future[StepPlan] | None = None,
     ) -> LaneStep:
         """Have the runner do the plan, behind what was submitted before. Does not block.
 
-        masks: its tokens are chosen when they are there. The steps in front of it have been told by then.
+        masks: its tokens are chosen when they are there. The steps in front of it have been told by then. guessed: it
+        is launched only then.
         """
-        step = LaneStep(plan, runner, share, masks)
+        step = LaneStep(plan, runner, share, masks, guessed)
         with self._idle:
             now_s = time.monotonic()
             if not self._num_open:
@@ -177,14 +183,15 @@ class LaneThreads:
         try:
             return step.runner.launch(step.plan)
         except Exception as error:
-            return self._in_pieces(step, error)
+            return self._in_pieces(step, step.plan, error)
 
     def _constrained(self, step: LaneStep, coming: Future[TokenMasks | None]) -> StepHandle | StepOutput:
         """The pass runs while the steps in front of it are read and told, and the masks made that depend on their
         tokens: by the engine's thread, for which this one waits."""
         forwarded, failure = None, None
+        plan = step.plan if step.guessed is None else self._awaited(step.guessed)
         try:
-            forwarded = step.runner.forward(step.plan)
+            forwarded = step.runner.forward(plan)
         except Exception as error:
             failure = error
         masks = self._awaited(coming)
@@ -194,22 +201,22 @@ class LaneThreads:
             except Exception as error:
                 failure = error
         assert failure is not None
-        return self._in_pieces(step, failure, masks)
+        return self._in_pieces(step, plan, failure, masks)
 
-    def _awaited(self, masks: Future[TokenMasks | None]) -> TokenMasks | None:
-        """Blocks until they are there. Raises if they will not come, as everything is given up."""
+    def _awaited(self, coming: Future[_T]) -> _T:
+        """Blocks until it is there. Raises if it will not come, as everything is given up."""
         while True:
             try:
-                return masks.result(_LOOK_FOR_MASKS_S)
+                return coming.result(_LOOK_FOR_MASKS_S)
             except TimeoutError:
                 if self._has_failed:
                     raise
 
     @staticmethod
-    def _in_pieces(step: LaneStep, error: Exception, masks: TokenMasks | None = None) -> StepOutput:
-        extra = {"event": "step_failed", "step": step.plan.step_id}
+    def _in_pieces(step: LaneStep, plan: StepPlan, error: Exception, masks: TokenMasks | None = None) -> StepOutput:
+        extra = {"event": "step_failed", "step": plan.step_id}
         logger.warning("step failed, running it in pieces", exc_info=error, extra=extra)
-        isolated = run_isolated(step.runner, step.plan, masks)
+        isolated = run_isolated(step.runner, plan, masks)
         step.errors = isolated.errors
         return isolated.output
 

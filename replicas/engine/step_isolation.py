@@ -58,5 +58,5 @@ def _pieces(plan: StepPlan) -> Iterator[tuple[str, StepPlan, int]]:
 
 
 def _num_rows(plan: StepPlan) -> int:
-    """How many rows of logits it has."""
-    return sum([part.num_sampled + len(part.forks) for part in plan.slices])
+    """How many rows of logits it has, at most."""
+    return sum([part.most_sampled + len(part.forks) for part in plan.slices])

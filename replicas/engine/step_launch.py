@@ -34,7 +34,11 @@ class StepLaunch:
 
     def _launch_constrained(self, runner: ModelRunner, plan: StepPlan) -> StepHandle | StepOutput:
         """While the pass runs, the tokens of the steps in front of it are taken, and the masks are made that depend on
-        them; then the tokens are chosen."""
+        them; then the tokens are chosen. Rows with room for what their grammars force have to wait for these tokens."""
+        if self._calls.constrained.may_force(plan):
+            for step in self._core.in_front():
+                self._commit(step)
+            plan = self._calls.constrained.guessed(plan)
         forwarded, failure = None, None
         try:
             forwarded = runner.forward(plan)

@@ -92,7 +92,9 @@ class TwoLaneEngine(Engine):
         self.calls.turned(turn, now_s)
         if turn.plan is not None:
             masks = self._masks_to_come(turn.plan)
-            self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows, masks))
+            is_forced = masks is not None and self.calls.constrained.may_force(turn.plan)
+            guessed: Future[StepPlan] | None = Future() if is_forced else None
+            self.core.launched(self._decode.submit(turn.plan, self.runner, self._beside_rows, masks, guessed))
             self._make_masks()
         if turn.prompts is not None:
             load = self.core.prompt_load(turn.prompts, now_s, self.steps.rates)
@@ -123,7 +125,11 @@ class TwoLaneEngine(Engine):
         if self.core.in_flight:
             oldest = self.core.in_flight[0]
             if oldest.masks is not None and not oldest.masks.done():
-                oldest.masks.set_result(self.calls.masks(oldest.plan))
+                plan = oldest.plan
+                if oldest.guessed is not None:
+                    plan = self.calls.constrained.guessed(plan)
+                    oldest.guessed.set_result(plan)
+                oldest.masks.set_result(self.calls.masks(plan))
 
     @property
     def _beside_rows(self) -> LaneShare:

@@ -61,6 +61,17 @@ class FollowedText:
                 self.consumed()
         self.pending.clear()
 
+    def forced(self, most: int) -> tuple[int, ...]:
+        """The next tokens, at most so many, where the grammar leaves nothing else to write; after `catch_up`.
+
+        As the tokenizer would write that text: a model may cut the same bytes into other tokens, which a mask allows as
+        well. So these are guesses. 5 to 60 microseconds; of a long forced text as long as for a mask.
+        """
+        if self.matcher is None or self.failure is not None:
+            return ()
+        # A copy: what fails here is no failure of the text.
+        return tuple(self.matcher.deep_copy().compute_ff_tokens()[:most])
+
     def consumed(self) -> None:
         """Its matcher has consumed a token. Mutates."""
         assert self.matcher is not None

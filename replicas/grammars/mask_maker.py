@@ -32,7 +32,7 @@ class MaskMaker:
         The others may go on with any token, or have failed. Mutates the texts: they are up to their last token then.
         Blocks for 20 to 1000 microseconds for each, shared by the threads.
         """
-        self._catch_up(texts)
+        self.catch_up(texts)
         held = [index for index, text in enumerate(texts) if text.matcher is not None and text.failure is None]
         words = self._new_words(len(held), self._num_words)
         self._fill([texts[index] for index in held], words)
@@ -55,8 +55,9 @@ class MaskMaker:
         for place, matcher in enumerate(matchers):
             matcher.unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
 
-    def _catch_up(self, texts: Sequence[FollowedText]) -> None:
-        """Texts with one token to go by, as each has in a step, go by it at the same time."""
+    def catch_up(self, texts: Sequence[FollowedText]) -> None:
+        """Go by the tokens that they have taken. Mutates. Texts with one token to go by, as each has in a step, go by
+        it at the same time."""
         at_once = [text for text in texts if text.matcher is not None and len(text.pending) == 1]
         if self._executor is not None and _is_worth_waking(at_once):
             ordered = [at_once[place] for place in _side_by_side(at_once)]

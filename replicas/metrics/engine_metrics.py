@@ -71,6 +71,10 @@ class EngineMetrics:
             self._pool.drafted_steps.count_to(num_steps, drafts=str(count))
         self._pool.draft_rests.count_to(counts.num_rests)
 
+    def drafters_failed(self, num_failed: int) -> None:
+        """Drafters that are asked no more, so far. On the event loop."""
+        self._pool.failed_drafters.count_to(num_failed)
+
     def undrafted(self, rows: Mapping[str, int]) -> None:
         """Rows so far that the draft model made no drafts for, by cause. On the event loop."""
         for cause, num_rows in rows.items():

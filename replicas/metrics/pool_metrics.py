@@ -221,6 +221,11 @@ class PoolMetrics(MetricSet):
             {"cause": UNDRAFTED_CAUSES},
             fixed=self.of_pool,
         )
+        self.failed_drafters = self.counter(
+            "splitserve_speculative_failed_drafters",
+            "1 if what guesses has failed: nothing is guessed any more, see the log",
+            fixed=self.of_pool,
+        )
 
     def _add_lanes(self) -> None:
         self.lanes = self.gauge(

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from replicas.gguf.conversion import resolve_source
-from replicas.hub_model import refuse_unavailable
+from replicas.hub_model import refuse_missing_path, refuse_unavailable
 from replicas.kv.kv_pool import KvLayout
 from replicas.layers.attention_seam import use_attention
 from replicas.layers.replaced_layers import before_serving, replace_layers
@@ -86,6 +86,7 @@ def load_model(settings: ModelSettings, device: torch.device, kv_dtype: str = "a
     meanwhile; OSError when they are not there; HubRefusal for a Hub id that can't be had.
     """
     transformers_logging.disable_progress_bar()  # ours are log lines; a bar a replica garbles the terminal
+    refuse_missing_path(settings.source)
     refuse_unavailable(settings.source)
     folder = resolve_source(settings.source, settings.cache_dir)
     files = FilesAsRead.now(folder)

@@ -118,6 +118,7 @@ class ModelRunner:
     most_drafting_rows: int | None = None  # of a step with drafts; None: any number
     most_drafting_tokens: int | None = None  # likewise
     pads_drafts = False  # whether drafts that are planned cost time where there are none
+    takes_forced = False  # whether rows with grammars may have as drafts what these force
     shares: tuple[LaneShare, ...] = ()  # ways to divide the device between two lanes; none: they just run side by side
 
     def __init__(
@@ -168,6 +169,11 @@ class ModelRunner:
     def can_draft(self, sampling: SamplingParams) -> bool:
         """Whether rows with these parameters may be planned with drafts."""
         return False
+
+    @property
+    def num_failed_drafters(self) -> int:
+        """Drafters that are asked no more. Any thread."""
+        return 0
 
     @torch.inference_mode()
     def know(self, slot: int, start: int, ids: NDArray[np.int32]) -> None:

@@ -48,12 +48,16 @@ def _of_several(part: Slice) -> list[SamplePlace]:
 
 
 def counting(places: Sequence[SamplePlace], token_ids: Sequence[int]) -> list[bool]:
-    """Of each token chosen, whether it counts: whether all guesses in front of it, in its slice, were right."""
+    """Of each token chosen, whether it counts: whether all guesses in front of it, in its slice, were right.
+
+    What is no token counts only if it stands behind none: the next row comes to that place again, by itself.
+    """
     counts = []
-    is_right = True
+    is_right, is_behind = True, False
     for place, token_id in zip(places, token_ids, strict=True):
-        counts.append(is_right)
-        is_right = place.guess is None or (is_right and place.guess == token_id)
+        counts.append(is_right and (token_id >= 0 or not is_behind))
+        is_behind = place.guess is not None
+        is_right = not is_behind or (is_right and place.guess == token_id)
     return counts
 
 

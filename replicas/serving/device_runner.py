@@ -29,7 +29,7 @@ def make_runner(
     num_host_blocks: int = 0,
     has_two_lanes: bool = False,
     *,
-    make_drafter: Callable[[TokenHistory], Drafter] | None = None,
+    make_drafter: Callable[[TokenHistory], Drafter | None] | None = None,
     head: Eagle3Head | None = None,
     card_drafting: Callable[[], CardDrafting] | None = None,
 ) -> ModelRunner:
@@ -59,4 +59,4 @@ def speculation_of(runner: ModelRunner, max_drafts: int) -> Speculation:
     policy = SpeculationPolicy(
         max_drafts, runner.most_drafting_rows, runner.pads_drafts, max_tokens=runner.most_drafting_tokens
     )
-    return Speculation(Speculator(policy), max_drafts, runner.can_draft, runner.pads_drafts)
+    return Speculation(Speculator(policy), max_drafts, runner.can_draft, runner.pads_drafts, runner.takes_forced)

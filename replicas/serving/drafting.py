@@ -58,9 +58,11 @@ class Drafting:
             return None
         if method == "ngram":
             return Drafting(settings)
-        assert source is not None, "the config has seen to it"
         if device.type != "cpu":
             raise CannotDraft(f"speculative.method {method} is for CPUs so far; on a card set ngram, or none")
+        if method == "grammar":
+            return Drafting(settings)
+        assert source is not None, "the config has seen to it"
         if method == "eagle3":
             if settings.layout == "two_lanes":
                 raise CannotDraft("speculative.method eagle3 needs one lane; set layout: colocated, or method: ngram")
@@ -85,13 +87,15 @@ class Drafting:
 
     def drafter_maker(
         self, num_blocks: int, device: torch.device, make_runner: MakeRunner
-    ) -> Callable[[TokenHistory], Drafter] | None:
-        """Makes the drafter when it is given the slots' history; None where the head is the drafter. Blocks: a draft
-        model is checked and warmed up here. Allocates its pool. Raises as `self_check`."""
+    ) -> Callable[[TokenHistory], Drafter | None] | None:
+        """Makes the drafter when it is given the slots' history, or none; None where the head is the drafter. Blocks: a
+        draft model is checked and warmed up here. Allocates its pool. Raises as `self_check`."""
         if self.head is not None:
             return None
+        speculative = self.settings.speculative
+        if speculative.method == "grammar":
+            return lambda _: None
         if self.draft is None:
-            speculative = self.settings.speculative
             return lambda history: NgramDrafter(history, speculative.ngram_min, speculative.ngram_max)
         loaded, max_len = self.draft.loaded, self.draft.max_len
         pool = KvPool(loaded.kv_layout(self.settings.kv.block_size), num_blocks, device)

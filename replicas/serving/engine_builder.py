@@ -117,6 +117,7 @@ class BuiltEngine:
             self.metrics.preempted(preemption.num_swapped, preemption.num_evicted, preemption.num_host_blocks_used)
         if scheduler.drafts is not None:
             self.metrics.drafted(scheduler.drafts.counts)
+        self.metrics.drafters_failed(self.engine.runner.num_failed_drafters)
         if self.draft_model is not None:
             self.metrics.undrafted(self.draft_model.undrafted)
         if scheduler.prefixes is not None:

@@ -28,7 +28,7 @@ class GrammarsOpening:
     def __init__(self, model: ModelSettings, chosen: GrammarSettings, device: str, vocab_size: int) -> None:
         """After the weights were loaded: what must be converted or fetched has been. device: "cpu" | "cuda", to which
         masks go. vocab_size: the model's."""
-        self._model, self._chosen, self._device = model, chosen, device
+        self._model, self._chosen, self._device, self._vocab_size = model, chosen, device, vocab_size
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-tokenizer")
         self._tokenizer = self._thread.submit(self._open_tokenizer, vocab_size)
         self._thread.shutdown(wait=False)
@@ -54,7 +54,7 @@ class GrammarsOpening:
             compiled=compiled,
         )
         new_words = _pinned_words if self._device == "cuda" else _words
-        return Grammars(cache, MaskMaker(tokenizer, chosen.grammar_threads, new_words))
+        return Grammars(cache, MaskMaker(tokenizer, chosen.grammar_threads, new_words), self._vocab_size)
 
     def _open_tokenizer(self, vocab_size: int) -> LLTokenizer:
         folder = resolve_source(self._model.source, self._model.cache_dir)

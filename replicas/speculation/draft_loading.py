@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from replicas.gguf.conversion import resolve_source
-from replicas.hub_model import refuse_unavailable
+from replicas.hub_model import refuse_missing_path, refuse_unavailable
 from replicas.model.identity_digests import tokenizer_digest
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.model_support import UnsupportedModel, naming_failures
@@ -35,18 +38,16 @@ class LoadedDraft:
 def load_draft(source: str, served_settings: ModelSettings, served: LoadedModel, device: torch.device) -> LoadedDraft:
     """The weights of `source`, a folder or Hub id, in the served model's number type, as they are in its files.
 
-    Blocks for seconds to minutes. Raises UnsupportedModel, which names the key and the model: for a tokenizer that is
-    not the served model's, and as `load_model` does; OSError, HubRefusal.
+    Blocks for seconds to minutes. Raises UnsupportedModel, which names the key and the model: for files that are not
+    there, for a tokenizer that is not the served model's, and as `load_model` does; HubRefusal.
     """
-    refuse_unavailable(source, _KEY)
+    _refuse_missing(source)
     folder = resolve_source(served_settings.source, served_settings.cache_dir)
-    refuse_other_tokenizer(source, folder, served_settings.trust_remote_code)
-    max_len = min(served_settings.max_model_len, _num_positions(source, served_settings.trust_remote_code))
-    settings = replace(served_settings, source=source, max_model_len=max_len, quantise="none")
-    try:
+    with _naming_key(source):
+        refuse_other_tokenizer(source, folder, served_settings.trust_remote_code)
+        max_len = min(served_settings.max_model_len, _num_positions(source, served_settings.trust_remote_code))
+        settings = replace(served_settings, source=source, max_model_len=max_len, quantise="none")
         loaded = load_model(settings, device)
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{_KEY}: {error}") from error
     if loaded.identity.tokenizer == "none" and loaded.vocab_size != served.vocab_size:
         raise UnsupportedModel(
             f"{_KEY}: {source} has {loaded.vocab_size} tokens, the served model {served.vocab_size}, and neither has a "
@@ -61,11 +62,11 @@ def load_head(source: str, served: LoadedModel, device: torch.device) -> Eagle3H
     """An EAGLE-3 head, a folder or Hub id, in the served model's number type, for the layer behind the model's in each
     block.
 
-    Blocks. Raises UnsupportedModel, which names the key and the head, OSError, HubRefusal.
+    Blocks. Raises UnsupportedModel, which names the key and the head, HubRefusal.
     """
-    refuse_unavailable(source, _KEY)
+    _refuse_missing(source)
     model: Any = served.model
-    try:
+    with _naming_key(source):
         with naming_failures(source, "reading it as an EAGLE-3 head"):
             files = read_eagle3(source, model.config)
             head = make_head(source, files, served.num_layers, model.get_input_embeddings(), served.dtype)
@@ -75,10 +76,34 @@ def load_head(source: str, served: LoadedModel, device: torch.device) -> Eagle3H
                 f"{source} has keys of {heads} (heads x dimension), the served model {served.num_kv_heads} x "
                 f"{served.head_dim}: they do not fit into one block"
             )
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"{_KEY}: {error}") from error
     logger.info("EAGLE-3 head loaded", extra={"event": "head_loaded", "source": source})
     return head.to(device)
+
+
+def _refuse_missing(source: str) -> None:
+    """A folder may have gone since the config was checked. Raises UnsupportedModel, HubRefusal."""
+    try:
+        refuse_missing_path(source, _KEY)
+    except FileNotFoundError as error:
+        raise UnsupportedModel(str(error)) from error
+    refuse_unavailable(source, _KEY)
+    folder = Path(source)
+    if folder.exists() and not folder.joinpath("config.json").is_file():
+        raise UnsupportedModel(f"{_KEY}: {source} has no config.json any more; bring it back, or set another")
+
+
+@contextmanager
+def _naming_key(source: str) -> Iterator[None]:
+    """What can't be read, or is refused, within is so by the name of the key."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        text = str(error)
+        raise UnsupportedModel(text if text.startswith(_KEY) else f"{_KEY}: {text}") from error
+    except OSError as error:
+        text = str(error).strip()
+        cause = text.splitlines()[0] if text else type(error).__name__
+        raise UnsupportedModel(f"{_KEY}: {source} can't be read: {cause}") from error
 
 
 def refuse_other_tokenizer(source: str, served_folder: str, trust_remote_code: bool = False) -> None:

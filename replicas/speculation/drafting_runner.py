@@ -16,7 +16,7 @@ from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace, counting
 from replicas.speculation.draft_model import DraftModel
-from replicas.speculation.drafter import NO_DRAFT, Drafter, DraftRow
+from replicas.speculation.drafter import Drafter, DraftRow
 from replicas.speculation.history import TokenHistory
 from scheduler.plan import Slice, SlotInit, StepPlan
 from scheduler.sampling_params import SamplingParams
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 class DraftingRunner(ModelRunner):
     """As its base, which knows rows with guesses. Threads as its base."""
 
+    takes_forced = True
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -35,19 +37,28 @@ class DraftingRunner(ModelRunner):
         max_model_len: int,
         num_host_blocks: int = 0,
         *,
-        make_drafter: Callable[[TokenHistory], Drafter],
+        make_drafter: Callable[[TokenHistory], Drafter | None],
     ) -> None:
-        """make_drafter: is given the slots' history, which the runner keeps."""
+        """make_drafter: is given the slots' history, which the runner keeps. None, which it may give: drafts are only
+        what grammars force."""
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         self._history = TokenHistory(num_slots, max_model_len)
-        self._drafter: Drafter | None = make_drafter(self._history)  # None once it has failed
+        self._drafter: Drafter | None = make_drafter(self._history)  # None, too, once it has failed
+        self._num_failed = 0
 
     def can_draft(self, sampling: SamplingParams) -> bool:
-        return True
+        return self._drafter is not None
+
+    @property
+    def num_failed_drafters(self) -> int:
+        return self._num_failed
 
     def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
         if isinstance(self._drafter, DraftModel):
-            self._drafter.expect(slot, prompt_ids)
+            try:
+                self._drafter.expect(slot, prompt_ids)
+            except Exception as error:
+                self._give_up(error)
 
     def read_ahead(self) -> bool:
         if not isinstance(self._drafter, DraftModel):
@@ -92,16 +103,27 @@ class DraftingRunner(ModelRunner):
         return replace(plan, slices=(*resolved, *plan.chunks))
 
     def _drafts(self, rows: Iterable[Slice]) -> dict[int, tuple[int, ...]]:
-        """By slot, of the rows that may have some and have none yet."""
-        asking = [DraftRow(row.slot, row.choice, row.num_drafts) for row in rows if _is_open(row)]
+        """By slot, of the rows that may have some and have none yet. (Of a request with a grammar that is over nobody
+        keeps a history.)"""
+        asking = [
+            DraftRow(row.slot, row.choice, row.num_drafts)
+            for row in rows
+            if _is_open(row) and row.slot in self._history
+        ]
         if not asking or self._drafter is None:
             return {}
         try:
-            found = self._drafter.draft(asking).tolist()
+            found = zip(asking, self._drafter.draft(asking).tolist(), strict=True)
+            return {row.slot: self._tokens(drafts[: row.num_drafts]) for row, drafts in found}
         except Exception as error:
             self._give_up(error)
             return {}
-        return {row.slot: _until_none(drafts[: row.num_drafts]) for row, drafts in zip(asking, found, strict=True)}
+
+    def _tokens(self, drafts: list[int]) -> tuple[int, ...]:
+        """Up to NO_DRAFT, or what else is no token."""
+        vocab_size = self._loaded.vocab_size
+        end = next((index for index, id_ in enumerate(drafts) if not 0 <= id_ < vocab_size), len(drafts))
+        return tuple(drafts[:end])
 
     # -- what drafts are made by -------------------------------------------------------------------
 
@@ -136,6 +158,7 @@ class DraftingRunner(ModelRunner):
 
     def _give_up(self, error: Exception) -> None:
         self._drafter = None
+        self._num_failed += 1
         logger.error("the drafter failed: no more drafts", exc_info=error, extra={"event": "drafter_failed"})
 
 
@@ -157,13 +180,8 @@ def computed_rows(plan: StepPlan) -> list[int]:
     rows: list[int] = []
     first = 0
     for part in plan.slices:
-        num_planned = max(part.num_sampled, 1 + part.num_drafts) if part.num_sampled else 0
-        rows += [first + min(index, part.num_sampled - 1) for index in range(num_planned)]
+        rows += [first + min(index, part.num_sampled - 1) for index in range(part.most_sampled)]
         first += part.num_sampled
         rows += range(first, first + len(part.forks))
         first += len(part.forks)
     return rows
-
-
-def _until_none(drafts: list[int]) -> tuple[int, ...]:
-    return tuple(drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts)

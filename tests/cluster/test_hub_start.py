@@ -181,3 +181,8 @@ def test_a_conversion_needs_room_and_a_folder_to_write_to(tmp_path: Path, monkey
 def test_of_a_path_the_hub_is_not_asked(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_model, "find_on_hub", lambda *_: pytest.fail("the Hub was asked"))
     hub_model.refuse_unavailable(source)
+    if source != "bundled":
+        with pytest.raises(FileNotFoundError, match=f"^model.source: {source} is not there any more"):
+            hub_model.refuse_missing_path(source)
+    hub_model.refuse_missing_path(__file__)
+    hub_model.refuse_missing_path("org/tiny")

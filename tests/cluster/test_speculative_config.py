@@ -60,6 +60,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         values({"method": "eagle3", "model": "o/h"}, layout="two_lanes"),
         "speculative.method: eagle3 needs prompts and answers in the same lane",
     ),
+    "grammars on a card": (values({"method": "grammar"}, pool=CARD), "speculative.method: grammar is for CPUs so far"),
+    "a model for grammars": (values({"method": "grammar", "model": "./m"}), "is of no use with method grammar"),
     "a draft model on a card": (
         values({"method": "draft_model", "model": "o/m"}, pool=CARD),
         "speculative.method: draft_model is for CPUs so far",

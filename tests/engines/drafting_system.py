@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from replicas.speculation.drafting_runner import DraftingRunner
 from scheduler.constant_drafts import ConstantDrafts
 from scheduler.plan import SlotInit
 from scheduler.speculation import SpeculationState
+from tests.engines.local_system import Generated
 
 # By prompt, seed and choice: a whole text.
 Texts = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]
@@ -96,6 +99,39 @@ class FailingDrafter:
         self._called("accepted")
 
 
+class SameDrafter:
+    """Drafts the same tokens for every row, or for so many rows, whatever was asked."""
+
+    def __init__(self, token_ids: Sequence[int], num_rows: int | None = None) -> None:
+        self._token_ids, self._num_rows = token_ids, num_rows
+        self.num_asked = 0
+
+    def start(self, init: SlotInit) -> None:
+        """It knows enough."""
+
+    def draft(self, rows: Sequence[DraftRow]) -> Tensor:
+        self.num_asked += 1
+        return torch.tensor([self._token_ids] * (len(rows) if self._num_rows is None else self._num_rows))
+
+    def accepted(self, slots: Sequence[int], tokens: Tensor, counts: Tensor) -> None:
+        """It knows enough."""
+
+
+class HangingDrafter(SameDrafter):
+    """Does not come back from one call, until `wakes` is set."""
+
+    def __init__(self, token_ids: Sequence[int], num_before: int) -> None:
+        super().__init__(token_ids)
+        self._left = num_before
+        self.wakes = threading.Event()
+
+    def draft(self, rows: Sequence[DraftRow]) -> Tensor:
+        self._left -= 1
+        if self._left == 0:
+            self.wakes.wait()
+        return super().draft(rows)
+
+
 def draft_with(built: BuiltEngine, num_drafts: int, drafter: Drafter | None = None) -> None:
     """While it is idle: from now on so many in every row. drafter: None: its own."""
     runner, planner = built.engine.runner, built.engine.scheduler.drafts
@@ -105,3 +141,16 @@ def draft_with(built: BuiltEngine, num_drafts: int, drafter: Drafter | None = No
     own = getattr(runner, "own_drafter", None) or runner._drafter
     runner.own_drafter = own  # type: ignore[attr-defined]
     runner._drafter = drafter or own
+
+
+def assert_same(generated: list[Generated], expected: list[Generated]) -> None:
+    """Tokens and reasons, and log-probabilities up to the order of sums."""
+    for got, right in zip(generated, expected, strict=True):
+        assert (got.token_ids, got.finish_reasons) == (right.token_ids, right.finish_reasons)
+        for choice, logprobs in right.logprobs.items():
+            for ours, theirs in zip(got.logprobs[choice], logprobs, strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None and theirs is not None:
+                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+                    assert [id_ for id_, _ in ours.top] == [id_ for id_, _ in theirs.top]
+        assert len(got.prompts) == len(right.prompts)

@@ -51,7 +51,7 @@ def _check(system: LocalSystem, num_drafts: int, every: int) -> None:
     draft_with(system.decode, num_drafts)
     CountedDrafts.take()
     asked = [system.generation(golden.prompt_ids, len(golden.output_ids), timeout_s=3000.0) for golden in goldens]
-    generated = system.run(asked)
+    generated = system.run(asked, queue_s=3000.0)
     ties = [golden.check(got.token_ids[0]) for golden, got in zip(goldens, generated, strict=True)]
     num_drafted, num_held = CountedDrafts.take()
     print(f"k {num_drafts}: {num_held} of {num_drafted} held, {len(goldens)} prompts, {sum(map(bool, ties))} near ties")

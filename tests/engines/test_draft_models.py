@@ -137,6 +137,27 @@ def test_memory_is_for_both(folders: tuple[Path, Path]) -> None:
     assert names[0] == names[1], "who drafts is nobody else's business"
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_folder_that_has_gone_since_the_config_was_checked(
+    folders: tuple[Path, Path], tmp_path: Path, method: str
+) -> None:
+    """Or a part of it: the replica says which key's, and what is missing."""
+
+    def refusal() -> str:
+        settings = tiny_settings("decode", folders[0], speculative=SpeculationSettings(method, str(tmp_path / "draft")))
+        with pytest.raises(UnsupportedModel) as refused:
+            build_engine(settings, "decode-0")
+        return str(refused.value)
+
+    assert refusal().startswith(f"speculative.model: {tmp_path / 'draft'} is not there any more")
+    (tmp_path / "draft").mkdir()
+    assert refusal().startswith(f"speculative.model: {tmp_path / 'draft'} has no config.json any more")
+    shutil.copy(folders[0] / "config.json", tmp_path / "draft")
+    said = refusal()
+    assert said.startswith(f"speculative.model: {tmp_path / 'draft'} ")
+    assert "model.safetensors" in said or method == "eagle3"
+
+
 def test_another_tokenizer_is_refused_by_name(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """Whatever differs is named; the same tokens in a file of another form do not differ."""
     served, draft = tmp_path / "served", tmp_path / "draft"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.routing.generation import Generation
+from replicas.engine.engine_watch import EngineWatch
 from replicas.grammars import grammar_text
 from replicas.settings import EngineSettings
 from scheduler.admission import AdmissionPolicy
@@ -19,7 +20,17 @@ from scheduler.beam_search import BeamParams
 from scheduler.grammar import Grammar
 from scheduler.length_estimator import LengthEstimator
 from scheduler.sampling_params import SamplingParams
-from tests.engines.drafting_system import CountedDrafts, FailingDrafter, OracleDrafter, Texts, draft_with, drafting
+from tests.engines.drafting_system import (
+    CountedDrafts,
+    FailingDrafter,
+    HangingDrafter,
+    OracleDrafter,
+    SameDrafter,
+    Texts,
+    assert_same,
+    draft_with,
+    drafting,
+)
 from tests.engines.local_pools import ManySystem
 from tests.engines.local_system import Generated, LocalSystem
 from tests.engines.tiny_goldens import TinyGoldens
@@ -111,19 +122,6 @@ def texts_of(asked: list[Generation], generated: list[Generated]) -> Texts:
         for one, got in zip(asked, generated, strict=True)
         for choice, ids in got.token_ids.items()
     }
-
-
-def assert_same(generated: list[Generated], expected: list[Generated]) -> None:
-    """Tokens and reasons, and log-probabilities up to the order of sums."""
-    for got, right in zip(generated, expected, strict=True):
-        assert (got.token_ids, got.finish_reasons) == (right.token_ids, right.finish_reasons)
-        for choice, logprobs in right.logprobs.items():
-            for ours, theirs in zip(got.logprobs[choice], logprobs, strict=True):
-                assert (ours is None) == (theirs is None)
-                if ours is not None and theirs is not None:
-                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-                    assert [id_ for id_, _ in ours.top] == [id_ for id_, _ in theirs.top]
-        assert len(got.prompts) == len(right.prompts)
 
 
 def at_rest(system: LocalSystem) -> None:
@@ -270,9 +268,58 @@ def test_a_drafter_that_fails_costs_drafts_only(
         draft_with(system.decode, 4, FailingDrafter(method, num_before=5))
         assert_same(system.run(asked_of(system)), expected)
         at_rest(system)
+        built = system.decode
+        assert not built.engine.runner.can_draft(SamplingParams())
+        (failed,) = [f for f in built.metrics_snapshot() if f["name"] == "splitserve_speculative_failed_drafters"]
+        assert [value for suffix, _, value in failed["samples"] if suffix == "_total"] == [1]
     assert [r.exc_info[1].args for r in caplog.records if getattr(r, "event", "") == "drafter_failed"] == [
         ("a drafter's own bug",)
     ]
+
+
+@pytest.mark.parametrize("name", ["colocated lag 1", pytest.param("two_lanes lag 1", marks=SLOW)])
+def test_a_drafter_that_hangs_is_a_thread_that_stands_still(
+    folder: Path, expected: list[Generated], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The watch ends such a process, and says where it stood; its streams go on elsewhere. (Here it wakes up.)"""
+    drafter, codes = HangingDrafter([20], num_before=7), []
+
+    def end_process(code: int) -> None:
+        codes.append(code)
+        drafter.wakes.set()
+
+    with running(*in_layout(name, folder)) as system:
+        draft_with(system.decode, 4, drafter)
+        watch = EngineWatch(system.decode.watched(), restart_after_s=1.0, end_process=end_process, interval_s=0.1)
+        watch.start()
+        try:
+            assert_same(system.run(asked_of(system)), expected)
+        finally:
+            watch.stop()
+        at_rest(system)
+    assert len(codes) == 1
+    (said,) = [record for record in caplog.records if getattr(record, "event", "") == "engine_frozen"]
+    assert "self.wakes.wait()" in said.getMessage()
+
+
+def test_drafts_that_are_no_tokens_are_none(folder: Path, expected: list[Generated]) -> None:
+    drafter = SameDrafter([20, 1 << 40, 20])
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, drafter)
+        assert_same(system.run(asked_of(system)), expected)
+        at_rest(system)
+        assert system.decode.engine.runner.num_failed_drafters == 0
+    assert drafter.num_asked > 50
+
+
+def test_a_drafter_that_answers_for_other_rows_has_failed(folder: Path, expected: list[Generated]) -> None:
+    drafter = SameDrafter([20], num_rows=999)
+    with running(drafting(tiny_settings("decode", folder, lag=1))) as system:
+        draft_with(system.decode, 4, drafter)
+        assert_same(system.run(asked_of(system)), expected)
+        at_rest(system)
+        assert system.decode.engine.runner.num_failed_drafters == 1
+    assert drafter.num_asked == 1
 
 
 def test_a_step_that_fails_is_run_in_pieces_with_its_drafts(

@@ -221,3 +221,6 @@ def test_what_counts_is_told_slice_by_slice() -> None:
     assert counting(places, [5, 6, 1, 2, 1, 4]) == [True] * 6
     assert counting(places, [5, 7, 1, 2, 0, 4]) == [True, True, False, True, True, False]
     assert counting(places, [-1, 6, 1, 2, 1, 4]) == [True, False, False, True, True, True], "no token is no guess"
+    behind_right = counting(places, [5, -2, 1, 2, 1, -1])
+    assert behind_right == [True, False, False, True, True, False], "the next row comes there again, by itself"
+    assert counting(places, [5, 6, -1, -2, 1, 4])[3:] == [True] * 3, "what stands behind no guess says why it failed"

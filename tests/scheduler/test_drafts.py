@@ -9,6 +9,7 @@ from scheduler.beam_search import BeamParams
 from scheduler.capabilities import DECODE
 from scheduler.constant_drafts import ConstantDrafts
 from scheduler.draft_planner import Speculation
+from scheduler.grammar import Grammar
 from scheduler.memory_budget import num_blocks_for
 from scheduler.pace import Pace
 from scheduler.plan import Accepted, SampledToken, StepOutput, StepPlan
@@ -110,6 +111,45 @@ def test_who_never_drafts(values: dict[str, object]) -> None:
     assert not request.may_draft
     assert (plan.has_drafts, plan.rows[0].num_drafts, plan.rows[0].num_tokens) == (False, 0, 1)
     assert not plan.slot_inits[0].may_draft
+
+
+@pytest.mark.parametrize("takes_forced", [True, False])
+def test_rows_with_grammars_have_what_these_force(takes_forced: bool) -> None:
+    """Also where the runner itself makes no drafts; it keeps nothing of them either way."""
+    speculation = Speculation(ConstantDrafts(3), 3, can_draft=lambda _: not takes_forced, takes_forced=takes_forced)
+    scheduler = Scheduler(limits(), DECODE, None, 0, num_host_blocks=100, speculation=speculation)
+    held = make_request("held", prompt_len=6, max_tokens=30, local_prefill=False, grammar=Grammar("a grammar"))
+    running(scheduler, held)
+    running(scheduler, make_request("free", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    assert [row.num_drafts for row in plan.rows] == ([3, 0] if takes_forced else [0, 3])
+    assert [init.may_draft for init in plan.slot_inits] == [False, not takes_forced]
+
+
+def test_once_nobody_makes_drafts_none_are_planned() -> None:
+    """Whoever runs then has one step more with room for them, which tells; whoever comes has none."""
+    alive = [True]
+    speculation = Speculation(ConstantDrafts(3), 3, can_draft=lambda _: alive[0])
+    scheduler = Scheduler(limits(), DECODE, None, 0, num_host_blocks=100, speculation=speculation)
+    running(scheduler, make_request("a", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    commit(scheduler, plan)
+    alive[0] = False
+    plan = planned(scheduler)
+    assert plan.rows[0].num_drafts == 3
+    scheduler.commit(StepOutput(plan.step_id, (SampledToken("a", 0, 50),), accepted=(Accepted("a", 0, 1, 4, 0),)), 0.0)
+    running(scheduler, make_request("b", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    assert [row.num_drafts for row in plan.rows] == [0, 0]
+    assert not plan.has_drafts
+
+
+def test_drafts_that_are_not_found_are_looked_for_again() -> None:
+    scheduler = drafting(limits(), 3)
+    running(scheduler, make_request("a", prompt_len=6, max_tokens=30, local_prefill=False))
+    plan = planned(scheduler)
+    scheduler.commit(StepOutput(plan.step_id, (SampledToken("a", 0, 50),), accepted=(Accepted("a", 0, 1, 4, 0),)), 0.0)
+    assert planned(scheduler).rows[0].num_drafts == 3
 
 
 def test_drafts_leave_prompts_their_half_of_a_step() -> None:

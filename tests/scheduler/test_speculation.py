@@ -216,6 +216,24 @@ def test_that_nothing_is_found_costs_something_only_in_padded_steps() -> None:
     assert learned(PADDED, 0, 0)[1].state.first < 0.3
 
 
+def test_what_grammars_force_and_other_drafts_say_nothing_of_each_other() -> None:
+    speculator = Speculator(SpeculationPolicy())
+    plain, forced = SpeculationState(), SpeculationState(is_forced=True)
+    before = speculator.acceptance.first()
+    for _ in range(100):
+        speculator.accepted(forced, 7, 7, 7)
+    assert speculator.acceptance.first() == before
+    for _ in range(1000):
+        speculator.accepted(plain, 7, 7, 0)
+    assert forced.first > 0.99
+    assert speculator.acceptance.first() < 0.05
+    speculator.step_took(0, 2, 200, 1.0)
+    for tokens in (4, 6, 10):
+        speculator.step_took(2, tokens, 200, 1.0)
+    new = [RowSpeculation(SpeculationState(is_forced=is_forced), 100, 7) for is_forced in (True, False)]
+    assert speculator.choose(new, 200)[0] >= 2, "that others guess wrong is no reason against it"
+
+
 def test_no_drafts_before_a_step_was_timed() -> None:
     speculator = Speculator(PADDED)
     assert speculator.choose([row(REPETITIVE)], 500) == (0,)

@@ -90,7 +90,7 @@ def test_quantised_weights_are_read_sooner(
         (["--goodput", "speed:5"], "goodput"),
         (["--kv-tokens", "512", "512"], "max_model_len"),
         (["--duration-s", "-1"], "no request is left"),
-        (["--acceptance", "0.6", "0.8"], "speculative.method none"),
+        (["--acceptance", "0.6", "0.8"], "with this speculative.method"),
     ],
 )
 def test_wrong_options_are_named(trace: str, extra: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:

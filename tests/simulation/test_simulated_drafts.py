@@ -135,6 +135,8 @@ def test_of_a_config() -> None:
     pool = {"kv_capacity_tokens": 4096}
     values = {"layout": "colocated", "pools": {"decode": pool}}
     assert shape_of(Config.model_validate(values), 1024).decode.drafts is None
+    forced = {**values, "speculative": {"method": "grammar"}}
+    assert shape_of(Config.model_validate(forced), 1024).decode.drafts is None, "simulated requests have no grammars"
     ngram = {**values, "speculative": {"method": "ngram", "max_drafts": 4}}
     assert shape_of(Config.model_validate(ngram), 1024).decode.drafts == DraftShape(4, None, False)
     on_card = {**ngram, "pools": {"decode": {**pool, "device": "cuda", "num_gpus": 1}}}
