@@ -15,6 +15,7 @@ import time
 from typing import Any, TypeVar
 
 from cluster.policies.routing_policy import Route
+from cluster.routing.admission_wait import AdmissionWait
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
