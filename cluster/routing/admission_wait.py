@@ -1,4 +1,4 @@
-"""One attempt's wait for a decode replica to admit it: how long, and to where it is called meanwhile."""
+"""Waits for a decode replica to admit a request: how long, and to where one is called meanwhile."""
 
 from __future__ import annotations
 
@@ -6,75 +6,175 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from cluster.api_error import ApiError
+from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import NeverFits, Route, Unavailable
 from cluster.routing.detached_tasks import wait_for_any
+from cluster.routing.generation import Leg
+from cluster.routing.order_book import OrderBook
+from cluster.routing.replica_orders import waits_until
+from cluster.routing.router_limits import RouterLimits
 from cluster.routing.waiting_room import Waiting, WaitingRoom
-
-if TYPE_CHECKING:
-    from cluster.routing.attempt import Attempt
 
 logger = logging.getLogger(__name__)
 
 # Somebody tells of room and of mail; this is for replicas that nobody is going to wait for any more.
 _LOOK_AGAIN_S = 1.0
 
-WaitsUntil = Callable[[float], float]  # monotonic, of one that has waited since then, as things are now
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
 
 class MovedOn(Exception):
-    """It goes on as another attempt, which is open already and has to be run or closed."""
+    """It goes on as another attempt (`cluster.routing.attempt`), which is open already: to be run, or closed."""
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, attempt: Any) -> None:
         super().__init__(attempt)
         self.attempt = attempt
 
 
 class AdmissionWait:
-    """Use once. On the router's event loop.
-
-    began_s: when it began to wait, before it was moved too. Meanwhile it sits in the router's room.
-    """
+    """Of one attempt; use once. began_s: when its request began to wait, before it was moved too."""
 
     def __init__(
         self,
-        room: WaitingRoom[AdmissionWait],
-        waiting_at: Waiting[Any],
-        decide: Callable[[], Route | NeverFits | Unavailable],
-        waits_until: WaitsUntil,
+        seat: Waiting[AdmissionWait],
         began_s: float,
+        room: WaitingRoom[AdmissionWait],
+        waits_until: Callable[[float], float],
+        decide: Callable[[], Route | NeverFits | Unavailable],
+        go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
-        """waiting_at: where it sits, without itself. decide: where it would go as things are now."""
-        self.began_s = began_s
-        self._room, self._decide, self._waits_until = room, decide, waits_until
-        self.seat: Waiting[AdmissionWait] = waiting_at
-        self.seat.who = self
-        self._called: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        self.seat, self.began_s = seat, began_s
+        self._room, self._waits_until, self._decide, self._go_on = room, waits_until, decide, go_on
+        self._called: asyncio.Future[_Closable] | None = None
 
     def decide(self) -> Route | NeverFits | Unavailable | None:
-        """Where it would go now; None: it is called away already."""
-        return None if self._called.done() else self._decide()
+        """Where it would go as things are now; None: it has been called already."""
+        return None if self._called is None or self._called.done() else self._decide()
 
-    def call(self, attempt: Attempt) -> None:
-        """It is to go on as this one, which is open: `wait` raises MovedOn. Once."""
-        self._called.set_result(attempt)
+    def call(self, route: Route) -> None:
+        """It is to go there, and is counted there from now on: `wait` raises MovedOn. Once, after `decide`."""
+        assert self._called is not None
+        self._called.set_result(self._go_on(route, self))
 
     async def wait(self, arrival: asyncio.Future[Any], over: asyncio.Future[Any]) -> None:
         """Until one of them is done or its patience ends; the caller sees which. Raises MovedOn."""
+        called = self._called = asyncio.get_running_loop().create_future()
+        patience_s, has_moved = self._waits_until(self.began_s), False
         self._room.enter(self.seat)
-        is_taken, is_told = False, False
         try:
             while not (arrival.done() or over.done()):
-                now_s = time.monotonic()
-                left_s = self._waits_until(self.began_s) - now_s
-                if left_s <= 0.0:
+                now_s, until_s = time.monotonic(), self._waits_until(self.began_s)
+                if now_s >= until_s:
                     return
-                await wait_for_any(arrival, over, self._called, timeout_s=min(left_s, _LOOK_AGAIN_S))
-                if self._called.done():
-                    is_taken = True
-                    raise MovedOn(self._called.result())
+                if until_s > patience_s:
+                    patience_s = until_s
+                    extra = {"event": "waits_for_replicas", "left_s": round(until_s - now_s, 1)}
+                    logger.info("a request waits for replicas on their way", extra=extra)
+                await wait_for_any(arrival, over, called, timeout_s=min(until_s - now_s, _LOOK_AGAIN_S))
+                if called.done():
+                    has_moved = True
+                    raise MovedOn(called.result())
         finally:
             self._room.leave(self.seat)
-            if self._called.done() and not is_taken:
-                self._called.result().close()
+            if called.done() and not has_moved:  # its client has gone, or it was over at the same moment
+                called.result().close()
+
+
+class AdmissionWaits:
+    """All of one router, on its event loop: as long as anybody may wait with what is known of replicas on their way,
+    and in its place among the others."""
+
+    def __init__(self, orders: OrderBook, limits: RouterLimits, metrics: IngressMetrics) -> None:
+        self._orders, self._limits, self._metrics = orders, limits, metrics
+        self.room: WaitingRoom[AdmissionWait] = WaitingRoom(limits.settle_s)
+
+    def begin(
+        self,
+        leg: Leg,
+        route: Route,
+        decide: Callable[[], Route | NeverFits | Unavailable],
+        go_on: Callable[[Route, AdmissionWait], _Closable],
+        before: AdmissionWait | None = None,
+    ) -> AdmissionWait:
+        """The wait of an attempt at a leg. go_on: opens the attempt with which it goes on elsewhere. before: the wait
+        from which it was called."""
+        now_s = time.monotonic()
+        num_moves = 0 if before is None else before.seat.num_moves + 1
+        seat: Waiting[AdmissionWait] = Waiting(route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
+        began_s = now_s if before is None else before.began_s
+        wait = AdmissionWait(seat, began_s, self.room, self._until, decide, go_on)
+        seat.who = wait
+        return wait
+
+    def move(self) -> None:
+        """Whoever waits goes to where there is room now, as far as there is."""
+        now_s = time.monotonic()
+        for wait, route in self.room.movable(now_s, AdmissionWait.decide):
+            waited_s = round(now_s - wait.began_s, 2)
+            extra = {"event": "moved", "from": wait.seat.decode_id, "to": route.decode_id, "waited_s": waited_s}
+            logger.info("a waiting request goes to a replica that has room", extra=extra)
+            self._metrics.queue_moves.add()
+            wait.call(route)
+
+    def move_if_due(self) -> None:
+        """`move`, but not more often than is of use."""
+        if self.room.is_due(time.monotonic()):
+            self.move()
+
+    def check_room(self, route: Route, num_waiting: int, num_replicas: int) -> None:
+        """Raises ApiError, and counts it, for one that would have to wait when as many wait as may."""
+        if route.must_wait and num_waiting >= self._limits.max_queued_requests:
+            self._metrics.rejected("queue_full")
+            extra = {"event": "queue_full", "num_waiting": num_waiting}
+            logger.warning("the queue is full: a request was turned away", extra=extra)
+            raise _queue_full(num_waiting, num_replicas, self.next_arrival_s)
+
+    @property
+    def next_arrival_s(self) -> float | None:
+        """From now on, until a decode replica that was ordered is expected; None: there is none on its way."""
+        coming = self._orders.coming("decode")
+        return coming.next_s - time.monotonic() if coming.num else None
+
+    def given_up(self, error: ApiError) -> ApiError:
+        """What a client is told whose request has ended so. One who has waited as long as anybody may (429) is counted;
+        where replicas were ordered that have not come, not only others were in his way, but something is down."""
+        if error.status != 429:
+            return error
+        coming = self._orders.coming("decode")
+        num_late = coming.num + coming.num_overdue
+        if not num_late:
+            self._metrics.rejected("queue_timeout")
+            return error
+        self._metrics.rejected("no_capacity")
+        logger.warning(
+            "a request has waited in vain for replicas that were ordered",
+            extra={"event": "replicas_overdue", "num": num_late},
+        )
+        return ApiError(
+            503,
+            f"no decode replica had room in time, and of those that were ordered {num_late} have not started; try "
+            "again later",
+            code="unavailable",
+            retry_after_s=max(1.0, self.next_arrival_s or self._orders.start_s("decode")),
+        )
+
+    def _until(self, began_s: float) -> float:
+        limits = self._limits
+        longest_s = limits.cold_start_timeout_s
+        return waits_until(began_s, limits.attempt.queue_timeout_s, longest_s, self._orders.coming("decode"))
+
+
+def _queue_full(num_waiting: int, num_replicas: int, next_arrival_s: float | None) -> ApiError:
+    """What a client is told when too many wait. When to try again is a guess: as if each replica ended one a second, or
+    when the next replica is expected (next_arrival_s from now on), if that is later."""
+    return ApiError(
+        429,
+        f"{num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
+        code="queue_full",
+        retry_after_s=max(1.0, float(num_waiting // max(1, num_replicas)), next_arrival_s or 0.0),
+    )

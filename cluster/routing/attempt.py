@@ -60,8 +60,9 @@ class Attempt:
         mailboxes: Mailboxes,
         channel: ChannelAddress,
         limits: AttemptLimits,
+        wait: AdmissionWait,
     ) -> None:
-        self.route, self._prompt = route, prompt
+        self.route, self._prompt, self._wait = route, prompt, wait
         self.stage = Stage.QUEUE  # where it is now
         self._leg, self._spec = leg, leg.attempt_spec()
         self._request_id, self._timeout_s = request_id, timeout_s
@@ -71,9 +72,8 @@ class Attempt:
         self._source: TransferPeer | None = None
         self._reader: TransferPeer | None = None
         self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
-        self._is_unheard = True
+        self._is_unheard, self._is_closed = True, False
         self._is_coming = False  # its KV, by the pair's way
-        self._is_closed = False
 
     def open(self) -> None:
         """Count it in, before anything is awaited: the next request is routed in the knowledge of this one.
@@ -97,14 +97,14 @@ class Attempt:
         self._trace = self._leg.generation.trace.attempt(self.route)
 
     async def run(self) -> None:
-        """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
+        """Emit the leg's tokens to the end. Raises AttemptFailed, MovedOn; cancelling it ends both replicas' work."""
         call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
         self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         self._generate.add_done_callback(self._prompt.ended)
         try:
             await self._prompt.went_out()
-            await self._wait_admitted()
+            await self._wait_admitted(self._generate)
             handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
             if self.route.prefill_id is not None:
                 await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
@@ -128,8 +128,9 @@ class Attempt:
 
     # -- the phases --------------------------------------------------------------------------------
 
-    async def _wait_admitted(self) -> None:
-        mail = await self._next_mail(self._limits.queue_timeout_s)
+    async def _wait_admitted(self, generate: asyncio.Task[GenerateReply]) -> None:
+        await self._wait.wait(self._box.arrival(), generate)
+        mail = await self._next_mail(0.0)
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()

@@ -1,5 +1,4 @@
-"""Replicas of one pool that were ordered and have not come yet, and how long a start takes. Pure: time is an argument.
-"""
+"""Replicas of one pool that were ordered and have not come yet, and how long a start takes. Pure."""
 
 from __future__ import annotations
 

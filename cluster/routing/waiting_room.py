@@ -4,7 +4,7 @@ argument."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster.policies.routing_policy import NeverFits, Route, Unavailable
@@ -23,12 +23,12 @@ class Waiting(Generic[WhoT]):
     """One that was sent to a decode replica and has not been admitted, as far as is known. is_begun: its client has got
     tokens. came_s: when its request came, over all attempts: its place. num_moves: how often it was moved already."""
 
-    who: WhoT
     decode_id: str
     sent_s: float
     came_s: float
     is_begun: bool = False
     num_moves: int = 0
+    who: WhoT = field(init=False)
 
     @property
     def rank(self) -> tuple[bool, float]:

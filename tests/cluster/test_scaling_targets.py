@@ -53,7 +53,7 @@ async def test_the_controller_is_asked_again_and_again_and_may_be_away(
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
     metrics = IngressMetrics("model", "1", "2")
-    targets = ScalingTargets("app", metrics, 0.01)
+    targets = ScalingTargets("app", metrics, interval_s=0.01)
     targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
     assert shown(metrics) == {"prefill": 2, "decode": 4, "ratio": 0.5}
     await asyncio.sleep(0.005)
@@ -69,7 +69,7 @@ async def test_another_config_is_followed_from_then_on(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
     metrics = IngressMetrics("model", "1", "2")
-    targets = ScalingTargets("app", metrics, 0.001)
+    targets = ScalingTargets("app", metrics, interval_s=0.001)
     targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
     await asyncio.sleep(0.01)
     assert shown(metrics) == {"prefill": 7, "decode": 7, "ratio": 1}
@@ -89,7 +89,7 @@ async def test_a_deployment_that_goes_is_no_warning(
         return {"decode": 3}
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
-    targets = ScalingTargets("app", IngressMetrics("model", "1", "2"), 60.0)
+    targets = ScalingTargets("app", IngressMetrics("model", "1", "2"), interval_s=60.0)
     with caplog.at_level("INFO"):
         targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
         await asked.wait()

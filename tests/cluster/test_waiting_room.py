@@ -44,7 +44,9 @@ def room_of(*waiting: Waiting[str]) -> WaitingRoom[str]:
 
 
 def one(who: str, came_s: float, at: str = "old", sent_s: float = 0.0, **values: object) -> Waiting[str]:
-    return Waiting(who, at, sent_s, came_s, **values)  # type: ignore[arg-type]
+    waiting: Waiting[str] = Waiting(at, sent_s, came_s, **values)  # type: ignore[arg-type]
+    waiting.who = who
+    return waiting
 
 
 @pytest.mark.parametrize(
