@@ -89,10 +89,10 @@ class OrderBook:
             extra = {"event": "replicas_ordered", "pool": pool, "num": num_ordered}
             logger.info("%s replicas on their way: %d", pool, num_ordered, extra=extra)
         self._metrics.on_their_way(pool, num_ordered, start.expected_s)
-        self._warn(pool, start.expected_s)
+        self._warn(pool, max(start.told_s, *start.measured_s, 0.0))
 
     def _warn(self, pool: str, start_s: float) -> None:
-        """Once, of each pool."""
+        """Once, of each pool. start_s: what one took; of a guess `check` warns (`cluster.launch.fit`)."""
         if start_s > self._longest_wait_s and pool not in self._warned:
             self._warned.add(pool)
             logger.warning(
