@@ -36,6 +36,36 @@ class MovedOn(Exception):
         self.attempt = attempt
 
 
+class Patience:
+    """How long requests wait, with what is known of replicas on their way. One per router, on its event loop."""
+
+    def __init__(self, orders: OrderBook, limits: RouterLimits) -> None:
+        self._orders, self._limits = orders, limits
+
+    async def for_decode(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
+        """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s."""
+        await self._wait("decode", began_s, self._limits.attempt.queue_timeout_s, futures)
+
+    async def for_prefill(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
+        """Likewise, for prefill to answer."""
+        await self._wait("prefill", began_s, self._limits.attempt.handoff_timeout_s, futures)
+
+    async def _wait(
+        self, pool: str, began_s: float, timeout_s: float, futures: tuple[asyncio.Future[Any], ...]
+    ) -> None:
+        is_told = False
+        while not any(future.done() for future in futures):
+            now_s = time.monotonic()
+            until_s = waits_until(began_s, timeout_s, self._limits.cold_start_timeout_s, self._orders.coming(pool))
+            if now_s >= until_s:
+                return
+            if now_s >= began_s + timeout_s and not is_told:
+                is_told = True
+                extra = {"event": "waits_for_replicas", "pool": pool, "left_s": round(until_s - now_s, 1)}
+                logger.info("a request waits on for %s replicas on their way", pool, extra=extra)
+            await wait_for_any(*futures, timeout_s=min(until_s - now_s, _LOOK_AGAIN_S))
+
+
 class AdmissionWait:
     """Of one attempt; use once. began_s: when its request began to wait, before it was moved too."""
 
@@ -44,12 +74,12 @@ class AdmissionWait:
         seat: Waiting[AdmissionWait],
         began_s: float,
         room: WaitingRoom[AdmissionWait],
-        waits_until: Callable[[float], float],
+        patience: Patience,
         decide: Callable[[], Route | NeverFits | Unavailable],
         go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
         self.seat, self.began_s = seat, began_s
-        self._room, self._waits_until, self._decide, self._go_on = room, waits_until, decide, go_on
+        self._room, self._patience, self._decide, self._go_on = room, patience, decide, go_on
         self._called: asyncio.Future[_Closable] | None = None
 
     def decide(self) -> Route | NeverFits | Unavailable | None:
@@ -64,25 +94,21 @@ class AdmissionWait:
     async def wait(self, arrival: asyncio.Future[Any], over: asyncio.Future[Any]) -> None:
         """Until one of them is done or its patience ends; the caller sees which. Raises MovedOn."""
         called = self._called = asyncio.get_running_loop().create_future()
-        patience_s, has_moved = self._waits_until(self.began_s), False
+        has_moved = False
         self._room.enter(self.seat)
         try:
-            while not (arrival.done() or over.done()):
-                now_s, until_s = time.monotonic(), self._waits_until(self.began_s)
-                if now_s >= until_s:
-                    return
-                if until_s > patience_s:
-                    patience_s = until_s
-                    extra = {"event": "waits_for_replicas", "left_s": round(until_s - now_s, 1)}
-                    logger.info("a request waits for replicas on their way", extra=extra)
-                await wait_for_any(arrival, over, called, timeout_s=min(until_s - now_s, _LOOK_AGAIN_S))
-                if called.done():
-                    has_moved = True
-                    raise MovedOn(called.result())
+            await self._patience.for_decode(self.began_s, arrival, over, called)
+            if called.done():
+                has_moved = True
+                raise MovedOn(called.result())
         finally:
             self._room.leave(self.seat)
-            if called.done() and not has_moved:  # its client has gone, or it was over at the same moment
+            if called.done() and not has_moved:  # its client has gone meanwhile
                 called.result().close()
+
+    async def for_prompt(self, answer: asyncio.Future[Any], over: asyncio.Future[Any], began_s: float) -> None:
+        """Until one of them is done or the patience for a prompt ends that was sent to prefill at began_s."""
+        await self._patience.for_prefill(began_s, answer, over)
 
 
 class AdmissionWaits:
@@ -91,6 +117,7 @@ class AdmissionWaits:
 
     def __init__(self, orders: OrderBook, limits: RouterLimits, metrics: IngressMetrics) -> None:
         self._orders, self._limits, self._metrics = orders, limits, metrics
+        self._patience = Patience(orders, limits)
         self.room: WaitingRoom[AdmissionWait] = WaitingRoom(limits.settle_s)
 
     def begin(
@@ -107,7 +134,7 @@ class AdmissionWaits:
         num_moves = 0 if before is None else before.seat.num_moves + 1
         seat: Waiting[AdmissionWait] = Waiting(route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
         began_s = now_s if before is None else before.began_s
-        wait = AdmissionWait(seat, began_s, self.room, self._until, decide, go_on)
+        wait = AdmissionWait(seat, began_s, self.room, self._patience, decide, go_on)
         seat.who = wait
         return wait
 
@@ -162,11 +189,6 @@ class AdmissionWaits:
             code="unavailable",
             retry_after_s=max(1.0, self.next_arrival_s or self._orders.start_s("decode")),
         )
-
-    def _until(self, began_s: float) -> float:
-        limits = self._limits
-        longest_s = limits.cold_start_timeout_s
-        return waits_until(began_s, limits.attempt.queue_timeout_s, longest_s, self._orders.coming("decode"))
 
 
 def _queue_full(num_waiting: int, num_replicas: int, next_arrival_s: float | None) -> ApiError:

@@ -108,7 +108,7 @@ class Attempt:
             handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
             if self.route.prefill_id is not None:
                 await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
-            await self._take_tokens(handoff_by_s)
+            await self._take_tokens(max(handoff_by_s, time.monotonic() + self._limits.tail_s))
         except OtherModel as error:
             raise self._failed(CallStatus.ERROR, str(error)) from error
         finally:
@@ -146,7 +146,7 @@ class Attempt:
         prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
         call = start_detached(self._prefill.submit(prefill_id, prefill))
         try:
-            await wait_for_any(call, generate, timeout_s=handoff_by_s - time.monotonic())
+            await self._wait.for_prompt(call, generate, handoff_by_s - self._limits.handoff_timeout_s)
             if not call.done() and generate.done():
                 # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
                 self._check_generate(Stage.DECODE)
