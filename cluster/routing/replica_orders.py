@@ -98,11 +98,13 @@ def arrivals(now_s: float, orders: ReplicaOrders, start: StartTime, last_came_s:
 def waits_until(began_s: float, queue_timeout_s: float, longest_s: float, coming: Arrivals) -> float:
     """When one gives up who waits for a decode replica to admit it, since began_s.
 
-    That is after queue_timeout_s, but for replicas that are on their way: then as long as their start may take, and
-    when one has come anew for queue_timeout_s, to have a part of it. longest_s: for replicas, whatever is known of
-    them; what is waited in all has a bound.
+    That is after queue_timeout_s, but for replicas that are on their way: then as long as their start may take. Who has
+    waited for one that has come waits for room there too, longest_s in all and at least queue_timeout_s more: what a
+    burst has ordered serves it, round by round. All that is waited has a bound: longest_s and queue_timeout_s.
     """
-    until_s = max(began_s, coming.last_came_s) + queue_timeout_s
+    until_s = began_s + queue_timeout_s
     if coming.num:
         until_s = max(until_s, coming.due_s)
+    if coming.last_came_s > began_s:
+        until_s = max(until_s, began_s + longest_s, coming.last_came_s + queue_timeout_s)
     return min(until_s, began_s + max(longest_s, queue_timeout_s) + queue_timeout_s)

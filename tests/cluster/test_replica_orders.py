@@ -94,8 +94,9 @@ def test_what_may_be_hoped_for(now_s: float, looks: list[Look], expected: Arriva
         (Arrivals(1, 101, 111), 130),  # never shorter
         (Arrivals(num_overdue=1), 130),
         (Arrivals(last_came_s=50.0), 130),  # before it came
-        (Arrivals(last_came_s=173.0), 203),  # it is to have a part of what has come
-        (Arrivals(1, 165, 225, last_came_s=173.0), 225),
+        (Arrivals(last_came_s=173.0), 400),  # it is to have a part of what has come
+        (Arrivals(1, 165, 225, last_came_s=173.0), 400),
+        (Arrivals(last_came_s=390.0), 420),  # not only until a moment later
         (Arrivals(1, 500, 900), 430),  # not for ever
         (Arrivals(last_came_s=425.0), 430),
     ],
