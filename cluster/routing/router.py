@@ -77,7 +77,7 @@ class Router:
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
         self._waits = AdmissionWaits(self.orders, limits, metrics)
-        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
+        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(

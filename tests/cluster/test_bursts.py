@@ -261,3 +261,20 @@ async def test_from_zero_the_first_one_gets_them_all_and_the_next_ones_their_par
         joined(rig, "decode-1", "decode-2")
         assert [await task for task in tasks] == right(6)
         assert set(await served_by(rig)) == {"decode-0", "decode-1", "decode-2"}
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+async def test_prompts_wait_for_prefill_replicas_that_were_ordered(is_ordered: bool) -> None:
+    """Longer than handoff_timeout_s, and then their KV has time to move."""
+    cluster = FakeCluster()
+    cluster.script = lambda _: Script(prefill_s=0.4)
+    async with running_router(cluster, handoff_s=0.1, max_retries=0, local_by_cost=False) as rig:
+        rig.router.orders.expect({"decode": 60.0, "prefill": 60.0})
+        rig.router.orders.wanted({"decode": 1, "prefill": 2 if is_ordered else 1})
+        if is_ordered:
+            assert await rig.tokens(generation_of()) == undisturbed(generation_of())
+            assert [call.end for call in cluster.of("prefill")] == ["ok"]
+        else:
+            with pytest.raises(ApiError) as caught:
+                await rig.tokens(generation_of())
+            assert caught.value.status == 504

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -95,3 +96,25 @@ async def test_a_deployment_that_goes_is_no_warning(
         await asked.wait()
         await asyncio.sleep(0)
     assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "a deployment has gone")]
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+async def test_the_router_is_told_sooner_while_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch, somebody_waits: bool
+) -> None:
+    num_asked, told = 0, list[Mapping[str, int]]()
+
+    async def ask(_: str) -> dict[str, int]:
+        nonlocal num_asked
+        num_asked += 1
+        return {"prefill": 2, "decode": num_asked, "ingress": 1}
+
+    monkeypatch.setattr(scaling_targets, "_targets", ask)
+    metrics = IngressMetrics("model", "1", "2")
+    targets = ScalingTargets("app", metrics, told.append, lambda: somebody_waits, interval_s=1.0)
+    targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
+    assert told == [{"prefill": 2, "decode": 4}]
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+    assert told[1:] == [{"prefill": 2, "decode": 1 + index, "ingress": 1} for index in range(num_asked)]
+    assert (num_asked > 1) is somebody_waits
