@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Somebody tells of room and of mail; this is for replicas that nobody is going to wait for any more.
 _LOOK_AGAIN_S = 1.0
+_TELL_EVERY_S = 10.0
 
 
 class _Closable(Protocol):
@@ -41,6 +42,7 @@ class Patience:
 
     def __init__(self, orders: OrderBook, limits: RouterLimits) -> None:
         self._orders, self._limits = orders, limits
+        self._told_s: dict[str, float] = {}
 
     async def for_decode(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
         """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s."""
@@ -53,17 +55,21 @@ class Patience:
     async def _wait(
         self, pool: str, began_s: float, timeout_s: float, futures: tuple[asyncio.Future[Any], ...]
     ) -> None:
-        is_told = False
         while not any(future.done() for future in futures):
             now_s = time.monotonic()
             until_s = waits_until(began_s, timeout_s, self._limits.cold_start_timeout_s, self._orders.coming(pool))
             if now_s >= until_s:
                 return
-            if now_s >= began_s + timeout_s and not is_told:
-                is_told = True
-                extra = {"event": "waits_for_replicas", "pool": pool, "left_s": round(until_s - now_s, 1)}
-                logger.info("a request waits on for %s replicas on their way", pool, extra=extra)
+            if now_s >= began_s + timeout_s:
+                self._tell(pool, now_s)
             await wait_for_any(*futures, timeout_s=min(until_s - now_s, _LOOK_AGAIN_S))
+
+    def _tell(self, pool: str, now_s: float) -> None:
+        """That somebody waits longer than he would otherwise: not of each of them."""
+        if now_s - self._told_s.get(pool, float("-inf")) >= _TELL_EVERY_S:
+            self._told_s[pool] = now_s
+            extra = {"event": "waits_for_replicas", "pool": pool, "num_ordered": self._orders.coming(pool).num}
+            logger.info("requests wait on for %s replicas that were ordered", pool, extra=extra)
 
 
 class AdmissionWait:
