@@ -163,8 +163,8 @@ class Router:
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued_requests - self.num_waiting, deadline_s)
-            # Decided and counted before anything more waits: a refusal costs nobody anything, and of requests that come
-            # together each sees those before it.
+            self._waits.move()  # who waits goes before who comes
+            # Decided and counted before anything more waits: of requests that come together each sees those before it.
             route = await self._route(leg, AttemptHistory(), deadline_s)
             self._waits.check_room(route, self.num_waiting, len(self._decode.replicas()))
             first = self._open_attempt(leg, AttemptHistory(), deadline_s, route)

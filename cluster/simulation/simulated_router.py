@@ -57,6 +57,7 @@ class SimulatedRouter:
     def arrive(self, client: Client, now_s: float) -> None:
         """A request has been read; the decision is taken now."""
         self._open[client.job.index] = self.demand.opened(self._need(client)[0], self._rules)
+        self._move(now_s)
         self._try(client, now_s)
         if not client.is_over:
             over_s = max(now_s, client.job.arrival_s + self._times.request_timeout_s)
@@ -121,7 +122,6 @@ class SimulatedRouter:
         self._move(now_s)
 
     def _move(self, now_s: float) -> None:
-        """Whoever waits goes to where there is room now."""
         for attempt, route in self.waits.movable(now_s, lambda found: self._decide(self._need(found.client)[0])):
             self._send(attempt.client, route, self._need(attempt.client)[1], now_s)
             self._cancel(attempt, now_s)

@@ -93,6 +93,28 @@ def is_at(call: Any, replica_id: str) -> bool:
     return bool(call.method == "generate" and call.replica_id == replica_id)
 
 
+async def test_who_waits_goes_before_who_comes() -> None:
+    """Where there is room that the next frame would tell of, and somebody comes before it."""
+    cluster = full_cluster()
+    cluster.script = lambda _: Script(token_s=2.0)
+    async with running_router(cluster, settle_s=0.05) as rig:
+        tasks = await burst(rig, 3)
+        replica = cluster.decode.join("decode-1")  # nobody is told that the pool has changed
+        replica.used_blocks = 4  # room for one
+        rig.router._view.heard_load("decode-1", replica.load)
+        await asyncio.sleep(0.1)
+        assert not any(is_at(call, "decode-1") for call in cluster.calls)
+        tasks.append(rig.start(generation_of(9, 2, 3, 4, 5)))
+        await until(lambda: any(is_at(call, "decode-1") for call in cluster.calls))
+        await asyncio.sleep(0.01)
+        at_new = [call.arguments[0].spec.prompt_ids[0] for call in cluster.calls if is_at(call, "decode-1")]
+        assert at_new[0] == 3  # and behind it perhaps who came
+        replica.used_blocks -= 4
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def test_without_an_order_who_waits_too_long_is_refused_as_ever() -> None:
     cluster = full_cluster()
     async with running_router(cluster, queue_s=QUEUE_S, settle_s=0.01) as rig:
