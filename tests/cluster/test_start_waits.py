@@ -32,13 +32,14 @@ def findings(ingress: dict[str, Any], **scaling: dict[str, Any] | None) -> list[
         ({"cold_start_timeout_s": 40.0}, SCALING, ["ingress.cold_start_timeout_s: 40 s is less than a start takes"]),
         ({}, SCALING | {"expected_start_s": 400.0}, ["ingress.cold_start_timeout_s: 300 s is less than a start takes"]),
         ({"queue_timeout_s": 10.0}, SCALING, ["ingress.queue_timeout_s: 10 s is over before the replicas are ordered"]),
-        ({"queue_timeout_s": 11.0}, SCALING, []),
+        ({"queue_timeout_s": 15.0}, SCALING, []),
         (
             {},
             SCALING | {"upscale_delay_s": 60.0},
             ["ingress.queue_timeout_s: 30 s is over before the replicas are"],
         ),
-        ({"queue_timeout_s": 1.0}, SCALING | {"upscale_delay_s": 0.0}, []),
+        ({"queue_timeout_s": 5.0}, SCALING | {"upscale_delay_s": 0.0}, []),
+        ({"queue_timeout_s": 1.0}, SCALING | {"upscale_delay_s": 0.0}, ["ingress.queue_timeout_s: 1 s is over before"]),
         # The first one is ordered at once.
         ({"queue_timeout_s": 1.0}, {"min_replicas": 0, "max_replicas": 1}, []),
         (
