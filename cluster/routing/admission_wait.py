@@ -138,7 +138,8 @@ class AdmissionWaits:
         from which it was called."""
         now_s = time.monotonic()
         num_moves = 0 if before is None else before.seat.num_moves + 1
-        seat: Waiting[AdmissionWait] = Waiting(route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
+        spec, place = leg.generation.spec, (route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
+        seat: Waiting[AdmissionWait] = Waiting(*place, priority=spec.priority, client=spec.client)
         began_s = now_s if before is None else before.began_s
         wait = AdmissionWait(seat, began_s, self.room, self._patience, decide, go_on)
         seat.who = wait

@@ -3,7 +3,8 @@ argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -21,19 +22,22 @@ _MAX_DOUBLINGS = 4
 @dataclass(slots=True)
 class Waiting(Generic[WhoT]):
     """One that was sent to a decode replica and has not been admitted, as far as is known. is_begun: its client has got
-    tokens. came_s: when its request came, over all attempts: its place. num_moves: how often it was moved already."""
+    tokens. came_s: when its request came, over all attempts: its place. num_moves: how often it was moved already.
+    priority, client: as an engine's own queue goes by them (scheduler.waiting_queue)."""
 
     decode_id: str
     sent_s: float
     came_s: float
     is_begun: bool = False
     num_moves: int = 0
+    priority: int = 0
+    client: str = ""
     who: WhoT = field(init=False)
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """Whoever has begun goes first, then who came first."""
-        return not self.is_begun, self.came_s
+    def level(self) -> tuple[bool, int]:
+        """Whoever has begun goes first, then who has the higher priority."""
+        return not self.is_begun, -self.priority
 
 
 class WaitingRoom(Generic[WhoT]):
@@ -74,7 +78,7 @@ class WaitingRoom(Generic[WhoT]):
         self._looked_s = now_s
         settled = [waiting for waiting in self._waiting.values() if self._has_settled(waiting, now_s)]
         num_unfit = 0
-        for waiting in sorted(settled, key=lambda found: found.rank):
+        for waiting in _in_order(settled):
             route = decide(waiting.who)
             if route is None:
                 continue
@@ -89,3 +93,14 @@ class WaitingRoom(Generic[WhoT]):
     def _has_settled(self, waiting: Waiting[WhoT], now_s: float) -> bool:
         doublings = min(waiting.num_moves, _MAX_DOUBLINGS)
         return bool(now_s - waiting.sent_s >= self._settle_s * 2**doublings)
+
+
+def _in_order(settled: Iterable[Waiting[WhoT]]) -> list[Waiting[WhoT]]:
+    """By level; of one level each client's first ones before their second ones; of these who came first."""
+    turns: Counter[tuple[tuple[bool, int], str]] = Counter()
+    ranked = []
+    for waiting in sorted(settled, key=lambda found: found.came_s):
+        of_client = waiting.level, waiting.client
+        ranked.append((waiting.level, turns[of_client], waiting))
+        turns[of_client] += 1
+    return [waiting for _, _, waiting in sorted(ranked, key=lambda found: found[:2])]

@@ -59,6 +59,14 @@ def one(who: str, came_s: float, at: str = "old", sent_s: float = 0.0, **values:
         ([one("c", 3), one("a", 1), one("b", 2)], {"old": 0, "new": 2}, [("a", "new"), ("b", "new")]),
         # Who has begun before anybody.
         ([one("a", 1), one("z", 9, is_begun=True)], {"new": 1}, [("z", "new")]),
+        # Priorities are strict, and of a priority each client has its turn.
+        ([one("a", 1), one("b", 2, priority=1)], {"new": 1}, [("b", "new")]),
+        ([one("a", 1, priority=1), one("z", 9, is_begun=True)], {"new": 1}, [("z", "new")]),
+        (
+            [one("a", 1, client="x"), one("b", 2, client="x"), one("c", 3, client="x"), one("d", 4, client="y")],
+            {"new": 3},
+            [("a", "new"), ("d", "new"), ("b", "new")],
+        ),
         # One that is too large now does not hold up those behind it.
         ([one("a9", 1), one("b", 2)], {"new": 1}, [("b", "new")]),
         # Room where it waits already: there it stays.
@@ -117,6 +125,5 @@ def test_nobody_older_is_left_behind_and_nothing_is_overbooked(seed: int) -> Non
     moved = moves(room, replicas)
     assert len(moved) == min(len(waiting), sum(free.values()))
     assert all(left >= 0 for left in replicas.free.values())
-    ranks = sorted(found.rank for found in waiting)[: len(moved)]
-    by_rank = sorted(waiting, key=lambda found: found.rank)
-    assert [who for who, _ in moved] == [found.who for found in by_rank[: len(ranks)]]
+    in_order = sorted(waiting, key=lambda found: (not found.is_begun, found.came_s))
+    assert [who for who, _ in moved] == [found.who for found in in_order[: len(moved)]]
