@@ -1,11 +1,13 @@
-"""Waits for a decode replica to admit a request: how long, and to where one is called meanwhile."""
+"""Waits for a decode replica to admit a request, and for prefill to compute its prompt: how long, and to where one is
+called meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from cluster.api_error import ApiError
@@ -14,6 +16,8 @@ from cluster.policies.routing_policy import NeverFits, Route, Unavailable
 from cluster.routing.detached_tasks import wait_for_any
 from cluster.routing.generation import Leg
 from cluster.routing.order_book import OrderBook
+from cluster.routing.pool_view import PoolView
+from cluster.routing.prompt_room import PromptRoom, WaitingPrompt
 from cluster.routing.replica_orders import waits_until
 from cluster.routing.router_limits import RouterLimits
 from cluster.routing.waiting_room import Waiting, WaitingRoom
@@ -80,12 +84,14 @@ class AdmissionWait:
         seat: Waiting[AdmissionWait],
         began_s: float,
         room: WaitingRoom[AdmissionWait],
+        prompts: PromptRoom[AdmissionWait],
         patience: Patience,
         decide: Callable[[], Route | NeverFits | Unavailable],
         go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
         self.seat, self.began_s = seat, began_s
-        self._room, self._patience, self._decide, self._go_on = room, patience, decide, go_on
+        self._room, self._prompts, self._patience = room, prompts, patience
+        self._decide, self._go_on = decide, go_on
         self._called: asyncio.Future[_Closable] | None = None
 
     def decide(self) -> Route | NeverFits | Unavailable | None:
@@ -93,38 +99,60 @@ class AdmissionWait:
         return None if self._called is None or self._called.done() else self._decide()
 
     def call(self, route: Route) -> None:
-        """It is to go there, and is counted there from now on: `wait` raises MovedOn. Once, after `decide`."""
+        """It is to go there, and is counted there from now on: who waits gets MovedOn. Once, after `decide`."""
         assert self._called is not None
         self._called.set_result(self._go_on(route, self))
 
     async def wait(self, arrival: asyncio.Future[Any], over: asyncio.Future[Any]) -> None:
         """Until one of them is done or its patience ends; the caller sees which. Raises MovedOn."""
-        called = self._called = asyncio.get_running_loop().create_future()
-        has_moved = False
-        self._room.enter(self.seat)
-        try:
-            await self._patience.for_decode(self.began_s, arrival, over, called)
-            if called.done():
-                has_moved = True
-                raise MovedOn(called.result())
-        finally:
-            self._room.leave(self.seat)
-            if called.done() and not has_moved:  # its client has gone meanwhile
-                called.result().close()
+        with self._may_be_called() as called:
+            self._room.enter(self.seat)
+            try:
+                await self._patience.for_decode(self.began_s, arrival, over, called)
+            finally:
+                self._room.leave(self.seat)
 
-    async def for_prompt(self, answer: asyncio.Future[Any], over: asyncio.Future[Any], began_s: float) -> None:
-        """Until one of them is done or the patience for a prompt ends that was sent to prefill at began_s."""
-        await self._patience.for_prefill(began_s, answer, over)
+    async def for_prompt(
+        self, answer: asyncio.Future[Any], over: asyncio.Future[Any], prefill_id: str, num_tokens: int, began_s: float
+    ) -> None:
+        """Until one of them is done or the patience for a prompt ends that was sent to prefill at began_s. num_tokens:
+        that are computed there. Raises MovedOn."""
+        prompt: WaitingPrompt[AdmissionWait] = WaitingPrompt(
+            prefill_id, num_tokens, time.monotonic(), self.seat.num_moves
+        )
+        prompt.who = self
+        with self._may_be_called() as called:
+            self._prompts.enter(prompt)
+            try:
+                await self._patience.for_prefill(began_s, answer, over, called)
+            finally:
+                self._prompts.leave(prompt)
+
+    @contextmanager
+    def _may_be_called(self) -> Iterator[asyncio.Future[_Closable]]:
+        """Raises MovedOn at its end, if it was. No attempt remains open that nobody takes: its client may have gone."""
+        called = self._called = asyncio.get_running_loop().create_future()
+        try:
+            yield called
+        except BaseException:
+            if called.done():
+                called.result().close()
+            raise
+        finally:
+            self._called = None
+        if called.done():
+            raise MovedOn(called.result())
 
 
 class AdmissionWaits:
     """All of one router, on its event loop: as long as anybody may wait with what is known of replicas on their way,
     and in its place among the others."""
 
-    def __init__(self, orders: OrderBook, limits: RouterLimits, metrics: IngressMetrics) -> None:
-        self._orders, self._limits, self._metrics = orders, limits, metrics
+    def __init__(self, orders: OrderBook, limits: RouterLimits, metrics: IngressMetrics, view: PoolView) -> None:
+        self._orders, self._limits, self._metrics, self._view = orders, limits, metrics, view
         self._patience = Patience(orders, limits)
         self.room: WaitingRoom[AdmissionWait] = WaitingRoom(limits.settle_s)
+        self.prompts: PromptRoom[AdmissionWait] = PromptRoom(limits.settle_s)
 
     def begin(
         self,
@@ -141,7 +169,7 @@ class AdmissionWaits:
         spec, place = leg.generation.spec, (route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
         seat: Waiting[AdmissionWait] = Waiting(*place, priority=spec.priority, client=spec.client)
         began_s = now_s if before is None else before.began_s
-        wait = AdmissionWait(seat, began_s, self.room, self._patience, decide, go_on)
+        wait = AdmissionWait(seat, began_s, self.room, self.prompts, self._patience, decide, go_on)
         seat.who = wait
         return wait
 
@@ -149,15 +177,23 @@ class AdmissionWaits:
         """Whoever waits goes to where there is room now, as far as there is."""
         now_s = time.monotonic()
         for wait, route in self.room.movable(now_s, AdmissionWait.decide):
-            waited_s = round(now_s - wait.began_s, 2)
-            extra = {"event": "moved", "from": wait.seat.decode_id, "to": route.decode_id, "waited_s": waited_s}
-            logger.info("a waiting request goes to a replica that has room", extra=extra)
-            self._metrics.queue_moves.add()
-            wait.call(route)
+            self._call(wait, route, "decode")
+        if self.prompts.is_due(now_s):
+            queued = {found.replica_id: found.queued_tokens for found in self._view.prefill_candidates()}
+            for wait, route in self.prompts.movable(now_s, queued, AdmissionWait.decide):
+                wait.began_s = now_s  # it had been admitted
+                self._call(wait, route, "prefill")
+
+    def _call(self, wait: AdmissionWait, route: Route, at: str) -> None:
+        extra = {"event": "moved", "waited_at": at, "decode": route.decode_id, "prefill": route.prefill_id}
+        logger.info("a waiting request goes to a replica that has room", extra=extra)
+        self._metrics.queue_moves.add()
+        wait.call(route)
 
     def move_if_due(self) -> None:
         """`move`, but not more often than is of use."""
-        if self.room.is_due(time.monotonic()):
+        now_s = time.monotonic()
+        if self.room.is_due(now_s) or self.prompts.is_due(now_s):
             self.move()
 
     def check_room(self, route: Route, num_waiting: int, num_replicas: int) -> None:

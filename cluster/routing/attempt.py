@@ -146,7 +146,8 @@ class Attempt:
         prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
         call = start_detached(self._prefill.submit(prefill_id, prefill))
         try:
-            await self._wait.for_prompt(call, generate, handoff_by_s - self._limits.handoff_timeout_s)
+            began_s = handoff_by_s - self._limits.handoff_timeout_s
+            await self._wait.for_prompt(call, generate, prefill_id, self._computed_tokens, began_s)
             if not call.done() and generate.done():
                 # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
                 self._check_generate(Stage.DECODE)

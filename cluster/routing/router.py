@@ -76,7 +76,7 @@ class Router:
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
-        self._waits = AdmissionWaits(self.orders, limits, metrics)
+        self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()

@@ -300,3 +300,45 @@ async def test_prompts_wait_for_prefill_replicas_that_were_ordered(is_ordered: b
             with pytest.raises(ApiError) as caught:
                 await rig.tokens(generation_of())
             assert caught.value.status == 504
+
+
+async def test_prompts_behind_many_go_to_a_new_prefill_replica() -> None:
+    """The first of the queue stay; of the others every third goes there, and each is answered once."""
+    cluster = FakeCluster()
+    cluster.script = lambda _: Script(prefill_s=1.0)
+    async with running_router(cluster, settle_s=0.01, local_by_cost=False) as rig:
+        tasks = []
+        for index in range(9):
+            tasks.append(rig.start(generation_of(index + 1, 2, 3, 4, 5)))
+            await until(lambda: len(cluster.of("prefill")) == len(tasks))
+        assert cluster.prefill is not None
+        cluster.prefill.join("prefill-1")
+        await asyncio.sleep(0.15)
+        rig.router.prefill_changed()
+        await until(lambda: any(call.replica_id == "prefill-1" for call in cluster.of("prefill")))
+        await asyncio.sleep(0.2)
+        at_new = [call for call in cluster.of("prefill") if call.replica_id == "prefill-1"]
+        assert [call.arguments[0].spec.prompt_ids[0] for call in at_new] == [3, 6, 9]
+        assert [await task for task in tasks] == right(9)
+        assert rig.count("splitserve_queue_moves") >= 3
+
+
+async def test_a_client_that_leaves_while_its_prompt_moves_leaves_nothing_behind() -> None:
+    cluster = FakeCluster()
+    cluster.script = lambda _: Script(prefill_s=0.3)
+    async with running_router(cluster, settle_s=0.01, local_by_cost=False) as rig:
+        tasks = []
+        for index in range(9):
+            tasks.append(rig.start(generation_of(index + 1, 2, 3, 4, 5)))
+            await until(lambda: len(cluster.of("prefill")) == len(tasks))
+        assert cluster.prefill is not None
+        cluster.prefill.join("prefill-1")
+        await asyncio.sleep(0.15)
+        rig.router.prefill_changed()
+        for task in tasks[2::3]:  # before any of them has run
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        expected = right(9)
+        for index, result in enumerate(results):
+            assert isinstance(result, asyncio.CancelledError) if index % 3 == 2 else result == expected[index]
+        assert len(rig.router._waits.prompts) == 0

@@ -63,8 +63,8 @@ def test_a_burst_that_orders_a_replica_is_served_by_it(server: RunningServer) ->
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         ended_s = sorted(at_s - began_s for at_s in pool.map(ask, range(NUM_REQUESTS)))
     print(f"ended after {', '.join(f'{at_s:.1f}' for at_s in ended_s)} s")
-    served = by_replica(server, "splitserve_forwarded_tokens_total")
-    print(f"tokens by replica: {served}; {server.total('splitserve_queue_moves_total'):.0f} moved")
+    served = by_replica(server, "splitserve_step_seconds_count")
+    print(f"steps by replica: {served}; {server.total('splitserve_queue_moves_total'):.0f} moved")
     assert len(by_replica(server, "splitserve_build_info")) == 2
     assert len(served) == 2
     assert min(served.values()) > NUM_TOKENS
