@@ -50,18 +50,19 @@ class Patience:
 
     async def for_decode(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
         """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s."""
-        await self._wait("decode", began_s, self._limits.attempt.queue_timeout_s, futures)
+        await self._wait("decode", began_s, began_s, self._limits.attempt.queue_timeout_s, futures)
 
-    async def for_prefill(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
-        """Likewise, for prefill to answer."""
-        await self._wait("prefill", began_s, self._limits.attempt.handoff_timeout_s, futures)
+    async def for_prefill(self, asked_s: float, began_s: float, *futures: asyncio.Future[Any]) -> None:
+        """Likewise, for prefill to answer, who has waited for that since asked_s, and at this replica since began_s."""
+        await self._wait("prefill", asked_s, began_s, self._limits.attempt.handoff_timeout_s, futures)
 
     async def _wait(
-        self, pool: str, began_s: float, timeout_s: float, futures: tuple[asyncio.Future[Any], ...]
+        self, pool: str, asked_s: float, began_s: float, timeout_s: float, futures: tuple[asyncio.Future[Any], ...]
     ) -> None:
         while not any(future.done() for future in futures):
-            now_s = time.monotonic()
-            until_s = waits_until(began_s, timeout_s, self._limits.cold_start_timeout_s, self._orders.coming(pool))
+            now_s, coming = time.monotonic(), self._orders.coming(pool)
+            longest_s = self._limits.cold_start_timeout_s
+            until_s = max(waits_until(since_s, timeout_s, longest_s, coming) for since_s in {asked_s, began_s})
             if now_s >= until_s:
                 return
             if now_s >= began_s + timeout_s:
@@ -77,7 +78,8 @@ class Patience:
 
 
 class AdmissionWait:
-    """Of one attempt; use once. began_s: when its request began to wait, before it was moved too."""
+    """Of one attempt; use once. began_s: when its request began to wait for decode, before it was moved too; asked_s:
+    likewise for its prompt, 0.0 before that."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class AdmissionWait:
         decide: Callable[[], Route | NeverFits | Unavailable],
         go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
-        self.seat, self.began_s = seat, began_s
+        self.seat, self.began_s, self.asked_s = seat, began_s, 0.0
         self._room, self._prompts, self._patience = room, prompts, patience
         self._decide, self._go_on = decide, go_on
         self._called: asyncio.Future[_Closable] | None = None
@@ -121,10 +123,11 @@ class AdmissionWait:
             prefill_id, num_tokens, time.monotonic(), self.seat.num_moves
         )
         prompt.who = self
+        self.asked_s = self.asked_s or began_s
         with self._may_be_called() as called:
             self._prompts.enter(prompt)
             try:
-                await self._patience.for_prefill(began_s, answer, over, called)
+                await self._patience.for_prefill(self.asked_s, began_s, answer, over, called)
             finally:
                 self._prompts.leave(prompt)
 
@@ -171,6 +174,7 @@ class AdmissionWaits:
         began_s = now_s if before is None else before.began_s
         wait = AdmissionWait(seat, began_s, self.room, self.prompts, self._patience, decide, go_on)
         seat.who = wait
+        wait.asked_s = 0.0 if before is None else before.asked_s
         return wait
 
     def move(self) -> None:

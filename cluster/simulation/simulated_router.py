@@ -71,12 +71,10 @@ class SimulatedRouter:
             return
         if isinstance(route, NeverFits):
             self._over(client, ClientStatus.NEVER_FITS)
-            return
-        if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued_requests:
+        elif route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued_requests:
             self._over(client, ClientStatus.QUEUE_FULL)
-            return
-        self._send(client, route, forecast, now_s)
-        self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(client, at_s))
+        else:
+            self._send(client, route, forecast, now_s)
 
     def _send(self, client: Client, route: Route, forecast: PromptForecast, now_s: float) -> None:
         job, num_tokens = client.job, client.num_tokens
@@ -100,6 +98,7 @@ class SimulatedRouter:
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
         attempt.prompt.tell()
         self.waits.enter(attempt, now_s)
+        self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(client, at_s))
 
     def _need(self, client: Client) -> tuple[Need, PromptForecast]:
         """What is left of it, as of now."""
@@ -122,7 +121,8 @@ class SimulatedRouter:
         self._move(now_s)
 
     def _move(self, now_s: float) -> None:
-        for attempt, route in self.waits.movable(now_s, lambda found: self._decide(self._need(found.client)[0])):
+        queued = {found.replica_id: found.queued_tokens for found in self.view.prefill_candidates()}
+        for attempt, route in self.waits.movable(now_s, queued, lambda of: self._decide(self._need(of.client)[0])):
             self._send(attempt.client, route, self._need(attempt.client)[1], now_s)
             self._cancel(attempt, now_s)
 
@@ -159,9 +159,9 @@ class SimulatedRouter:
         """Prefill's answer is here, with the first token. is_over: that is all there will be."""
         assert attempt.route.prefill_id is not None
         if attempt.is_prefilling:
-            attempt.is_prefilling = False
+            attempt.answered_s = now_s
             self._open[attempt.client.job.index].prompt_done()
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
+            self._prompt_over(attempt)
             self.view.heard_load(attempt.route.prefill_id, load)
             reply = PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, load, num_cached=attempt.prefill_found)
             attempt.prompt.prefilled(reply)
@@ -169,6 +169,12 @@ class SimulatedRouter:
             decode = self._decodes[attempt.route.decode_id]
             self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
+
+    def _prompt_over(self, attempt: Attempt) -> None:
+        assert attempt.route.prefill_id is not None
+        attempt.is_prefilling = False
+        self.waits.prompt_over(attempt)
+        self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
 
     def handed_over(self, attempt: Attempt) -> None:
         """Decode has read its KV, or does not want it."""
@@ -186,10 +192,10 @@ class SimulatedRouter:
             assert prefill_id is not None
             self.view.prompt_sent(prefill_id, attempt.computed_tokens)
             attempt.is_prefilling = True
-            prefill = self._prefills[prefill_id]
-            deadline_s = attempt.client.job.arrival_s + self._times.request_timeout_s
-            self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, deadline_s, at_s))
-            lost_s = now_s + self._times.handoff_timeout_s
+            self.waits.prompt_sent(attempt, now_s)
+            prefill, times = self._prefills[prefill_id], self._times
+            over_s, lost_s = attempt.client.job.arrival_s + times.request_timeout_s, now_s + times.handoff_timeout_s
+            self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, over_s, at_s))
             self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, now_s, at_s))
 
     def _evicted(self, attempt: Attempt, now_s: float) -> None:
@@ -224,28 +230,24 @@ class SimulatedRouter:
         attempt = client.attempt
         if attempt is None or attempt.is_admitted or attempt.is_closed:
             return
-        again_s = self.waits.admission_over_s(attempt, now_s)
-        if again_s is not None:
+        if (again_s := self.waits.admission_over_s(attempt, now_s)) is None:
+            self._give_up(attempt, ClientStatus.QUEUE_TIMEOUT, now_s)
+        else:
             self._at(again_s, client, lambda at_s: self._time_out_queue(client, at_s))
-            return
-        self._give_up(attempt, ClientStatus.QUEUE_TIMEOUT, now_s)
 
     def _time_out_handoff(self, attempt: Attempt, began_s: float, now_s: float) -> None:
         if attempt.has_moved or attempt.is_closed:
             return
-        again_s = self.waits.prompt_over_s(began_s, now_s) if attempt.is_prefilling else None
-        if again_s is None:
+        if (again_s := self.waits.prompt_over_s(attempt, began_s, now_s)) is None:
             self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
         else:
             self._at(again_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, began_s, at_s))
 
     def _time_out_client(self, client: Client, now_s: float) -> None:
-        if client.is_over:
-            return
         attempt = client.attempt
-        if attempt is None or attempt.is_closed:
+        if not client.is_over and (attempt is None or attempt.is_closed):
             self._over(client, ClientStatus.TIMEOUT)
-        else:
+        elif not client.is_over and attempt is not None:
             self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
 
     def _give_up(self, attempt: Attempt, status: ClientStatus, now_s: float) -> None:
@@ -267,9 +269,7 @@ class SimulatedRouter:
         if attempt.client.attempt is attempt:  # else it goes on as another
             self.waits.leave(attempt)
         if attempt.is_prefilling:
-            attempt.is_prefilling = False
-            assert attempt.route.prefill_id is not None
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
+            self._prompt_over(attempt)
         self._hear_admission(attempt)
         if attempt.is_coming:
             attempt.is_coming = False

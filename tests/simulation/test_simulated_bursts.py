@@ -97,3 +97,31 @@ def test_they_go_in_the_order_in_which_they_came() -> None:
     firsts = [client.first_s for client in result.clients]
     for index, first_s in enumerate(firsts[:-12]):
         assert first_s <= min(firsts[index + 12 :]) + 1.0
+
+
+def test_prompts_behind_many_go_to_prefill_replicas_that_were_ordered() -> None:
+    """Decode has room for all; handoff_timeout_s is less than a start takes."""
+    jobs = [Job(index, 0.01 * index, 2000, 4, 4) for index in range(200)]
+    times = RouterTimes(QUEUE_S, 8.0, 1e5, max_queued_requests=10**6)
+    ends_s = {}
+    for settle_s in (1.0, float("inf")):
+        system = SimulatedSystem(
+            replace(shape(1, 1, num_blocks=40_000, max_sequences=256), times=replace(times, settle_s=settle_s)), COSTS
+        )
+        SimulatedAutoscaler(system, PrefillOrdered(3), {"prefill": (1, 3), "decode": (1, 1)}, 10.0)
+        result = system.run(jobs)
+        assert ends(result) == {ClientStatus.FINISHED: 200}
+        served = [prefill.counts.num_steps for prefill in system.prefills.values()]
+        assert len(served) == 3
+        assert (min(served) > 0) is (settle_s == 1.0)
+        assert (num_moves(system) > 0) is (settle_s == 1.0)
+        ends_s[settle_s] = max(client.last_s for client in result.clients)
+    assert ends_s[1.0] < ends_s[float("inf")]
+
+
+@dataclass
+class PrefillOrdered(Ordered):
+    """Likewise, of prefill."""
+
+    def decide(self, now_s: float, *_: object) -> Mapping[str, int]:
+        return {"prefill": self.num_decode if now_s >= 1.0 else 1, "decode": 1}
