@@ -36,6 +36,7 @@ class Burst:
     output_len: int
     every_s: float = 0.0
     num_times: int = 1
+    decode_tokens: int = DECODE_TOKENS
 
     def jobs(self) -> list[Job]:
         times = [
@@ -52,6 +53,7 @@ BURSTS = (
     Burst("200 at once", 200, 500, 500),
     Burst("100 every 5 minutes", 100, 500, 500, every_s=300.0, num_times=6),
     Burst("100 long prompts", 100, 4000, 100),
+    Burst("300 for prefill alone", 300, 2000, 50, decode_tokens=1_000_000),
 )
 
 
@@ -78,7 +80,7 @@ def compare_bursts(say: Callable[[str], None]) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def _config() -> Config:
+def _config(burst: Burst) -> Config:
     scaling = {"min_replicas": 1, "max_replicas": MAX_REPLICAS}
     pool = {"max_running_sequences": 256, "max_batch_tokens": 4096, "lag": 1, "autoscaling": scaling}
     return Config.model_validate(
@@ -88,7 +90,7 @@ def _config() -> Config:
             "ingress": {"max_queued_requests": 1_000},
             "pools": {
                 "prefill": pool | {"kv_capacity_tokens": 200_000},
-                "decode": pool | {"kv_capacity_tokens": DECODE_TOKENS},
+                "decode": pool | {"kv_capacity_tokens": burst.decode_tokens},
             },
         }
     )
@@ -96,7 +98,7 @@ def _config() -> Config:
 
 def _run(burst: Burst, way: Way) -> dict[str, Any]:
     cpu_s = time.process_time()
-    config, costs = _config(), slower_costs(SLOWER)
+    config, costs = _config(burst), slower_costs(SLOWER)
     shape = shape_of(config, costs.kv_bytes_per_token, (1, 1))
     shape = replace(shape, times=replace(shape.times, settle_s=shape.times.settle_s if way.moves else math.inf))
     system = SimulatedSystem(shape, costs)
@@ -106,15 +108,15 @@ def _run(burst: Burst, way: Way) -> dict[str, Any]:
     clients = system.run(burst.jobs()).clients
     whole = [client for client in clients if client.status is ClientStatus.FINISHED]
     waits_s = sorted(client.ttft_s for client in whole)
-    steps = {name: decode.counts.num_steps for name, decode in system.decodes.items()}
+    steps = {name: engine.counts.num_steps for name, engine in {**system.decodes, **system.prefills}.items()}
     return {
         "lost": len(clients) - len(whole),
         "ends": dict(Counter(client.status.value for client in clients)),
         "ttft_p50_s": percentile(waits_s, 50),
         "ttft_p99_s": percentile(waits_s, 99),
         "last_s": max(client.last_s for client in whole),
-        "came": len(steps) - 1,
-        "came_steps": sum(steps.values()) - steps["decode-0000"],
+        "came": len(steps) - 2,
+        "came_steps": sum(count for name, count in steps.items() if not name.endswith("-0000")),
         "moved": sum(router.waits.num_moves for router in system.routers),
         "replica_hours": sum(scaler.replica_hours().values()),
         "cpu_s": time.process_time() - cpu_s,
