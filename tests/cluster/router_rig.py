@@ -99,7 +99,7 @@ async def running_router(
     recovery_s: float = 0.0,
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
-    settle_s: float = 0.01,
+    settle_s: float = PATIENCE_S,
     tokenizer: str = "",
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
