@@ -206,7 +206,7 @@ class IngressMetrics(MetricSet):
             {"pool": ENGINE_POOLS},
         )
         self.queue_moves = self.counter(
-            "splitserve_queue_moves", "Requests that waited at a decode replica and were sent to another that had room"
+            "splitserve_queue_moves", "Requests that waited at a replica and were sent to another that had room"
         )
 
     def _add_grammars(self) -> None:
