@@ -16,6 +16,7 @@ from benchmarks.simulation.autoscaling import (
     compare_autoscaling,
     plot_autoscaling,
 )
+from benchmarks.simulation.bursts import bursts_table, compare_bursts
 from benchmarks.simulation.drafts import BATCHES, KINDS, compare_drafts
 from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVERSATION
 from benchmarks.simulation.lanes import LOADS, RULES, SimulatedCard, print_measured, print_rule, with_noise
@@ -47,6 +48,7 @@ def main() -> int:
     every = range(len(SCENARIOS))
     autoscaling.add_argument("--only", type=int, nargs="+", default=every, choices=every, help="of the scenarios")
     autoscaling.add_argument("--plot", type=Path, help="image file")
+    what.add_parser("bursts", help="bursts that order replicas: refused meanwhile, waiting, moving")
     prefixes = what.add_parser("prefixes", help="routing by what prefix caches hold, on Mooncake's conversations")
     prefixes.add_argument("--only", type=int, nargs="+", default=range(len(SETUPS)), help="of the setups, from 0")
     lanes = what.add_parser("lanes", help="two lanes on one H200: a table of shares, and a rule that chooses")
@@ -65,7 +67,7 @@ def main() -> int:
     parts.add_argument("--prompt-tokens", type=int, default=32_768)
     parts.add_argument("--step-tokens", type=int, nargs="+", default=STEP_TOKENS)
     options = parser.parse_args()
-    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts") else []
+    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts", "bursts") else []
     if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
         traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
@@ -78,6 +80,7 @@ def main() -> int:
         "admission": _admission,
         "scale": _scale,
         "autoscaling": _autoscaling,
+        "bursts": _bursts,
         "prefixes": _prefixes,
         "lanes": _lanes,
         "drafts": _drafts,
@@ -123,6 +126,12 @@ def _autoscaling(options: argparse.Namespace) -> dict[str, Any]:
     if options.plot:
         plot_autoscaling(results, options.plot)
     return {"runs": results}
+
+
+def _bursts(options: argparse.Namespace) -> dict[str, Any]:
+    result = compare_bursts(_say)
+    print(bursts_table(result["rows"]))
+    return result
 
 
 def _prefixes(options: argparse.Namespace) -> dict[str, Any]:

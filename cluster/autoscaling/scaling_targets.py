@@ -1,11 +1,12 @@
-"""Tells the metrics how many replicas each pool is to have: Serve's controller is asked, where the policy runs."""
+"""Tells the metrics and the router how many replicas each pool is to have: Serve's controller is asked, where the
+policy runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.config.root import Config
@@ -13,12 +14,24 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 
 logger = logging.getLogger(__name__)
 
+_HASTE = 5
+
 
 class ScalingTargets:
     """On the ingress's event loop. Asks only where something scales; other numbers are the config's."""
 
-    def __init__(self, app_name: str, metrics: IngressMetrics, interval_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        app_name: str,
+        metrics: IngressMetrics,
+        on_targets: Callable[[Mapping[str, int]], None] = lambda _: None,
+        somebody_waits: Callable[[], bool] = lambda: False,
+        interval_s: float = 5.0,
+    ) -> None:
+        """on_targets: told of replicas to have, by deployment. somebody_waits: for replicas; then it asks five times as
+        often."""
         self._app_name, self._metrics, self._interval_s = app_name, metrics, interval_s
+        self._on_targets, self._somebody_waits = on_targets, somebody_waits
         self._task: asyncio.Task[None] | None = None
         self._pools: list[str] = []
 
@@ -40,13 +53,21 @@ class ScalingTargets:
                 logger.info("a deployment has gone", extra={"event": "targets_unknown", "deployment": str(error)})
             except Exception as error:  # metrics stop no serving; the controller may be starting anew
                 logger.warning("scaling targets unknown", extra={"event": "targets_unknown", "reason": repr(error)})
-            await asyncio.sleep(self._interval_s)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until it is time again; somebody may come meanwhile who waits."""
+        for _ in range(_HASTE):
+            await asyncio.sleep(self._interval_s / _HASTE)
+            if self._somebody_waits():
+                return
 
     def _show(self, targets: Mapping[str, int]) -> None:
         for name in self._pools:
             self._metrics.desired_replicas.set(targets[name], pool=name)
         if "prefill" in self._pools and targets["decode"]:
             self._metrics.prefill_decode_ratio.set(targets["prefill"] / targets["decode"])
+        self._on_targets(targets)
 
 
 async def _targets(app_name: str) -> dict[str, int]:

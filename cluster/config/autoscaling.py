@@ -8,6 +8,9 @@ from pydantic import Field
 
 from cluster.config.section import Section
 
+# Where nobody says more: Python's packages, a model of a few GB, warming up.
+GUESSED_START_S = 60.0
+
 Delay = Annotated[float, Field(ge=0, le=86_400)]
 
 
@@ -42,6 +45,14 @@ class PoolAutoscalingConfig(ScalingDelays):
         le=1,
         description="How full a pool is to be. prefill: of the prompt tokens a second that it was seen to compute. "
         "decode: of its KV cache and of max_running_sequences. Lower: more replicas, room for bursts",
+    )
+    expected_start_s: float = Field(
+        default=GUESSED_START_S,
+        gt=0,
+        le=86_400,
+        description="How long a replica is taken to take from its order until it serves, until starts have been "
+        "measured. Who waits for memory waits twice as long for replicas on their way, and at most "
+        "ingress.cold_start_timeout_s",
     )
 
     @property

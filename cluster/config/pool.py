@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from cluster.config.autoscaling import PoolAutoscalingConfig
+from cluster.config.autoscaling import GUESSED_START_S, PoolAutoscalingConfig
 from cluster.config.section import Cpus, Gpus, NodeLabels, Seconds, Section
 
 
@@ -86,6 +86,11 @@ class PoolConfig(Section):
     def most_replicas(self) -> int:
         """Replicas when it has grown as far as it may."""
         return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+    @property
+    def expected_start_s(self) -> float:
+        """How long a replica is taken to take to start."""
+        return GUESSED_START_S if self.autoscaling is None else self.autoscaling.expected_start_s
 
     @property
     def may_be_empty(self) -> bool:

@@ -63,10 +63,14 @@ class IngressConfig(Section):
         le=1_000_000,
         description="Most requests in each ingress that wait for memory or a slot. Beyond: status 429",
     )
-    queue_timeout_s: Seconds = Field(default=30.0, description="Longest wait for admission. Beyond: status 429")
+    queue_timeout_s: Seconds = Field(
+        default=30.0,
+        description="Longest wait for admission, while no decode replica is on its way. Beyond: status 429",
+    )
     cold_start_timeout_s: Seconds = Field(
         default=300.0,
-        description="Longest wait for the first replica of a pool that autoscaling had emptied. Beyond: status 503",
+        description="Longest wait for replicas that were ordered: for the first one of a pool that autoscaling had "
+        "emptied, or for one that is to have room. Beyond: status 503",
     )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
     max_retries: int = Field(

@@ -22,6 +22,7 @@ from cluster.launch.machine import Machine
 from cluster.launch.model_facts import BUNDLED_FACTS, ModelFacts
 from cluster.launch.packages import missing_packages
 from cluster.launch.start_choice import Said, choose
+from cluster.launch.start_waits import start_wait_findings
 from cluster.terminal.steps import Steps
 from cluster.user_error import ConfigError
 from replicas.hub_model import HUB_ID, HubModel, HubRefusal, HubUnreachable, copy_in_cache, fetch, find_on_hub
@@ -154,7 +155,7 @@ def _checked(
 
 
 def _without_model(config: Config, machine: Machine) -> list[Finding]:
-    return [*missing_packages(config), *machine_findings(config, machine)]
+    return [*missing_packages(config), *machine_findings(config, machine), *start_wait_findings(config)]
 
 
 def _refuse(findings: Iterable[Finding]) -> None:

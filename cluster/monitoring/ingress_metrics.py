@@ -86,6 +86,11 @@ class IngressMetrics(MetricSet):
         self.prefix_tokens.add(num_expected, of_pool=of_pool, what="predicted")
         self.prefix_tokens.add(num_found, of_pool=of_pool, what="found")
 
+    def on_their_way(self, pool: str, num_replicas: int, start_s: float) -> None:
+        """So many replicas were ordered and have not come, and a start takes so long; pool: one of ENGINE_POOLS."""
+        self.replicas_ordered.set(num_replicas, pool=pool)
+        self.replica_start.set(start_s, pool=pool)
+
     def rejected(self, reason: str) -> None:
         """A request was turned away; reason: one of REJECTIONS."""
         self.rejections.add(reason=reason)
@@ -190,6 +195,18 @@ class IngressMetrics(MetricSet):
         )
         self.prefill_decode_ratio = self.gauge(
             "splitserve_autoscaler_prefill_decode_ratio", "Prefill replicas to have for each decode replica to have"
+        )
+
+        self.replicas_ordered = self.gauge(
+            "splitserve_replicas_ordered", "Replicas that were ordered and have not come yet", {"pool": ENGINE_POOLS}
+        )
+        self.replica_start = self.gauge(
+            "splitserve_replica_start_seconds",
+            "How long a start is taken to take: the longest of the last ones, or the config's guess",
+            {"pool": ENGINE_POOLS},
+        )
+        self.queue_moves = self.counter(
+            "splitserve_queue_moves", "Requests that waited at a replica and were sent to another that had room"
         )
 
     def _add_grammars(self) -> None:

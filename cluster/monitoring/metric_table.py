@@ -108,6 +108,9 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)
     yield MetricRow(PREFIX + "autoscaler_desired_replicas", "gauge", INGRESS, {"pool": ENGINES})
     yield MetricRow(PREFIX + "autoscaler_prefill_decode_ratio", "gauge", INGRESS, {})
+    yield MetricRow(PREFIX + "replicas_ordered", "gauge", INGRESS, {"pool": ENGINES})
+    yield MetricRow(PREFIX + "replica_start_seconds", "gauge", INGRESS, {"pool": ENGINES})
+    yield MetricRow(PREFIX + "queue_moves", "counter", INGRESS, {})
 
 
 _REQUEST_COUNTERS: dict[str, Labels] = {

@@ -73,7 +73,7 @@ class DecodeCandidate(NamedTuple):
     its last frame; whoever comes now waits too. step_s: its moving average. fingerprint: who shares it can exchange KV.
     num_rows: streams there, anybody's, those included whose prompt is yet to come. queued_tokens: of prompts that it is
     to compute itself, this router's own included; tokens_per_s: how fast, 0.0: not known yet. step_tokens: the most
-    in a step, rows included; 0: no limit. block_bytes: of KV.
+    in a step, rows included; 0: no limit. block_bytes: of KV. max_rows: the most streams at once; 0: no limit.
     """
 
     replica_id: str
@@ -91,14 +91,16 @@ class DecodeCandidate(NamedTuple):
     tokens_per_s: float = 0.0
     step_tokens: int = 0
     block_bytes: int = 0
+    max_rows: int = 0
 
     @property
     def model(self) -> str:
         return model_of(self.fingerprint)
 
     def must_wait(self, need: Need) -> bool:
-        """Whether a request that comes now is not admitted at once."""
-        return self.num_queued > 0 or not self._has_room(need)
+        """Whether a request that comes now is not admitted at once: others wait, or it has no slot or no memory."""
+        has_no_slot = 0 < self.max_rows < self.num_rows + need.num_choices
+        return self.num_queued > 0 or has_no_slot or not self._has_room(need)
 
     def projected_blocks(self, need: Need) -> int:
         """The most that it will use there if it is as long as is expected."""

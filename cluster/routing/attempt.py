@@ -15,6 +15,7 @@ import time
 from typing import Any, TypeVar
 
 from cluster.policies.routing_policy import Route
+from cluster.routing.admission_wait import AdmissionWait
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
@@ -59,23 +60,23 @@ class Attempt:
         mailboxes: Mailboxes,
         channel: ChannelAddress,
         limits: AttemptLimits,
+        wait: AdmissionWait,
     ) -> None:
-        self.route, self._prompt = route, prompt
+        self.route, self._prompt, self._wait = route, prompt, wait
         self.stage = Stage.QUEUE  # where it is now
         self._leg, self._spec = leg, leg.attempt_spec()
         self._request_id, self._timeout_s = request_id, timeout_s
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
-        self._generate: asyncio.Task[GenerateReply] | None = None
         self._source: TransferPeer | None = None
         self._reader: TransferPeer | None = None
         self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
-        self._is_unheard = True
+        self._is_unheard, self._is_closed = True, False
         self._is_coming = False  # its KV, by the pair's way
-        self._is_closed = False
 
     def open(self) -> None:
-        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one.
+        """Count it in and send decode's call, before anything is awaited: the next request is routed in the knowledge
+        of this one, and comes there behind it.
 
         Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
         """
@@ -94,20 +95,20 @@ class Attempt:
         if self.route.prefill_id is not None:
             self._view.prompt_coming(self.route.prefill_id, self._computed_tokens)
         self._trace = self._leg.generation.trace.attempt(self.route)
-
-    async def run(self) -> None:
-        """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
         call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
         self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         self._generate.add_done_callback(self._prompt.ended)
+
+    async def run(self) -> None:
+        """Emit the leg's tokens to the end. Raises AttemptFailed, MovedOn; cancelling it ends both replicas' work."""
         try:
             await self._prompt.went_out()
             await self._wait_admitted()
             handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
             if self.route.prefill_id is not None:
                 await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
-            await self._take_tokens(handoff_by_s)
+            await self._take_tokens(max(handoff_by_s, time.monotonic() + self._limits.tail_s))
         except OtherModel as error:
             raise self._failed(CallStatus.ERROR, str(error)) from error
         finally:
@@ -128,7 +129,8 @@ class Attempt:
     # -- the phases --------------------------------------------------------------------------------
 
     async def _wait_admitted(self) -> None:
-        mail = await self._next_mail(self._limits.queue_timeout_s)
+        await self._wait.wait(self._box.arrival(), self._generate)
+        mail = await self._next_mail(0.0)
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
@@ -144,7 +146,8 @@ class Attempt:
         prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
         call = start_detached(self._prefill.submit(prefill_id, prefill))
         try:
-            await wait_for_any(call, generate, timeout_s=handoff_by_s - time.monotonic())
+            began_s = handoff_by_s - self._limits.handoff_timeout_s
+            await self._wait.for_prompt(call, generate, prefill_id, self._computed_tokens, began_s)
             if not call.done() and generate.done():
                 # It failed, or it was quicker than prefill's answer is: the handoff does not pass through us.
                 self._check_generate(Stage.DECODE)
@@ -224,7 +227,6 @@ class Attempt:
 
     async def _wait_for(self, awaited: asyncio.Future[Any], timeout_s: float | None) -> None:
         """Until frames make it done. Raises AttemptFailed when decode's call ended and they can't, or not in time."""
-        assert self._generate is not None
         await wait_for_any(awaited, self._generate, timeout_s=timeout_s)
         if not awaited.done() and self._generate.done():
             # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
@@ -245,7 +247,6 @@ class Attempt:
 
     def _check_generate(self, stage: Stage) -> GenerateReply:
         """The reply that has come. Raises AttemptFailed unless it is OK."""
-        assert self._generate is not None
         reply = self._result(self._generate, stage)
         if reply.status is not CallStatus.OK:
             stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
@@ -254,7 +255,7 @@ class Attempt:
 
     def _end_generate(self) -> None:
         """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
-        if self._generate is None or self._generate.done():
+        if self._generate.done():
             return
         if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
             timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)

@@ -10,19 +10,21 @@ from collections.abc import Callable, Mapping
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import Need, RoutingRules
+from cluster.routing.order_book import OrderBook
 from cluster.routing.replica_registry import ReplicaTable
 
 logger = logging.getLogger(__name__)
 
 # Somebody tells when a replica has come; this is for a word that got lost.
 _LOOK_AGAIN_S = 1.0
+_LEAST_RETRY_S = 10.0
 
 
 class ColdStart:
     """One per router, on its event loop. Whom it holds is in the demand that autoscaling sees."""
 
-    def __init__(self, rules: RoutingRules, timeout_s: float, metrics: IngressMetrics) -> None:
-        self._rules, self._timeout_s, self._metrics = rules, timeout_s, metrics
+    def __init__(self, rules: RoutingRules, timeout_s: float, metrics: IngressMetrics, orders: OrderBook) -> None:
+        self._rules, self._timeout_s, self._metrics, self._orders = rules, timeout_s, metrics, orders
         self._pools: Mapping[str, Callable[[], ReplicaTable]] = {}
         self._came = asyncio.Event()
         self.num_held = 0
@@ -60,7 +62,7 @@ class ColdStart:
                 f"{self.num_held} requests wait for the first {pool} replica to start, the most allowed; try again "
                 "later",
                 code="queue_full",
-                retry_after_s=10.0,
+                retry_after_s=self._retry_after_s(pool),
             )
         logger.info("held for a cold start", extra={"event": "cold_start", "pool": pool, "num_held": self.num_held})
         began_s = time.monotonic()
@@ -81,12 +83,18 @@ class ColdStart:
             if left_s <= 0.0:
                 self._metrics.rejected("no_capacity")
                 message = f"no {pool} replica has started within the time that a request may wait; try again later"
-                raise ApiError(503, message, code="unavailable", retry_after_s=10.0)
+                raise ApiError(503, message, code="unavailable", retry_after_s=self._retry_after_s(pool))
             try:
                 async with asyncio.timeout(min(left_s, _LOOK_AGAIN_S)):
                     await self._came.wait()
             except TimeoutError:
                 continue
+
+    def _retry_after_s(self, pool: str) -> float:
+        """When a replica is expected, or after as long as a start takes."""
+        coming = self._orders.coming(pool)
+        left_s = coming.next_s - time.monotonic() if coming.num else self._orders.start_s(pool)
+        return max(_LEAST_RETRY_S, left_s)
 
     def _needs_prefill(self, need: Need) -> bool:
         rules = self._rules

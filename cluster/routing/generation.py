@@ -54,9 +54,14 @@ class Leg:
     """
 
     def __init__(
-        self, generation: Generation, choices: dict[int, ChoiceState], output: BatchQueue[GenerationItem]
+        self,
+        generation: Generation,
+        choices: dict[int, ChoiceState],
+        output: BatchQueue[GenerationItem],
+        came_s: float = 0.0,
     ) -> None:
-        self.generation = generation
+        """came_s: when its request came, by which it has its place among those that wait."""
+        self.generation, self.came_s = generation, came_s
         self.is_search = generation.spec.beam is not None
         self.model = ""  # who is asked in this attempt
         self.forecast: PromptForecast | None = None  # of its prompt, once somebody has asked
@@ -154,7 +159,7 @@ class Leg:
         return [self._leg_of({c: state}) for c, state in unfinished.items()]
 
     def _leg_of(self, choices: dict[int, ChoiceState]) -> Leg:
-        leg = Leg(self.generation, choices, self._output)
+        leg = Leg(self.generation, choices, self._output, self.came_s)
         leg._owes_prompt = self._owes_prompt
         return leg
 

@@ -188,6 +188,7 @@ class PoolView:
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
         local_tokens = self._unheard_tokens[replica_id]
         step_tokens, block_bytes = metadata.get("step_tokens", 0), metadata["peer"]["block_bytes"]
+        max_rows = metadata.get("max_sequences", 0)
         heard = self._heard.get(replica_id)
         if heard is None:
             free_blocks = total_blocks - unheard
@@ -202,6 +203,7 @@ class PoolView:
                 queued_tokens=local_tokens,
                 step_tokens=step_tokens,
                 block_bytes=block_bytes,
+                max_rows=max_rows,
             )
         else:
             candidate = DecodeCandidate(
@@ -220,6 +222,7 @@ class PoolView:
                 tokens_per_s=heard.load.prefill_tokens_per_s,
                 step_tokens=step_tokens,
                 block_bytes=block_bytes,
+                max_rows=max_rows,
             )
         self._candidates[replica_id] = candidate
         return candidate

@@ -62,6 +62,13 @@ class RouteFinder:
                 return decided
         return self._choose(need, past.excluded)
 
+    def elsewhere(self, leg: Leg, past: AttemptHistory) -> Route | NeverFits | Unavailable:
+        """As `decide`, of one that waits somewhere already: there is no way to whom it has failed before."""
+        decided = self.decide(leg, past)
+        if isinstance(decided, Route) and {decided.decode_id, decided.prefill_id} & past.excluded:
+            return Unavailable("decode")
+        return decided
+
     def _choose(self, need: Need, excluded: Collection[str]) -> Route | NeverFits | Unavailable:
         view = self._view
         decodes, prefills = view.decode_candidates(), view.prefill_candidates()
@@ -88,14 +95,4 @@ def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetric
         f"no {decided.pool} replica is available now{which}; try again later",
         code="unavailable",
         retry_after_s=1.0,
-    )
-
-
-def queue_full(num_waiting: int, num_replicas: int) -> ApiError:
-    """What a client is told when too many wait. When to try again is a guess: as if each replica ended one a second."""
-    return ApiError(
-        429,
-        f"{num_waiting} requests are waiting for memory or a slot, the most allowed; try again later",
-        code="queue_full",
-        retry_after_s=float(max(1, num_waiting // max(1, num_replicas))),
     )

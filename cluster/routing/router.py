@@ -10,11 +10,13 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection
+from functools import partial
 
 from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
+from cluster.routing.admission_wait import AdmissionWait, AdmissionWaits, MovedOn
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
 from cluster.routing.avoided_pairs import AvoidedPairs
@@ -26,12 +28,13 @@ from cluster.routing.detached_tasks import start_detached
 from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.order_book import OrderBook
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
-from cluster.routing.route_finder import RouteFinder, queue_full
+from cluster.routing.route_finder import RouteFinder
 from cluster.routing.router_limits import RouterLimits
 from cluster.routing.slow_transfers import SlowTransferWatch, slowest_reads
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
@@ -72,7 +75,9 @@ class Router:
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
-        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
+        self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
+        self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
+        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(
@@ -112,7 +117,10 @@ class Router:
         # Of those that left something may still be open here: then they are forgotten at the next change.
         self._view.left({name for pool in self.pools for name in pool.replicas()})
         self._forecasts.present(pool.replicas() for pool in self.pools)
+        for pool in self.pools:
+            self.orders.present(pool.name, pool.staying())
         self._cold_start.wake()
+        self._waits.move()
 
     def usable(self, pool_name: str) -> ReplicaTable:
         """Of this pool those that requests may be sent to; none of a pool that is not deployed."""
@@ -150,15 +158,16 @@ class Router:
         """
         deadline_s = time.monotonic() + generation.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
-        leg = Leg(generation, {choice: ChoiceState() for choice in range(generation.spec.num_answers)}, output)
+        choices = {choice: ChoiceState() for choice in range(generation.spec.num_answers)}
+        leg = Leg(generation, choices, output, came_s=time.monotonic())
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
             await self._cold_start.wait(need, self._limits.max_queued_requests - self.num_waiting, deadline_s)
-            # Decided and counted before anything more waits: a refusal costs nobody anything, and of requests that come
-            # together each sees those before it.
+            self._waits.move()  # who waits goes before who comes
+            # Decided and counted before anything more waits: of requests that come together each sees those before it.
             route = await self._route(leg, AttemptHistory(), deadline_s)
-            self._check_room(route)
-            first = self._open_attempt(leg, route, deadline_s)
+            self._waits.check_room(route, self.num_waiting, len(self._decode.replicas()))
+            first = self._open_attempt(leg, AttemptHistory(), deadline_s, route)
             run = start_detached(self._run_leg(leg, deadline_s, AttemptHistory(), first))
             run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
             run.add_done_callback(lambda _: output.close())
@@ -177,10 +186,13 @@ class Router:
         while True:
             if attempt is None:
                 await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
-                attempt = self._open_attempt(leg, await self._route(leg, past, deadline_s), deadline_s)
+                attempt = self._open_attempt(leg, past, deadline_s, await self._route(leg, past, deadline_s))
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
+            except MovedOn as moved:
+                attempt = moved.attempt
+                continue
             except AttemptFailed as failure:
                 failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
                 if failure.has_lost_kv:
@@ -219,7 +231,11 @@ class Router:
                 raise
             raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
 
-    def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
+    def _open_attempt(
+        self, leg: Leg, past: AttemptHistory, deadline_s: float, route: Route, before: AdmissionWait | None = None
+    ) -> Attempt:
+        """before: the wait in which it was called to this route."""
+        decide, go_on = partial(self._routes.elsewhere, leg, past), partial(self._open_attempt, leg, past, deadline_s)
         attempt = Attempt(
             leg,
             route,
@@ -232,6 +248,7 @@ class Router:
             mailboxes=self._mailboxes,
             channel=self._intake.address,
             limits=self._limits.attempt,
+            wait=self._waits.begin(leg, route, decide, go_on, before),
         )
         attempt.open()
         leg.generation.binding.lean(route.model)
@@ -245,10 +262,7 @@ class Router:
     # -- decisions ---------------------------------------------------------------------------------
 
     def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
-        error = failure.api_error(leg.has_emitted, leg.generation.generation_id)
-        if error.status == 429:
-            self._metrics.rejected("queue_timeout")
-        return error
+        return self._waits.given_up(failure.api_error(leg.has_emitted, leg.generation.generation_id))
 
     def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
         is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
@@ -259,15 +273,6 @@ class Router:
             route = self._routes.route(leg, past)
             return not route.must_wait and route.decode_id not in past.excluded
         return True
-
-    def _check_room(self, route: Route) -> None:
-        if route.must_wait and self.num_waiting >= self._limits.max_queued_requests:
-            self._metrics.rejected("queue_full")
-            logger.warning(
-                "the queue is full: a request was turned away",
-                extra={"event": "queue_full", "num_waiting": self.num_waiting},
-            )
-            raise queue_full(self.num_waiting, len(self._decode.replicas()))
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
@@ -292,3 +297,4 @@ class Router:
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id)
         self._mailboxes.deliver(frame)
+        self._waits.move_if_due()

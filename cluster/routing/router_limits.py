@@ -23,7 +23,8 @@ class RouterLimits:
     """retry_delay_s doubles with each retry.
 
     frozen_after_s: silence of a replica after which it is given up; recovery_timeout_s: how long a stream that has
-    begun waits for another replica when none is left.
+    begun waits for another replica when none is left; cold_start_timeout_s: how long anybody waits for replicas that
+    were ordered. settle_s: for so long who was sent to a replica is not moved to another that has room.
     """
 
     max_queued_requests: int
@@ -34,3 +35,4 @@ class RouterLimits:
     frozen_after_s: float = 5.0
     recovery_timeout_s: float = 30.0
     cold_start_timeout_s: float = 300.0
+    settle_s: float = unconfigured(1.0)

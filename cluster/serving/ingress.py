@@ -118,7 +118,9 @@ class Ingress:
         self._scaling_rules: ScalingRules | None = None
         self._throughput = ThroughputLog(self.metrics.work, lambda: self._router.work_state)
         self._changes = PoolChanges()
-        self._targets = ScalingTargets(context.app_name, self.metrics)
+        self._targets = ScalingTargets(
+            context.app_name, self.metrics, self._router.orders.wanted, lambda: self._router.work_state.num_waiting > 0
+        )
         self.threads = WorkThreads()
         self.compiler = grammar_compiler(tokenizer, config)
         grammars = AnswerGrammars(KnownGrammars(self.compiler, self.metrics))
@@ -175,6 +177,7 @@ class Ingress:
             return
         self._may_be_empty = [name for name, pool in config.pools.deployed().items() if pool.may_be_empty]
         self._router.let_be_empty(self._may_be_empty)
+        self._router.orders.expect({name: pool.expected_start_s for name, pool in config.pools.deployed().items()})
         self._scaling_rules = scaling_rules(config)
         self._targets.follow(config)
 

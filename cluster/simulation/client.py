@@ -109,6 +109,7 @@ class Attempt:
     max_tokens: int
     is_admitted: bool = False
     is_prefilling: bool = False  # the router has sent it to prefill and not heard from there
+    answered_s: float = 0.0  # when it heard from there
     is_coming: bool = True  # its KV, by the pair's way, if that is its route
     has_moved: bool = False  # decode has answered with a token
     is_closed: bool = False

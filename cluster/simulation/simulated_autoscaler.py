@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cluster.autoscaling.pool_scaler import PoolState, ScalerMemory, decide_replicas
 from cluster.autoscaling.scaling_rules import ScalingRules
+from cluster.config.autoscaling import GUESSED_START_S
 from cluster.routing.demand_report import DemandReport
 from cluster.simulation.event_queue import Action, Order
 from cluster.simulation.simulated_system import SimulatedSystem
@@ -80,14 +81,18 @@ class SimulatedAutoscaler:
         policy: ScalingPolicy,
         bounds: Mapping[str, tuple[int, int]],
         start_delay_s: float,
+        tells_routers: bool = True,
     ) -> None:
-        """bounds: fewest and most replicas of each pool, by name. start_delay_s: from the order to the first work."""
+        """bounds: fewest and most replicas of each pool, by name. start_delay_s: from the order to the first work.
+        tells_routers: what is on its way, so that who waits has patience."""
         self._system, self._policy, self._start_delay_s = system, policy, start_delay_s
         self._pools = {
             name: _Pool(limits, len(pool.engines), [_Life(0.0, replica) for replica in pool.engines])
             for name, limits in bounds.items()
             for pool in (system.pools[name],)
         }
+        for router in system.routers if tells_routers else ():
+            router.waits.orders.expect(dict.fromkeys(self._pools, GUESSED_START_S))
         self._stepped: dict[str, tuple[float, int]] = {}  # decode replica: busy seconds and steps at the last look
         self.samples: list[ScalingSample] = []
         system.queue.at(0.0, Order.SAMPLE, 1, self._tick)
@@ -118,6 +123,8 @@ class SimulatedAutoscaler:
         for name, pool in self._pools.items():
             pool.target = targets[name]
             self._follow(name, pool, now_s)
+        for router in system.routers:
+            router.waits.orders.wanted({name: pool.target for name, pool in self._pools.items()})
         self.samples.append(
             ScalingSample(
                 now_s,

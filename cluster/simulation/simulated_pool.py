@@ -33,6 +33,7 @@ class SimulatedPool:
             "num_blocks": limits.num_blocks,
             "num_prefix_blocks": engine.scheduler.num_prefix_blocks,
             "step_tokens": limits.max_step_tokens,
+            "max_sequences": limits.max_sequences,
             "peer": peer,
         }
         self.engines[engine.replica_id], self.table[engine.replica_id] = engine, told

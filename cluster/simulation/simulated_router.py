@@ -12,13 +12,13 @@ from cluster.routing.prompt_forecast import PrefixForecasts, PromptForecast, Sen
 from cluster.simulation.client import Attempt, Client, ClientStatus, spec_of
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.event_queue import Action, EventQueue, Order
+from cluster.simulation.pool_pulses import PoolPulses
 from cluster.simulation.router_counts import RouterCounts
 from cluster.simulation.router_times import RouterTimes
-from cluster.simulation.simulated_engine import SimulatedEngine
 from cluster.simulation.simulated_frame import SimulatedFrame
 from cluster.simulation.simulated_pool import SimulatedPool
+from cluster.simulation.simulated_waits import SimulatedWaits
 from replicas.messages import CallStatus, EngineLoad, Frame, PrefillReply
-from replicas.recent_part import recent_part
 
 # As cluster.routing.router waits before it replays what was evicted: half its retry delay.
 _REPLAY_DELAY_S = 0.025
@@ -44,42 +44,42 @@ class SimulatedRouter:
         self._index, self._block_size, self._rules, self._times = index, block_size, rules, times
         self._costs, self._queue = costs, queue
         self._decodes, self._prefills = decode.engines, prefill.engines if prefill else {}
-        decode_table, prefill_table = decode.table, prefill.table if prefill else {}
-        self.view = PoolView(lambda: decode_table, lambda: prefill_table, lambda: queue.now_s)
+        self._tables = {pool.name: pool.table for pool in (decode, prefill) if pool is not None}
+        self.view = PoolView(lambda: decode.table, lambda: prefill.table if prefill else {}, lambda: queue.now_s)
         self.forecasts = PrefixForecasts(has_prefix_cache, block_size, self.counts.found, lambda: queue.now_s)
-        self.feeds = {pool.name: self.forecasts.feed(pool.name) for pool in (decode, prefill) if pool is not None}
-        self._tables = {"decode": decode_table, "prefill": prefill_table}
-        self.demand = DemandMeter(self.view, self, rules.has_prefill_pool)
+        self.pulses = PoolPulses(self.view, self.forecasts, self._tables)
+        self.waits = SimulatedWaits(times, lambda: queue.now_s)
+        self.demand = DemandMeter(self.view, self.waits.held, rules.has_prefill_pool)
         self._open: dict[int, OpenDemand] = {}  # by job
-        self._held: list[tuple[Client, Need]] = []
 
     # -- from the client ---------------------------------------------------------------------------
 
     def arrive(self, client: Client, now_s: float) -> None:
         """A request has been read; the decision is taken now."""
-        job = client.job
-        need, _ = self._need(client)
-        self._open[job.index] = self.demand.opened(need, self._rules)
+        self._open[client.job.index] = self.demand.opened(self._need(client)[0], self._rules)
+        self._move(now_s)
         self._try(client, now_s)
         if not client.is_over:
-            timeout_s = client.job.arrival_s + self._times.request_timeout_s
-            self._at(max(now_s, timeout_s), client, lambda at_s: self._time_out_client(client, at_s))
+            over_s = max(now_s, client.job.arrival_s + self._times.request_timeout_s)
+            self._at(over_s, client, lambda at_s: self._time_out_client(client, at_s))
 
     def _try(self, client: Client, now_s: float) -> None:
-        job = client.job
-        prompt_len, output_len = job.prompt_len + client.num_tokens, job.output_len - client.num_tokens
-        max_tokens = job.max_tokens - client.num_tokens
         need, forecast = self._need(client)
         route = self._decide(need)
         if isinstance(route, Unavailable):
-            self._held.append((client, need))
+            self.waits.held.hold(client, need)
             return
         if isinstance(route, NeverFits):
             self._over(client, ClientStatus.NEVER_FITS)
-            return
-        if route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued_requests:
+        elif route.must_wait and client.num_attempts == 0 and self.view.num_waiting >= self._times.max_queued_requests:
             self._over(client, ClientStatus.QUEUE_FULL)
-            return
+        else:
+            self._send(client, route, forecast, now_s)
+
+    def _send(self, client: Client, route: Route, forecast: PromptForecast, now_s: float) -> None:
+        job, num_tokens = client.job, client.num_tokens
+        prompt_len, output_len = job.prompt_len + num_tokens, job.output_len - num_tokens
+        max_tokens = job.max_tokens - num_tokens
         request_id = f"{job.index}.{client.num_attempts}"
         attempt = Attempt(client, route, request_id, prompt_len, output_len, max_tokens)
         attempt.last_token_s = client.last_s
@@ -97,7 +97,8 @@ class SimulatedRouter:
         decode = self._decodes[route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
         attempt.prompt.tell()
-        self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(attempt, at_s))
+        self.waits.enter(attempt, now_s)
+        self._at(now_s + self._times.queue_timeout_s, client, lambda at_s: self._time_out_queue(client, at_s))
 
     def _need(self, client: Client) -> tuple[Need, PromptForecast]:
         """What is left of it, as of now."""
@@ -110,25 +111,20 @@ class SimulatedRouter:
     def pools_changed(self) -> None:
         """A replica has come, or one takes no more work."""
         self.forecasts.present(self._tables.values())
+        for pool, table in self._tables.items():
+            self.waits.orders.present(pool, table)
 
     def wake(self, now_s: float) -> None:
-        """A replica has come: whom a pool without any kept waiting is routed."""
-        held, self._held = self._held, []
-        for client, _ in held:
-            if not client.is_over:
-                self._try(client, now_s)
+        """A replica has come: whom a pool without any kept waiting is routed, and who waits elsewhere may go there."""
+        for client in self.waits.held.release():
+            self._try(client, now_s)
+        self._move(now_s)
 
-    @property
-    def num_held(self) -> int:
-        return sum(not client.is_over for client, _ in self._held)
-
-    @property
-    def held_blocks(self) -> int:
-        return sum(need.decode_blocks for client, need in self._held if not client.is_over)
-
-    @property
-    def held_prompt_tokens(self) -> int:
-        return sum(need.prompt_tokens for client, need in self._held if not client.is_over)
+    def _move(self, now_s: float) -> None:
+        queued = {found.replica_id: found.queued_tokens for found in self.view.prefill_candidates()}
+        for attempt, route in self.waits.movable(now_s, queued, lambda of: self._decide(self._need(of.client)[0])):
+            self._send(attempt.client, route, self._need(attempt.client)[1], now_s)
+            self._cancel(attempt, now_s)
 
     def _over(self, client: Client, status: ClientStatus) -> None:
         client.status = status
@@ -136,9 +132,8 @@ class SimulatedRouter:
 
     def _decide(self, need: Need) -> Route | NeverFits | Unavailable:
         started = time.thread_time()
-        view = self.view
-        decodes, prefills = view.decode_candidates(), view.prefill_candidates()
-        route = choose_route(need, decodes, prefills, self._rules, pairs=view.pairs.of)
+        candidates = self.view.decode_candidates(), self.view.prefill_candidates()
+        route = choose_route(need, *candidates, self._rules, pairs=self.view.pairs.of)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
         return route
@@ -149,20 +144,6 @@ class SimulatedRouter:
         """A decode replica's load."""
         self.view.heard(Frame(replica_id, "", 0, load, (), (), (), (), ()))
 
-    def due(self, pool: str, now_s: float) -> list[str]:
-        """Replicas that it asks now. Mutates: it has asked them."""
-        feed = self.feeds[pool]
-        return [] if feed is None else feed.due(now_s, self._tables[pool])
-
-    def pulse(self, pool: str, engine: SimulatedEngine) -> None:
-        """It was asked how it is, and what it has cached since."""
-        self.view.heard_load(engine.replica_id, engine.load())
-        feed = self.feeds[pool]
-        while feed is not None and feed.heard(
-            engine.replica_id, recent_part(engine.recent_keys, feed.position(engine.replica_id))
-        ):
-            pass
-
     def on_frame(self, frame: SimulatedFrame, now_s: float) -> None:
         """What one decode iteration said of this router's requests. Its load has been heard."""
         for attempt in frame.admitted:
@@ -171,14 +152,16 @@ class SimulatedRouter:
             self._evicted(attempt, now_s)
         for attempt in frame.finished:
             self._finish(attempt, attempt.last_token_s + self._costs.control.frame_s)
+        if frame.finished:  # so there is room; real routers look at each frame
+            self._move(now_s)
 
     def prompt_done(self, attempt: Attempt, load: EngineLoad, is_over: bool, now_s: float) -> None:
         """Prefill's answer is here, with the first token. is_over: that is all there will be."""
         assert attempt.route.prefill_id is not None
         if attempt.is_prefilling:
-            attempt.is_prefilling = False
+            attempt.answered_s = now_s
             self._open[attempt.client.job.index].prompt_done()
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
+            self._prompt_over(attempt)
             self.view.heard_load(attempt.route.prefill_id, load)
             reply = PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, load, num_cached=attempt.prefill_found)
             attempt.prompt.prefilled(reply)
@@ -186,6 +169,12 @@ class SimulatedRouter:
             decode = self._decodes[attempt.route.decode_id]
             self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
+
+    def _prompt_over(self, attempt: Attempt) -> None:
+        assert attempt.route.prefill_id is not None
+        attempt.is_prefilling = False
+        self.waits.prompt_over(attempt)
+        self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
 
     def handed_over(self, attempt: Attempt) -> None:
         """Decode has read its KV, or does not want it."""
@@ -203,11 +192,11 @@ class SimulatedRouter:
             assert prefill_id is not None
             self.view.prompt_sent(prefill_id, attempt.computed_tokens)
             attempt.is_prefilling = True
-            prefill = self._prefills[prefill_id]
-            deadline_s = attempt.client.job.arrival_s + self._times.request_timeout_s
-            self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, deadline_s, at_s))
-            lost_s = now_s + self._times.handoff_timeout_s
-            self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, at_s))
+            self.waits.prompt_sent(attempt, now_s)
+            prefill, times = self._prefills[prefill_id], self._times
+            over_s, lost_s = attempt.client.job.arrival_s + times.request_timeout_s, now_s + times.handoff_timeout_s
+            self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, over_s, at_s))
+            self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, now_s, at_s))
 
     def _evicted(self, attempt: Attempt, now_s: float) -> None:
         """Its memory was needed by others: once more, with what there is as prompt."""
@@ -237,41 +226,50 @@ class SimulatedRouter:
 
     # -- patience ----------------------------------------------------------------------------------
 
-    def _time_out_queue(self, attempt: Attempt, now_s: float) -> None:
-        if not attempt.is_admitted and not attempt.is_closed:
+    def _time_out_queue(self, client: Client, now_s: float) -> None:
+        attempt = client.attempt
+        if attempt is None or attempt.is_admitted or attempt.is_closed:
+            return
+        if (again_s := self.waits.admission_over_s(attempt, now_s)) is None:
             self._give_up(attempt, ClientStatus.QUEUE_TIMEOUT, now_s)
+        else:
+            self._at(again_s, client, lambda at_s: self._time_out_queue(client, at_s))
 
-    def _time_out_handoff(self, attempt: Attempt, now_s: float) -> None:
-        if not attempt.has_moved and not attempt.is_closed:
+    def _time_out_handoff(self, attempt: Attempt, began_s: float, now_s: float) -> None:
+        if attempt.has_moved or attempt.is_closed:
+            return
+        if (again_s := self.waits.prompt_over_s(attempt, began_s, now_s)) is None:
             self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
+        else:
+            self._at(again_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, began_s, at_s))
 
     def _time_out_client(self, client: Client, now_s: float) -> None:
-        if client.is_over:
-            return
         attempt = client.attempt
-        if attempt is None or attempt.is_closed:
+        if not client.is_over and (attempt is None or attempt.is_closed):
             self._over(client, ClientStatus.TIMEOUT)
-        else:
+        elif not client.is_over and attempt is not None:
             self._give_up(attempt, ClientStatus.TIMEOUT, now_s)
 
     def _give_up(self, attempt: Attempt, status: ClientStatus, now_s: float) -> None:
         self._over(attempt.client, status)
         attempt.client.num_tokens += attempt.num_tokens
-        request_id = attempt.request_id
+        self._cancel(attempt, now_s)
+
+    def _cancel(self, attempt: Attempt, now_s: float) -> None:
         decode = self._decodes[attempt.route.decode_id]
-        self._call(attempt, now_s, lambda at_s: decode.cancel(request_id, at_s))
+        self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
         if attempt.is_prefilling:
             assert attempt.route.prefill_id is not None
             prefill = self._prefills[attempt.route.prefill_id]
-            self._call(attempt, now_s, lambda at_s: prefill.cancel(request_id, at_s))
+            self._call(attempt, now_s, lambda at_s: prefill.cancel(attempt.request_id, at_s))
         self._close(attempt)
 
     def _close(self, attempt: Attempt) -> None:
         attempt.is_closed = True
+        if attempt.client.attempt is attempt:  # else it goes on as another
+            self.waits.leave(attempt)
         if attempt.is_prefilling:
-            attempt.is_prefilling = False
-            assert attempt.route.prefill_id is not None
-            self.view.prompt_answered(attempt.route.prefill_id, attempt.computed_tokens)
+            self._prompt_over(attempt)
         self._hear_admission(attempt)
         if attempt.is_coming:
             attempt.is_coming = False
@@ -285,6 +283,8 @@ class SimulatedRouter:
     def _hear_admission(self, attempt: Attempt) -> None:
         if not attempt.is_admitted:
             attempt.is_admitted = True
+            if not attempt.is_closed:
+                self.waits.leave(attempt)
             route = attempt.route
             self.view.admitted(route.decode_id, route.decode_blocks, route.must_wait, attempt.local_tokens)
             if route.prefill_id is not None:

@@ -202,9 +202,9 @@ class SimulatedSystem:
     def _pulse_at(self, time_s: float, router: SimulatedRouter) -> None:
         def pulse(now_s: float) -> None:
             for pool in self.pools.values():
-                for name in router.due(pool.name, now_s):
+                for name in router.pulses.due(pool.name, now_s):
                     pool.engines[name].settle(now_s)
-                    router.pulse(pool.name, pool.engines[name])
+                    router.pulses.heard(pool.name, pool.engines[name])
             if not self.is_over:
                 self._pulse_at(now_s + _PULSE_S, router)
 

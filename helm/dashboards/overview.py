@@ -180,11 +180,18 @@ def _memory() -> list[Panel]:
 def _scaling() -> list[Panel]:
     desired = f"max by (pool) ({ALL.of('autoscaler_desired_replicas')})"
     replicas = f"count by (pool) ({ALL.of('build_info', _ENGINES)})"
+    ordered = f"max by (pool) ({ALL.of('replicas_ordered')})"
     ratio = f"max ({ALL.of('autoscaler_prefill_decode_ratio')})"
+    start = f"max by (pool) ({ALL.of('replica_start_seconds')})"
     return [
         lines(
-            "Desired and actual replicas", "short", {"{{pool}} desired": desired, "{{pool}} actual": replicas}, width=12
+            "Desired and actual replicas",
+            "short",
+            {"{{pool}} desired": desired, "{{pool}} actual": replicas, "{{pool}} on their way": ordered},
+            width=12,
         ),
+        lines("How long a start takes", "s", {"{{pool}}": start}, "The longest of the last ones, or a guess.", width=4),
+        lines("Waiting requests moved to room", "ops", {"requests": ALL.rate("queue_moves_total")}, width=4),
         lines("Prefill replicas for each decode replica", "short", {"desired": ratio}, width=4),
         lines("Cold starts waited for", "ops", {"requests": ALL.rate("cold_start_wait_seconds_count")}, width=4),
         lines(

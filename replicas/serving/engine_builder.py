@@ -105,6 +105,7 @@ class BuiltEngine:
             "num_blocks": self.peer.num_blocks,
             "num_prefix_blocks": self.engine.scheduler.num_prefix_blocks,
             "step_tokens": self.engine.scheduler.limits.max_step_tokens,
+            "max_sequences": self.engine.scheduler.limits.max_sequences,
             "block_size": self.layout.block_size,
             "kv_bytes_per_token": self.layout.bytes_per_token,
         }

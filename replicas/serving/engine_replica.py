@@ -72,8 +72,9 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
         self._calls.start()
         self._watch.start()
+        self._start_s = time.monotonic() - began_s
         extra = {"event": "replica_ready", "replica": self._built.peer.replica_id}
-        logger.info("ready after %.1f s", time.monotonic() - began_s, extra=extra)
+        logger.info("ready after %.1f s", self._start_s, extra=extra)
 
     @abstractmethod
     def _begin(self, call: CallT) -> Future[ReplyT]:
@@ -101,7 +102,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
         where = {"node_id": self._node_id, "actor": self._actor_name, "calls": self._calls.address.to_metadata()}
-        return {**self._built.metadata(), **where}
+        return {**self._built.metadata(), **where, "start_s": round(self._start_s, 1)}
 
     @property
     def is_leaving(self) -> bool:

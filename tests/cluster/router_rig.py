@@ -99,6 +99,7 @@ async def running_router(
     recovery_s: float = 0.0,
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
+    settle_s: float = PATIENCE_S,
     tokenizer: str = "",
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
@@ -118,6 +119,7 @@ async def running_router(
             frozen_after_s=frozen_after_s,
             recovery_timeout_s=recovery_s,
             cold_start_timeout_s=cold_start_s,
+            settle_s=settle_s,
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

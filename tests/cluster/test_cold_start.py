@@ -67,7 +67,24 @@ async def test_nobody_comes_in_time() -> None:
         with pytest.raises(ApiError, match="no decode replica has started") as caught:
             await rig.tokens(generation_of(max_tokens=5))
         assert (caught.value.status, caught.value.code) == (503, "unavailable")
+        assert caught.value.headers() == {"Retry-After": "10"}
         assert rig.count("splitserve_request_rejections", reason="no_capacity") == 1
+
+
+async def test_when_to_come_back_is_when_a_replica_is_expected() -> None:
+    cluster = FakeCluster()
+    async with running_router(cluster, may_be_empty=BOTH, max_queued=1) as rig:
+        taken = emptied(cluster, "decode")
+        rig.router.pools_changed({})
+        rig.router.orders.expect({"decode": 60.0})
+        rig.router.orders.wanted({"decode": 1})
+        task = rig.start(generation_of(max_tokens=3))
+        await until(lambda: rig.router.demand.report().num_held == 1)
+        with pytest.raises(ApiError) as caught:
+            await rig.tokens(generation_of(max_tokens=3))
+        assert 50 <= int(caught.value.headers()["Retry-After"]) <= 60
+        started(rig, "decode", taken["decode"])
+        assert await task == undisturbed(generation_of(max_tokens=3))
 
 
 async def test_no_more_wait_than_may() -> None:

@@ -72,7 +72,7 @@ async def test_two_hundred_requests_in_a_storm_of_faults(seed: int) -> None:
         for i in range(200)
     ]
     cluster = FakeCluster(num_decode=3, num_prefill=3, decode_blocks=120)
-    async with running_router(cluster, max_retries=10, handoff_s=0.5, queue_s=20.0, tail_s=0.5) as rig:
+    async with running_router(cluster, max_retries=10, handoff_s=0.5, queue_s=20.0, tail_s=0.5, settle_s=0.01) as rig:
         cluster.script, cluster.on_wire = storm.script, storm.on_wire
         running = [rig.start(generation) for generation in generations]
         for leaver in storm.rng.sample(running, 30):

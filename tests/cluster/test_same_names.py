@@ -147,7 +147,7 @@ def test_routers_and_the_simulator_are_told_every_key_that_is_changed(config: Co
     limits = by_names(RouterLimits, config.ingress, config.kv, config.lifecycle, attempt=attempt)
     assert check_arrived(limits, config.ingress, config.kv, config.lifecycle) == 6
     assert check_arrived(attempt, config.ingress, config.transfer) == 2
-    assert check_arrived(by_names(RouterTimes, config.ingress, config.transfer), config.ingress, config.transfer) == 4
+    assert check_arrived(by_names(RouterTimes, config.ingress, config.transfer), config.ingress, config.transfer) == 5
 
 
 class NoTokenizer:

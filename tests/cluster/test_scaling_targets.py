@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ async def test_the_controller_is_asked_again_and_again_and_may_be_away(
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
     metrics = IngressMetrics("model", "1", "2")
-    targets = ScalingTargets("app", metrics, 0.01)
+    targets = ScalingTargets("app", metrics, interval_s=0.01)
     targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
     assert shown(metrics) == {"prefill": 2, "decode": 4, "ratio": 0.5}
     await asyncio.sleep(0.005)
@@ -69,7 +70,7 @@ async def test_another_config_is_followed_from_then_on(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
     metrics = IngressMetrics("model", "1", "2")
-    targets = ScalingTargets("app", metrics, 0.001)
+    targets = ScalingTargets("app", metrics, interval_s=0.001)
     targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
     await asyncio.sleep(0.01)
     assert shown(metrics) == {"prefill": 7, "decode": 7, "ratio": 1}
@@ -89,9 +90,31 @@ async def test_a_deployment_that_goes_is_no_warning(
         return {"decode": 3}
 
     monkeypatch.setattr(scaling_targets, "_targets", ask)
-    targets = ScalingTargets("app", IngressMetrics("model", "1", "2"), 60.0)
+    targets = ScalingTargets("app", IngressMetrics("model", "1", "2"), interval_s=60.0)
     with caplog.at_level("INFO"):
         targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
         await asked.wait()
         await asyncio.sleep(0)
     assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", "a deployment has gone")]
+
+
+@pytest.mark.parametrize("somebody_waits", [False, True])
+async def test_the_router_is_told_sooner_while_somebody_waits(
+    monkeypatch: pytest.MonkeyPatch, somebody_waits: bool
+) -> None:
+    num_asked, told = 0, list[Mapping[str, int]]()
+
+    async def ask(_: str) -> dict[str, int]:
+        nonlocal num_asked
+        num_asked += 1
+        return {"prefill": 2, "decode": num_asked, "ingress": 1}
+
+    monkeypatch.setattr(scaling_targets, "_targets", ask)
+    metrics = IngressMetrics("model", "1", "2")
+    targets = ScalingTargets("app", metrics, told.append, lambda: somebody_waits, interval_s=1.0)
+    targets.follow(config_of({"pools": {"prefill": FIXED, "decode": SCALING}}))
+    assert told == [{"prefill": 2, "decode": 4}]
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+    assert told[1:] == [{"prefill": 2, "decode": 1 + index, "ingress": 1} for index in range(num_asked)]
+    assert (num_asked > 1) is somebody_waits

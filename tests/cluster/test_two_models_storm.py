@@ -73,7 +73,14 @@ async def test_each_request_is_answered_by_one_model_whole(seed: int) -> None:
     requests = [prompts_of(storm, number) for number in range(NUM_REQUESTS)]
     cluster = cluster_of("ab", "abab")
     async with running_router(
-        cluster, max_retries=12, handoff_s=0.5, queue_s=20.0, tail_s=0.5, recovery_s=5.0, fallback=True
+        cluster,
+        max_retries=12,
+        handoff_s=0.5,
+        queue_s=20.0,
+        tail_s=0.5,
+        recovery_s=5.0,
+        fallback=True,
+        settle_s=0.01,
     ) as rig:
         cluster.script, cluster.on_wire = storm.script, storm.on_wire
         alive = asyncio.create_task(rig.signs_of_life())
