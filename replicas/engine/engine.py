@@ -184,7 +184,7 @@ class Engine:
             except Exception:  # a bug of ours; requests fail, the engine tries to go on, health tells
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
-                self._end_all(CallStatus.ERROR, "the engine failed; see its log")
+                self._end_all(CallStatus.ENGINE_FAILED, "the engine failed; see its log")
                 # What fails with nothing open fails at once again: not a thousand times a second.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
@@ -289,7 +289,7 @@ class Engine:
         """What a broken engine does: answer calls, so that routers go elsewhere at once."""
         self.last_beat_s = time.monotonic()
         self._inbox.wait(_MAX_IDLE_S)
-        self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
+        self.calls.answer_all(CallStatus.ENGINE_FAILED, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
         steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
