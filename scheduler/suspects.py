@@ -33,4 +33,4 @@ class Suspects:
 def _is_cleared(request: Request) -> bool:
     """Whether some choice has a token from a row: one more than the prompt gives. A beam search shows none on its way:
     its beams have planned tokens that are known."""
-    return any([sequence.num_known > 1 for sequence in request.sequences])
+    return any(sequence.num_known > 1 for sequence in request.sequences)

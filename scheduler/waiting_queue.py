@@ -1,10 +1,10 @@
 """Who is next: who has begun; then higher priority; within a priority clients share fairly, each of them first come
 first served.
 
-Who has begun (`Request.has_begun`: a client has tokens of it, and its replica is lost or it moves) goes before newcomers
-of all priorities, as who gave way comes back before anybody new is admitted: it held its memory when the newcomers came,
-and a loss elsewhere must not give that to them. They can't go on without end: each was a newcomer once. Among those who
-have begun it is priority that counts, then as below.
+Who has begun (`Request.has_begun`: a client has tokens of it, and its replica is lost or it moves) goes before
+newcomers of all priorities, as who gave way comes back before anybody new is admitted: it held its memory when the
+newcomers came, and a loss elsewhere must not give that to them. That comes to an end: each was a newcomer once. Among
+those who have begun it is priority that counts, then as below.
 
 Within a priority it is self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband
 Applications", INFOCOM 1994) over tokens instead of bits, for the reason that Sheng et al. give ("Fairness in Serving
@@ -158,11 +158,14 @@ def _most(waiting: Request, request: Request, max_overtakes: int) -> int:
 
 def _is_free_to_pass(request: Request, of: _Passed, ends_first: Callable[[Request, Request], bool]) -> bool:
     """Whether it takes nothing from the waiting one, which can't be let in before those that it is behind."""
-    return ends_first(request, of.waiting) or any([ends_first(request, other) for other in of.behind])
+    return ends_first(request, of.waiting) or any(ends_first(request, other) for other in of.behind)
 
 
 class _Level:
-    """One priority of those who have begun, or of newcomers. A client is known while it waits: what it was served before gives it no tag above virtual time."""
+    """One priority of those who have begun, or of newcomers.
+
+    A client is known while it waits: what it was served before gives it no tag above virtual time.
+    """
 
     def __init__(self) -> None:
         self.clients: dict[str, _Client] = {}

@@ -26,7 +26,7 @@ CALL_PARSERS = (
     "response_template",
 )
 CALL_RESULTS = ("valid", "malformed")
-REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining", "quarantined")
 DECISIONS = (
     "local",
     "remote",
@@ -35,6 +35,7 @@ DECISIONS = (
     "local_busy_prefill",
     "local_slow_pair",
     "local_failed_pair",
+    "local_suspect",
 )
 PROMPT_ROUTES = ("local", "remote")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")

@@ -11,18 +11,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Collection
 
-from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.attempt import Attempt
-from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory
 from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
+from cluster.routing.failed_attempts import FailedAttempts
 from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
@@ -71,7 +71,8 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
-        self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        self._failures = FailedAttempts(rules, limits, metrics, self._routes, self._view.pairs, dead)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
@@ -148,6 +149,7 @@ class Router:
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
+        self._failures.quarantine.check(generation.spec)
         deadline_s = time.monotonic() + generation.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
         leg = Leg(generation, {choice: ChoiceState() for choice in range(generation.spec.num_answers)}, output)
@@ -182,15 +184,7 @@ class Router:
                 await self._run_attempt(attempt, deadline_s)
                 return
             except AttemptFailed as failure:
-                failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
-                if failure.has_lost_kv:
-                    self._view.pairs.failed(attempt.route)
-                if failure.found_dead is not None:
-                    self._dead.found(failure.found_dead)
-                past = past.after(failure, attempt.route, is_search=leg.is_search, has_advanced=leg.has_advanced)
-                if not self._may_retry(leg, failure, past, deadline_s):
-                    raise self._final_error(leg, failure) from failure
-                self._metrics.retried(failure.stage)
+                past = self._failures.after(leg, attempt, failure, past, deadline_s)
             attempt = None
             await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
             legs = leg.split()
@@ -225,7 +219,7 @@ class Router:
             route,
             self._routes.forecast(leg).sent(route),
             request_id=uuid.uuid4().hex,
-            timeout_s=max(0.0, deadline_s - time.monotonic()),
+            deadline_s=deadline_s,
             decode=self._decode,
             prefill=self._prefill,
             view=self._view,
@@ -243,22 +237,6 @@ class Router:
         return attempt
 
     # -- decisions ---------------------------------------------------------------------------------
-
-    def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
-        error = failure.api_error(leg.has_emitted, leg.generation.generation_id)
-        if error.status == 429:
-            self._metrics.rejected("queue_timeout")
-        return error
-
-    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
-        is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
-        if not failure.may_retry or past.is_over(self._limits.max_retries) or is_too_late:
-            return False
-        if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
-            # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route = self._routes.route(leg, past)
-            return not route.must_wait and route.decode_id not in past.excluded
-        return True
 
     def _check_room(self, route: Route) -> None:
         if route.must_wait and self.num_waiting >= self._limits.max_queued_requests:

@@ -112,7 +112,12 @@ def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
     if isinstance(call, PrefillCall):
         request = Request(call.request_id, call.spec, deadline_s, hands_over=True, has_begun=call.has_begun)
         return OpenCall(call, request)
-    is_local = call.source is None
-    facts = {"has_begun": call.has_begun, "is_suspect": call.is_suspect}
-    request = Request(call.request_id, call.spec, deadline_s, local_prefill=is_local, **facts)
+    request = Request(
+        call.request_id,
+        call.spec,
+        deadline_s,
+        local_prefill=call.source is None,
+        has_begun=call.has_begun,
+        is_suspect=call.is_suspect,
+    )
     return OpenCall(call, request, router_id=call.channel.router_id)

@@ -79,7 +79,7 @@ def test_with_no_overtaking_at_all_the_order_is_strict() -> None:
 
 def test_a_newcomer_passes_one_that_has_begun_only_if_it_is_over_in_time() -> None:
     scheduler = pool()
-    _, waits = huge_in_front(scheduler, 80)
+    huge_in_front(scheduler, 80)
     scheduler.end("waits", RequestState.CANCELLED, 0.0)
     begun = make_request("begun", 280, 5)
     begun.has_begun = True
