@@ -136,12 +136,14 @@ class AttemptHistory:
         has_killed: bool = False,
     ) -> AttemptHistory:
         """has_advanced: the attempt brought a token. has_run: one of a row. has_killed: who computed it died."""
-        after = self._after(failure, route, is_search, has_advanced)
+        after = self._after(failure, route, is_search, has_advanced, has_killed)
         if has_killed and has_run:  # it got on, and is no more at fault than those beside it: the first one in a row
             after = replace(after, num_failed=1, num_outlived=self.num_outlived + 1)
         return replace(after, num_deaths=(0 if has_run else self.num_deaths) + has_killed)
 
-    def _after(self, failure: AttemptFailed, route: Route, is_search: bool, has_advanced: bool) -> AttemptHistory:
+    def _after(
+        self, failure: AttemptFailed, route: Route, is_search: bool, has_advanced: bool, has_killed: bool
+    ) -> AttemptHistory:
         if failure.status is CallStatus.EVICTED:
             # Memory ran short: nobody's fault. It comes to an end where replays add tokens; not each does. A beam
             # search begins anew.
@@ -152,8 +154,8 @@ class AttemptHistory:
         if isinstance(cause, OtherModel):
             # Nor is this a fault: another part of the request was quicker. From now on this one goes where that went.
             return self
-        if isinstance(cause, ReplicaLost) and cause.loss is Loss.LEAVING and cause.replica_id not in self.excluded:
-            # It was about to leave and had begun nothing. Each leaves once, so that this comes to an end.
+        if isinstance(cause, ReplicaLost) and not has_killed and cause.replica_id not in self.excluded:
+            # It was about to leave, or was lost while this one waited there. Each is once, so this comes to an end.
             return replace(self, excluded=self.excluded | {cause.replica_id})
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}

@@ -7,10 +7,8 @@ What it can do its scheduler says: compute prompts, decode, offer KV, read KV. A
     generate: submit -> admitted (told in a frame) -> its prompt computed here, or its KV read -> running -> reply
     prefill:  submit -> admitted -> its prompt computed -> offered -> reply; its blocks live on until the lease ends
 
-Tokens leave in frames, one per step and router; the reply to generate only says how many there were.
-
-Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
-put actions into its inbox and wait on futures.
+Tokens leave in frames, one per step and router; the reply to generate only says how many there were. Everything that
+touches the scheduler, the runner or the slots runs on this thread; others put actions into its inbox.
 """
 
 from __future__ import annotations
@@ -206,6 +204,8 @@ class Engine:
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn, now_s)
+        if turn.admitted:
+            self._flush(now_s)  # before the step: if this process dies in it, their routers know who was in it
         expect_prompts(self.runner, turn.admitted)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))

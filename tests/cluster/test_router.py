@@ -51,6 +51,9 @@ async def test_one_error_when_retries_are_used_up(phase: Phase, what: str, statu
         error = await refusal(rig, n=n)
         assert (error.status, "secret" in error.message) == (status, False)
         failed_apart = n > 1 and phase is Phase.TRANSFER
+        if (phase, what) == (Phase.QUEUE, "gone"):  # who loses a replica while it waits there has not failed
+            assert rig.count("splitserve_retries") == 3
+            return
         assert rig.count("splitserve_retries") == (2 if not failed_apart else pytest.approx(1 + n, abs=n - 1))
         assert len(rig.cluster.requests) <= (3 if not failed_apart else 1 + 2 * n)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
@@ -14,6 +15,7 @@ from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.engine.open_call import OpenCall
+from replicas.messages import Frame
 from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings
 from scheduler.plan import StepPlan
@@ -29,11 +31,17 @@ class DyingEngines:
     pool: ManyLocal
     deaths: list[str] = field(default_factory=list)
     router: Router | None = None
+    _heard: set[str] = field(default_factory=set)  # request ids that were told admitted
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def open_at(self, name: str) -> list[OpenCall]:
         """Calls that this engine has not answered."""
         return list(self.engines[name].engine.calls.by_id.values())
+
+    @property
+    def are_all_known(self) -> bool:
+        """Whether each of them sends to the router."""
+        return all(built.engine.sender._channels for built in self.engines.values())
 
     def die(self, name: str) -> None:
         """On the router's event loop."""
@@ -43,19 +51,32 @@ class DyingEngines:
         self.router.pools_changed(self.pool.replicas())
 
     def dies_of(self, is_poison: Callable[[Request], bool]) -> None:
-        """Whoever has such a request in a step dies before any of it is known. On the router's event loop."""
+        """Whoever has such a request in a step dies before any of it is known, but for what it had sent by then. On the
+        router's event loop."""
         loop = asyncio.get_running_loop()
         for name, built in self.engines.items():
             engine, launch = built.engine, built.engine._launch
 
             def launched(plan: StepPlan, name: str = name, engine: Any = engine, launch: Any = launch) -> Any:
                 requests = [engine.scheduler.get(part.request_id) for part in plan.slices]
-                if any(request is not None and is_poison(request) for request in requests):
-                    loop.call_soon_threadsafe(self.die, name)
+                poison = [request for request in requests if request is not None and is_poison(request)]
+                if poison:
+                    admitted = {request.request_id for request in requests if request is not None}
+                    asyncio.run_coroutine_threadsafe(self._die_heard(name, admitted), loop)
                     self._ended.wait()
                 return launch(plan)
 
             engine._launch = launched  # type: ignore[method-assign]
+
+    async def _die_heard(self, name: str, admitted: set[str]) -> None:
+        """When what it sent has come: of a real process Ray's word comes later too."""
+        while not admitted <= self._heard:
+            await asyncio.sleep(0.001)
+        self.die(name)
+
+    def _delivered(self, deliver: Callable[[Frame], None], frame: Frame) -> None:
+        deliver(frame)
+        self._heard.update(frame.admitted)
 
     @asynccontextmanager
     async def routed(self, queue_s: float, max_retries: int = 2) -> AsyncIterator[Router]:
@@ -69,6 +90,8 @@ class DyingEngines:
             metrics=IngressMetrics("test", "test", "test"),
             channel_host="127.0.0.1",
         )
+        mailboxes = self.router._mailboxes
+        mailboxes.deliver = partial(self._delivered, mailboxes.deliver)  # type: ignore[method-assign]
         await self.router.start()
         self.router.pools_changed(self.pool.replicas())
         try:
