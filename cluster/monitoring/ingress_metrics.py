@@ -126,6 +126,12 @@ class IngressMetrics(MetricSet):
             "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool
         )
 
+        self.slow_readers = self.counter(
+            "splitserve_slow_readers",
+            "Clients cut as they did not read their answers; behind Serve's own proxy see its Ray metric "
+            "splitserve_proxy_slow_readers",
+        )
+
     def _add_decisions(self, policy: str) -> None:
         self.router_decisions = self.counter(
             "splitserve_router_decisions",

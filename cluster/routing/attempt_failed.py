@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 # Evictions in a row that brought no token. In simulated storms 112 of 2,497 evictions brought none, so that by chance
 # some two in a row happen; with the pauses between them, which double, these many last for 13 s.
 _MAX_BARREN = 8
-# Deaths of replicas that a request may live through if it gets on in between: who has such a life is rather their cause,
-# but by what nobody knows.
+# Deaths of replicas that a request may live through if it gets on in between: who has such a life is rather their
+# cause, but by what nobody knows.
 _MAX_OUTLIVED = 10
 
 
