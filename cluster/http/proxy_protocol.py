@@ -41,10 +41,11 @@ def bound_connections(on_slow_reader: Callable[[], None]) -> None:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Ends a connection whose client does not read; closes one whose next request line and headers are too long (414, 431), too late (408) or no HTTP (400).
+    """Ends a connection whose client does not read its answer.
 
-    What it says then is an error in OpenAI's envelope, unless an answer is under way. Beside MAX_HEAD_BYTES comes what
-    is read at once with a head's first byte: that is not counted.
+    Closes one whose next request line and headers are too long (414, 431), too late (408) or no HTTP (400). What it
+    says then is an error in OpenAI's envelope, unless an answer is under way. Beside MAX_HEAD_BYTES comes what is read
+    at once with a head's first byte: that is not counted.
     """
 
     def __init__(self, on_slow_reader: Callable[[], None], *arguments: Any, **named: Any) -> None:

@@ -241,8 +241,7 @@ def test_a_client_that_reads_a_byte_a_second_is_cut_and_its_answer_ends(
         while len(FLOODS_ENDED) == num_ended:
             assert time.monotonic() < deadline_s, "not in time"
             assert reader.recv(1 << 20)
-        with pytest.raises(ConnectionResetError):
-            while slow.recv(1 << 20):
+        with contextlib.suppress(ConnectionResetError):
+            while slow.recv(1 << 20):  # what had come, and then its end
                 pass
-            raise ConnectionResetError  # what had come was read, and then it ended
         assert len([record for record in caplog.records if vars(record).get("event") == "slow_reader"]) == 1
