@@ -75,10 +75,8 @@ class Attempt:
         self._is_closed = False
 
     def open(self) -> None:
-        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one.
-
-        Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
-        """
+        """Count it in, before anything is awaited: the next request is routed in the knowledge of this one. Whom it
+        reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun."""
         self._leg.model = self.route.model
         if self.route.prefill_id is not None:
             self._source = self._view.prefill_peer(self.route.prefill_id)
@@ -175,6 +173,7 @@ class Attempt:
         for token in reply.first_tokens:
             self._leg.take(token)
         self._trace.prefilled(reply)
+        self._view.pairs.reading(self.route)
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
@@ -276,7 +275,7 @@ class Attempt:
         """Its KV is no longer on its way."""
         if self._is_coming:
             self._is_coming = False
-            self._view.pairs.arrived(self.route, self._read_tokens)
+            self._view.pairs.arrived(self.route, self._read_tokens, self.stage in (Stage.TRANSFER, Stage.DECODE))
 
     # -- failures ----------------------------------------------------------------------------------
 

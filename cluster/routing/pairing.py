@@ -45,8 +45,6 @@ def choose_route(
     able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
     is_short = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
     is_local = is_short or need.is_suspect
-    if not rules.local_by_cost:
-        pairs = unknown_pairs
     choose = choose_decode if is_local else partial(_choose_paired, prefills=prefills, pairs=pairs)
     decode = choose(need, able, rules=rules, excluded=excluded)
     if not isinstance(decode, DecodeCandidate):
