@@ -99,7 +99,7 @@ class AttemptFailed(Exception):
             return ApiError(400, text, code="grammar_limit")
         if self.status is CallStatus.EVICTED:
             text = "the request gave way to others for want of KV memory, again and again; try again later"
-            return ApiError(503, text, code="kv_memory_short", retry_after_s=1.0)
+            return ApiError(429, text, code="kv_memory_short", retry_after_s=1.0)
         # What an engine says of its own fault is for the log: it could be anything.
         text = f"the request failed at {self.stage}; the server's log has more under {generation_id}"
         return ApiError(500, text, code="failed")

@@ -73,6 +73,6 @@ class FailedAttempts:
 
     def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
         error = failure.api_error(leg.has_emitted, leg.generation.generation_id)
-        if error.status == 429:
+        if error.code == "queue_timeout":
             self._metrics.rejected("queue_timeout")
         return error

@@ -57,9 +57,8 @@ class SimulatedRouter:
 
     def arrive(self, client: Client, now_s: float) -> None:
         """A request has been read; the decision is taken now."""
-        job = client.job
         need, _ = self._need(client)
-        self._open[job.index] = self.demand.opened(need, self._rules)
+        self._open[client.job.index] = self.demand.opened(need, self._rules)
         self._try(client, now_s)
         if not client.is_over:
             timeout_s = client.job.arrival_s + self._times.request_timeout_s
@@ -105,7 +104,8 @@ class SimulatedRouter:
         prompt_len, max_tokens = job.prompt_len + client.num_tokens, job.max_tokens - client.num_tokens
         if self.forecasts.index is not None:
             forecast = self.forecasts.of(spec_of(job, prompt_len, max_tokens))
-        return Need(prompt_len, max_tokens, 1, self._block_size, cached=forecast.cached()), forecast
+        facts = prompt_len, max_tokens, 1, self._block_size
+        return Need(*facts, cached=forecast.cached(), has_begun=client.num_tokens > 0), forecast
 
     def pools_changed(self) -> None:
         """A replica has come, or one takes no more work."""

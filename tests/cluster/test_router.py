@@ -77,7 +77,7 @@ async def test_evictions_without_a_token_in_between_end_in_a_clear_error_long_be
     async with running_router(FakeCluster(), max_retries=0) as rig:
         rig.cluster.script = lambda _: Script(Fault(Phase.QUEUE, CallStatus.EVICTED))
         error = await refusal(rig, timeout_s=3600.0)
-        assert (error.status, error.code, error.headers()) == (503, "kv_memory_short", {"Retry-After": "1"})
+        assert (error.status, error.code, error.headers()) == (429, "kv_memory_short", {"Retry-After": "1"})
         assert len(rig.cluster.requests) == len(rig.cluster.struck) == 9
 
 
