@@ -231,8 +231,8 @@ class SimulatedEngine:
         self._admitted = admitted
         for request in admitted:
             index = waiting.index(request.request_id)
-            for overtaken in waiting[:index]:
-                self._overtaken(request, overtaken)
+            for place in range(index):
+                self._overtaken(request, waiting[: place + 1])
             del waiting[index]
             self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
@@ -249,18 +249,20 @@ class SimulatedEngine:
         if isinstance(self.scheduler.budget, ProjectedBudget):
             check_projection(self.scheduler, self._admitted_at)
 
-    def _overtaken(self, request: Request, waiting_id: str) -> None:
-        """It counts unless the request, however long it gets, is over before the waiting one is expected to start."""
-        waiting = self.scheduler.get(waiting_id)
-        assert waiting is not None
+    def _overtaken(self, request: Request, in_front: list[str]) -> None:
+        """The last of those in front is. It counts unless the request, however long it gets, is over before that one is
+        expected to start, or before another is that it must not pass."""
+        *others, waiting = [self.scheduler._requests[request_id] for request_id in in_front]
         if waiting.is_suspect:
             return
-        next_step = self.scheduler.builder.next_step_id
-        if waiting.starts_at is not None and next_step + request.spec.max_tokens - 1 < waiting.starts_at:
+        most = self.scheduler._max_overtakes
+        kept = [of for of in others if self.num_overtaken[of.request_id] >= most or of.has_begun > waiting.has_begun]
+        ends_at = self.scheduler.builder.next_step_id + request.spec.max_tokens - 1
+        if any(of.starts_at is not None and ends_at < of.starts_at for of in (waiting, *kept)):
             self.num_harmless += 1
             return
         assert request.has_begun or not waiting.has_begun, "who has begun goes before newcomers"
-        self.num_overtaken[waiting_id] += 1
+        self.num_overtaken[waiting.request_id] += 1
 
     def fails_now(self) -> bool:
         """Whether the engine fails at this turn, sometimes in the middle of a plan."""

@@ -100,10 +100,17 @@ class Traffic:
         assert all(self.overtaken[request_id] <= self.max_overtakes for request_id in waiting), "it starves"
 
     def _delayed(self, request: Request, passed: list[str]) -> list[str]:
-        """Those of whom it is not sure that it is over before they could start."""
-        starts = {request_id: self.scheduler._requests[request_id].starts_at for request_id in passed}
+        """Those of whom it is not sure that it is over before they could start: themselves, or another in front of them
+        that is passed by nobody any more."""
         ends_at = self.scheduler.builder.next_step_id + request.spec.max_tokens - 1
-        return [request_id for request_id, starts_at in starts.items() if starts_at is None or ends_at >= starts_at]
+        delayed, is_free = [], False
+        for request_id in passed:
+            starts_at = self.scheduler._requests[request_id].starts_at
+            is_in_time = starts_at is not None and ends_at < starts_at
+            if not is_in_time and not is_free:
+                delayed.append(request_id)
+            is_free = is_free or (is_in_time and self.overtaken[request_id] >= self.max_overtakes)
+        return delayed
 
     def _move_on(self) -> None:
         scheduler, rng = self.scheduler, self.rng
