@@ -19,6 +19,7 @@ class ApiError(Exception):
     The message goes to the client as it is: it names fields, limits and numbers, never prompt text or internals.
     param: the field at fault ("messages[0].content"), if one is. code: a stable word for programs ("unsupported").
     type: OpenAI's error class; derived from the status when not given.
+    is_final: clients that by themselves send a request again after such a status are told not to.
     """
 
     def __init__(
@@ -29,15 +30,17 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        is_final: bool = False,
     ) -> None:
         # Every argument goes to super(): that is what pickle calls the class with, on the other side of an actor call.
-        super().__init__(status, message, type, param, code, retry_after_s)
+        super().__init__(status, message, type, param, code, retry_after_s, is_final)
         self.status = status
         self.message = message
         self.type = type or _default_type(status)
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.is_final = is_final
 
     def __str__(self) -> str:
         return self.message
@@ -47,7 +50,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Response headers that belong to this error. Retry-After is whole seconds, rounded up, at least 1."""
+        """Response headers that belong to this error. Retry-After is whole seconds, rounded up, at least 1; OpenAI's
+        clients go by X-Should-Retry."""
+        if self.is_final:
+            return {"X-Should-Retry": "false"}
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}

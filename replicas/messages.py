@@ -240,6 +240,7 @@ class CallStatus(StrEnum):
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     GRAMMAR_LIMIT = "grammar_limit"  # following its grammar took more work than one request may cause
     ERROR = "error"
+    ENGINE_FAILED = "engine_failed"  # whatever the request is like: all that was open there ended so
 
     @property
     def may_retry(self) -> bool:
@@ -265,6 +266,8 @@ class GenerateCall(Call[GenerateReply], frozen=True):
     """Router -> decode: one attempt. source None: decode prefills this prompt itself.
 
     request_id is unique per attempt (never the client's id) and names the KV transfer too. timeout_s: from now on.
+    has_begun: tokens of its request have reached the client, or its KV lies somewhere: it goes before newcomers.
+    is_suspect: replicas have died while they computed it: it is let in alone among its like.
     """
 
     request_id: str
@@ -272,6 +275,8 @@ class GenerateCall(Call[GenerateReply], frozen=True):
     timeout_s: float
     channel: ChannelAddress
     source: TransferPeer | None
+    has_begun: bool = False
+    is_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +294,10 @@ class PrefillReply:
 
 
 class PrefillCall(Call[PrefillReply], frozen=True):
-    """Router -> prefill, after decode admitted the same attempt."""
+    """Router -> prefill, after decode admitted the same attempt. has_begun: as of that."""
 
     request_id: str
     spec: GenerationSpec
     timeout_s: float
     reader: TransferPeer
+    has_begun: bool = False

@@ -59,6 +59,11 @@ class ProjectedBudget(Budget):
         """O(log requests)."""
         return max(0, self._limit_now - self.num_shared - self.projection.peak(self.step + num_steps))
 
+    def start_of(self, request: Request) -> int | None:
+        """O(log requests)."""
+        room = self.limit - self.num_shared - self.newcomer(request).peak(self._block_size)
+        return self.projection.falls_to(room, self.step)
+
     def num_ahead(self) -> int:
         """Blocks by which the highest use may rise if requests get further than was projected. Alone one may hold what
         there is. O(log requests)."""

@@ -22,6 +22,8 @@ from scheduler.prefill_batcher import PrefillBatcher
 from scheduler.prefix_book import PrefixBook, PrefixOptions
 from scheduler.prefix_cache import PrefixCache
 from scheduler.request import TERMINAL_STATES, Request, RequestState
+from scheduler.start_forecast import StartForecast
+from scheduler.suspects import Suspects
 from scheduler.waiting_queue import WaitingQueue
 
 # Of two lanes' prompts in one step: some 2,048 tokens keep a large card busy, and a short prompt more costs little.
@@ -58,14 +60,16 @@ class Holdings:
         num_blocks, block_size = limits.num_blocks, limits.block_size
         self.drafts = None if speculation is None else DraftPlanner(speculation, block_size, lag)
         admission = admission or AdmissionPolicy()
+        # Of two lanes one may be full while the other is looked at: as if a step more were in flight.
+        most_in_flight = lag + has_two_lanes
         if capabilities.decodes:
-            # Of two lanes one may be full while the other is looked at: as if a step more were in flight.
             max_drafts = 0 if self.drafts is None else self.drafts.max_drafts
-            self.budget = ProjectedBudget(num_blocks, block_size, admission, lag + has_two_lanes, max_drafts)
+            self.budget = ProjectedBudget(num_blocks, block_size, admission, most_in_flight, max_drafts)
             self._max_overtakes = admission.max_overtakes
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
             self._max_overtakes = 0
+        self._starts = StartForecast(self.budget, most_in_flight)
         self.host = HostCache(num_host_blocks)
         uses_host = prefixes is not None and prefixes.uses_host and num_host_blocks > 0 and capabilities.computes
         cache = None if prefixes is None else PrefixCache(prefixes.on_piece, has_host=uses_host)
@@ -89,6 +93,7 @@ class Holdings:
             self.host_tier = HostTier(self.host, self.prefixes, self.allocator, self.builder, block_size, ready)
         self._num_admitted = 0
         self._queue = WaitingQueue()
+        self._suspects = Suspects()
         self._free_slots = list(range(limits.max_sequences))
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
         self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read

@@ -66,6 +66,10 @@ class Budget(ABC):
         """Blocks that a newcomer may use from the step on that is num_steps away."""
         return self.available
 
+    def start_of(self, request: Request) -> int | None:
+        """The step from which on one that waits would surely fit, as all is projected now; None: it is not known."""
+        return None
+
     def num_ahead(self) -> int:
         """Blocks by which the highest use may rise if requests get further than was projected."""
         return self.available

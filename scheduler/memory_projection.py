@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from operator import neg
 
 from scheduler.memory_budget import num_blocks_for
 
@@ -164,6 +165,17 @@ class MemoryProjection:
         while index < len(self._ends) and self._peaks[index + 1] == peak:
             index += 1
         return self._ends[index] if index < len(self._ends) else NO_END
+
+    def falls_to(self, num_blocks: int, step: int) -> int | None:
+        """The first step, not before this one, from which on no more blocks than these are in use; None: there is
+        none."""
+        self._refresh()
+        index = bisect_left(self._ends, step)
+        # The peaks never rise: each is the highest use from there on.
+        index = bisect_left(self._peaks, -num_blocks, lo=index, key=neg)
+        if index == len(self._peaks):
+            return None
+        return max(step, self._ends[index - 1] + 1) if index else step
 
     def peak_with(self, newcomer: Profile, step: int) -> int:
         """What `peak` would be if the newcomer, who has no end, were there too."""

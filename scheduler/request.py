@@ -97,6 +97,11 @@ class Request:
     deadline_s: float
     local_prefill: bool = True  # its prompt is computed here; else its KV comes from a source
     hands_over: bool = False  # its KV is offered to a reader; else it is decoded here
+    has_begun: bool = (
+        False  # a client has tokens of it, or it comes with KV from where it ran: it goes before newcomers
+    )
+    # Replicas have died while it was computed there: it is let in alone among its like (`scheduler.suspects`).
+    is_suspect: bool = False
     # Its next row is planned only when all its planned tokens are known: with a lag it sits out some steps. Always of a
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
@@ -111,8 +116,12 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_prefilled: int = 0  # prompt tokens planned, or found
     last_step_id: int = -1  # last step that computes on its blocks
-    num_overtaken: int = 0  # requests behind it that were admitted before it
+    num_overtaken: int = 0  # requests behind it that were admitted before it, and are not over before it could be
+    starts_at: int | None = (
+        None  # the step from which on it would fit, by the earliest projection so far; None: unknown
+    )
     admission_number: int = -1  # counts admissions
+    admission_step: int = -1  # the next one to be planned then
     protected_until: int = 0  # it is not preempted while fewer tokens than this are planned
     # Where blocks are found by content (`PrefixBook`, which alone changes these, but for num_shared before admission).
     chain: PromptChain | None = None

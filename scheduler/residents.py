@@ -61,6 +61,8 @@ class Residents(Holdings):
     def admit(self, now_s: float) -> tuple[Request, ...]:
         """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates."""
         self._project_from_now()
+        if self.preemption or not self._free_slots:
+            return ()  # who gave way comes back first
 
         def lets_in(request: Request) -> bool:
             if len(request.slot_choices) > len(self._free_slots) or (found := self._promise(request)) is None:
@@ -68,13 +70,19 @@ class Residents(Holdings):
             self._let_in(request, found, now_s)
             return True
 
-        return self._queue.admit(lets_in, self._max_overtakes)
+        return self._queue.admit(lets_in, self._max_overtakes, self._ends_first, self._suspects.must_wait)
+
+    def _ends_first(self, request: Request, waiting: Request) -> bool:
+        """Whether `request`, let in now, is projected to be over before `waiting` could be let in."""
+        if self.prefixes is not None:
+            waiting.num_shared = self.prefixes.guess(waiting)
+        found = self._starts.ends_first(request, waiting, self.builder.next_step_id)
+        waiting.num_shared = 0
+        return found
 
     def _promise(self, request: Request) -> list[int] | None:
         """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here
         already and hold the beginning of its prompt."""
-        if self.preemption:
-            return None  # who gave way comes back first
         num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
         room = self._num_available - self.preemption.num_protected_blocks()
         if self.prefixes is None:
@@ -93,8 +101,9 @@ class Residents(Holdings):
 
     def _let_in(self, request: Request, found: list[int], now_s: float) -> None:
         request.enter(RequestState.ADMITTED, now_s)
-        request.admission_number = self._num_admitted
+        request.admission_number, request.admission_step = self._num_admitted, self.builder.next_step_id
         self._num_admitted += 1
+        self._suspects.let_in(request)
         request.sequences = [Sequence(choice, heapq.heappop(self._free_slots)) for choice in request.slot_choices]
         if self.prefixes is not None:
             self.prefixes.take(request, found)

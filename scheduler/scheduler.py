@@ -292,3 +292,4 @@ class Scheduler(GivingWay):
             self.prefixes.begin_output(request)
         self.batch.add(request)
         self.budget.running(request, first_step)
+        self._starts.started(first_step - request.admission_step)

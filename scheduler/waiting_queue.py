@@ -1,4 +1,10 @@
-"""Who is next: higher priority first; within a priority clients share fairly, each of them first come first served.
+"""Who is next: who has begun; then higher priority; within a priority clients share fairly, each of them first come
+first served.
+
+Who has begun (`Request.has_begun`: a client has tokens of it, and its replica is lost or it moves) goes before
+newcomers of all priorities, as who gave way comes back before anybody new is admitted: it held its memory when the
+newcomers came, and a loss elsewhere must not give that to them. That comes to an end: each was a newcomer once. Among
+those who have begun it is priority that counts, then as below.
 
 Within a priority it is self-clocked fair queueing (Golestani, "A Self-Clocked Fair Queueing Scheme for Broadband
 Applications", INFOCOM 1994) over tokens instead of bits, for the reason that Sheng et al. give ("Fairness in Serving
@@ -9,7 +15,8 @@ virtual time; the smallest tag is next; the virtual time is the highest tag that
 Bound: let W be the cost of a request and of those of its client that are before it, C the most clients that wait in
 its priority at a time, and L the highest cost. Of its priority less than C (W + L) is served before it. That depends
 neither on how much the others have waiting nor on how many clients come later. Priorities are strict: what is served
-of higher ones comes on top, and so does what its scheduler lets overtake it because it does not fit yet.
+of higher ones, and of those who have begun, comes on top, and so does what its scheduler lets overtake it because it
+does not fit yet.
 """
 
 from __future__ import annotations
@@ -26,6 +33,13 @@ from scheduler.request import Request
 # Outdated heap entries that may lie about before the heap is made anew.
 _MIN_STALE = 64
 
+_Rank = tuple[bool, int]  # of a level: the smallest is served first
+
+
+def nobody_ends_first(request: Request, waiting: Request) -> bool:
+    """Where nothing is known of what is to come."""
+    return False
+
 
 @dataclass(slots=True)
 class _Client:
@@ -38,54 +52,72 @@ class _Client:
     waiting: OrderedDict[str, tuple[Request, int]] = field(default_factory=OrderedDict)  # by id: request and cost
 
 
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """One that is not let in yet. behind: those whom it may not pass, so that they are let in before it."""
+
+    waiting: Request
+    behind: tuple[Request, ...]
+
+
 class WaitingQueue:
     """All that waits in one engine. With n requests, add, take and discard are O(log n), and looking at the first k
     is O(k log n). Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []  # negated priorities of those levels, ascending: few
-        self._priority_of: dict[str, int] = {}
+        self._levels: dict[_Rank, _Level] = {}
+        self._order: list[_Rank] = []  # of those levels, ascending: few
+        self._rank_of: dict[str, _Rank] = {}
         self.num_prompt_tokens = 0  # yet to be computed here, of all that wait
 
     def __len__(self) -> int:
-        return len(self._priority_of)
+        return len(self._rank_of)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._priority_of
+        return request_id in self._rank_of
 
     def add(self, request: Request, cost: int) -> None:
         """It waits from now on. cost: tokens, at least 1. Mutates."""
-        priority = request.spec.priority
-        level = self._levels.get(priority)
+        rank = not request.has_begun, -request.spec.priority
+        level = self._levels.get(rank)
         if level is None:
-            level = self._levels[priority] = _Level()
-            insort(self._order, -priority)
+            level = self._levels[rank] = _Level()
+            insort(self._order, rank)
         level.add(request, cost)
-        self._priority_of[request.request_id] = priority
+        self._rank_of[request.request_id] = rank
         if request.local_prefill:
             self.num_prompt_tokens += request.prompt_len
 
-    def admit(self, lets_in: Callable[[Request], bool], max_overtakes: int) -> tuple[Request, ...]:
+    def admit(
+        self,
+        lets_in: Callable[[Request], bool],
+        max_overtakes: int,
+        ends_first: Callable[[Request, Request], bool] = nobody_ends_first,
+        must_wait: Callable[[Request], bool] = lambda _: False,
+    ) -> tuple[Request, ...]:
         """Take whom lets_in lets in, who are asked in order. Mutates, but only after the last was asked.
 
-        One that is not let in yet may be passed by at most max_overtakes requests behind it, ever: then nobody behind
-        it is asked before it. So what it waits for is those before it, these few, and what lets_in goes by. Asks no
-        more than max_overtakes + 1 that are not let in, however many wait.
+        One that is not let in yet may be passed by at most max_overtakes requests behind it, ever, and one that has
+        begun by no newcomer. Those do not count of whom ends_first(request, waiting) says that they, let in now, are
+        over before the waiting one could be let in; with max_overtakes 0 nobody passes anybody. So what one waits for
+        is those before it, these few, and what lets_in goes by. No more than max_overtakes + 1 are asked in vain,
+        however many wait. Whom must_wait names is gone by as if it were not here.
         """
         admitted: list[Request] = []
-        passed: list[Request] = []
+        passed: list[_Passed] = []
         with closing(self.in_order()) as waiting_in_order:
             for request in waiting_in_order:
-                if any(waiting.num_overtaken >= max_overtakes for waiting in passed):
-                    break
-                if lets_in(request):
-                    for waiting in passed:
+                if request.is_suspect and must_wait(request):
+                    continue
+                delayed = [of.waiting for of in passed if not _is_free_to_pass(request, of, ends_first)]
+                behind = tuple([of for of in delayed if of.num_overtaken >= _most(of, request, max_overtakes)])
+                if not behind and lets_in(request):
+                    for waiting in delayed:
                         waiting.num_overtaken += 1
                     admitted.append(request)
                     continue
-                passed.append(request)
+                passed.append(_Passed(request, behind))
                 if len(passed) > max_overtakes:
                     break
         for request in admitted:
@@ -98,29 +130,42 @@ class WaitingQueue:
 
     def discard(self, request_id: str) -> bool:
         """It does not wait any more, at no charge; False when it did not wait. Mutates."""
-        if request_id not in self._priority_of:
+        if request_id not in self._rank_of:
             return False
         self._remove(request_id, charge=False)
         return True
 
     def in_order(self) -> Generator[Request, None, None]:
         """From the next one on. The queue must not change while the iterator is in use; exhaust or close it."""
-        for negated in self._order:
-            yield from self._levels[-negated].in_order()
+        for rank in self._order:
+            yield from self._levels[rank].in_order()
 
     def _remove(self, request_id: str, charge: bool) -> None:
-        priority = self._priority_of.pop(request_id)
-        level = self._levels[priority]
+        rank = self._rank_of.pop(request_id)
+        level = self._levels[rank]
         request = level.remove(request_id, charge)
         if request.local_prefill:
             self.num_prompt_tokens -= request.prompt_len
         if not level.clients:  # nobody is owed anything: the next one begins at virtual time 0
-            del self._levels[priority]
-            self._order.remove(-priority)
+            del self._levels[rank]
+            self._order.remove(rank)
+
+
+def _most(waiting: Request, request: Request, max_overtakes: int) -> int:
+    """How many of its kind may pass the waiting one."""
+    return max_overtakes if request.has_begun or not waiting.has_begun else 0
+
+
+def _is_free_to_pass(request: Request, of: _Passed, ends_first: Callable[[Request, Request], bool]) -> bool:
+    """Whether it takes nothing from the waiting one, which can't be let in before those that it is behind."""
+    return ends_first(request, of.waiting) or any(ends_first(request, other) for other in of.behind)
 
 
 class _Level:
-    """One priority. A client is known while it waits: what it was served before gives it no tag above virtual time."""
+    """One priority of those who have begun, or of newcomers.
+
+    A client is known while it waits: what it was served before gives it no tag above virtual time.
+    """
 
     def __init__(self) -> None:
         self.clients: dict[str, _Client] = {}

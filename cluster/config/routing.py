@@ -51,3 +51,12 @@ class RoutingConfig(Section):
         "node (a pod is one), until a transfer between the two has been measured. For pools over several nodes whose "
         "KV moves by TCP: how often computing a prompt goes into the time of its transfer. 0: nodes do not matter",
     )
+    quarantine_after_deaths: int = Field(
+        default=3,
+        ge=2,
+        le=100,
+        description="After how many deaths of replicas that computed a request, without its getting any further, it is "
+        "taken to be why; the last time it is tried alone among its like. It is refused then (status 500, code "
+        "quarantined), and so is its like for ten minutes. A replica that freezes or whose engine fails counts. With "
+        "ingress.max_retries below this less one it ends before",
+    )

@@ -124,7 +124,7 @@ def _add_operation_routes(app: FastAPI, backend: HttpBackend) -> None:
         if found.is_ready:
             return json_response({"status": "ready", **_details(found)})
         details = {"missing_pools": list(found.missing_pools), "reasons": [*found.reasons, *found.notes]}
-        return json_response({"status": "not ready", **details}, 503)
+        return json_response({"status": "not ready", **details}, 503, {"Retry-After": "1"})
 
     @app.api_route("/version", methods=_READ)
     async def version() -> Response:

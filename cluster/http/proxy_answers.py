@@ -95,4 +95,9 @@ def _error(serves_status: int | None) -> ApiError:
     if serves_status == 404:
         return ApiError(404, "nothing is served under this path")
     message = "no process can take this request now; it can be sent again"
-    return ApiError(serves_status, message, code="no_capacity", retry_after_s=_RETRY_AFTER_S)
+    return ApiError(
+        max(serves_status, 503) if serves_status >= 500 else serves_status,
+        message,
+        code="no_capacity",
+        retry_after_s=_RETRY_AFTER_S,
+    )

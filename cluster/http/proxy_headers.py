@@ -7,12 +7,13 @@ Serve calls it before it makes the proxy's server.
 
 from __future__ import annotations
 
+from ray.util.metrics import Counter
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.http.proxy_answers import ProxyAnswers
 from cluster.http.proxy_expect import ProxyExpect
-from cluster.http.proxy_protocol import bound_request_heads
+from cluster.http.proxy_protocol import bound_connections
 
 _REQUEST_ID = b"x-request-id"
 # Which replica a request goes to, how long the proxy waits for it, and whether it notices that the client has gone.
@@ -43,8 +44,13 @@ class ProxyHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its proxy, the innermost first. Bounds the length of a request's headers, too."""
-    bound_request_heads()
+    """What Serve puts around its proxy, the innermost first. Bounds what one connection may take, too.
+
+    No ingress hears of a slow reader that is cut here but as of a client that has gone: so the count is one of Ray's
+    own metrics, which every node of a cluster publishes.
+    """
+    slow_readers = Counter("splitserve_proxy_slow_readers", description="Clients that did not read their answers: cut")
+    bound_connections(slow_readers.inc)
     return [Middleware(ProxyAnswers), Middleware(ProxyHeaders), Middleware(ProxyExpect)]
 
 

@@ -1,12 +1,15 @@
-"""HTTP as Ray Serve's proxy speaks it, with bounds for what comes before a body: uvicorn itself has none, so one client
-could hold the proxy's loop, its memory or its connections without any key.
+"""HTTP as Ray Serve's proxy speaks it, with bounds for what comes before a body, and for clients that don't read their
+answers: uvicorn itself has none, so one client could hold the proxy's loop, its memory or its connections.
 
-Ray Serve takes uvicorn's protocol of the name "auto"; `bound_request_heads` registers ours under it.
+Ray Serve takes uvicorn's protocol of the name "auto"; `bound_connections` registers ours under it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -16,29 +19,39 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cluster.api_error import ApiError
 
+logger = logging.getLogger(__name__)
+
 # Twice what a browser, a gateway and a tracer together send; nginx has 32 KiB.
 MAX_HEAD_BYTES = 65_536
 # The parser takes no longer ones.
 MAX_URL_BYTES = 65_535
 # From the connection, or the first byte of a further request, to the end of its headers.
 HEAD_TIMEOUT_S = 30.0
+# How long a client may leave lying what is there for it: more than the 64 KiB that uvicorn keeps, besides what the
+# kernels of both sides do. What is generated meanwhile waits behind it, at the ingress.
+SLOW_READER_S = 60.0
 _REFUSAL = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
 
 
-def bound_request_heads() -> None:
-    """Servers that uvicorn starts in this process from now on have the bounds. Mutates uvicorn's table of protocols."""
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:BoundedHeads"
+def bound_connections(on_slow_reader: Callable[[], None]) -> None:
+    """Servers that uvicorn starts in this process from now on have the bounds. on_slow_reader: called when one is cut.
+    Mutates uvicorn's table of protocols."""
+    protocol: Any = partial(BoundedConnection, on_slow_reader)
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = protocol
 
 
-class BoundedHeads(HttpToolsProtocol):
-    """Closes a connection whose next request line and headers are too long (414, 431), too late (408) or no HTTP (400).
+class BoundedConnection(HttpToolsProtocol):
+    """Ends a connection whose client does not read its answer.
 
-    What it says then is an error in OpenAI's envelope, unless an answer is under way. Beside MAX_HEAD_BYTES comes what
-    is read at once with a head's first byte: that is not counted.
+    Closes one whose next request line and headers are too long (414, 431), too late (408) or no HTTP (400). What it
+    says then is an error in OpenAI's envelope, unless an answer is under way. Beside MAX_HEAD_BYTES comes what is read
+    at once with a head's first byte: that is not counted.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, on_slow_reader: Callable[[], None], *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._on_slow_reader = on_slow_reader
+        self._unread: asyncio.TimerHandle | None = None
         self.url = b""  # before the first request too
         self._num_heads = 0  # begun
         self._is_in_head = True
@@ -51,7 +64,30 @@ class BoundedHeads(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(SLOW_READER_S, self._cut)
+
+    def resume_writing(self) -> None:
+        self._is_read()
+        super().resume_writing()
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _cut(self) -> None:
+        """Not closed: that would wait until it has read. Its generation ends as of any client that has gone."""
+        self._unread = None
+        extra = {"event": "slow_reader", "num_bytes": self.transport.get_write_buffer_size()}
+        logger.warning("a client has not read its answer for %g s: cut", SLOW_READER_S, extra=extra)
+        self._on_slow_reader()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         num_heads = self._num_heads

@@ -26,7 +26,7 @@ CALL_PARSERS = (
     "response_template",
 )
 CALL_RESULTS = ("valid", "malformed")
-REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining")
+REJECTIONS = ("queue_full", "queue_timeout", "no_capacity", "too_long", "auth", "draining", "quarantined")
 DECISIONS = (
     "local",
     "remote",
@@ -35,6 +35,7 @@ DECISIONS = (
     "local_busy_prefill",
     "local_slow_pair",
     "local_failed_pair",
+    "local_suspect",
 )
 PROMPT_ROUTES = ("local", "remote")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
@@ -128,6 +129,12 @@ class IngressMetrics(MetricSet):
         )
         self.rejections = self.counter(
             "splitserve_request_rejections", "Requests turned away", {"reason": REJECTIONS}, fixed=self.of_pool
+        )
+
+        self.slow_readers = self.counter(
+            "splitserve_slow_readers",
+            "Clients cut as they did not read their answers; behind Serve's own proxy see its Ray metric "
+            "splitserve_proxy_slow_readers",
         )
 
     def _add_decisions(self, policy: str) -> None:

@@ -2,7 +2,8 @@
 go by this table; tests/cluster/test_metric_table.py holds it against what the processes say.
 
 All series have `model_name`, and `replica`, which the merge adds; those with `pool` say whose they are. In the
-exposition counters end in _total. Seconds, bytes and ratios (0 to 1) are in the names, all else is counted.
+exposition counters end in _total. Seconds, bytes and ratios (0 to 1) are in the names, all else is counted. Serve's
+proxy has none of these; one metric there is Ray's: proxy_slow_readers.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "requests": {"endpoint": ENDPOINTS, "outcome": OUTCOMES},
     "request_success": {"finish_reason": FINISH_REASONS},
     "request_rejections": {"pool": None, "reason": REJECTIONS},
+    "slow_readers": {},
     "tool_calls": {"parser": CALL_PARSERS, "result": CALL_RESULTS},
     "unseen_tools": {},
     "unenforced_tools": {},

@@ -36,7 +36,7 @@ class AnswerGrammars:
 
     async def text_of(self, field: str, source: GrammarSource) -> str:
         """The text of its Grammar. field: what the client calls it. Raises ApiError: 400, naming the field and what of
-        it can't be followed, or 503.
+        it can't be followed; 429 or 503.
         """
         try:
             return await self._known.text_of(source, self._client)
@@ -44,7 +44,7 @@ class AnswerGrammars:
             raise ApiError(400, f"{field} {refused.reason}", param=field, code="grammar_refused") from None
         except CompilerBusy:
             message = "too many schemas and grammars that take long to compile came before; try again later"
-            raise ApiError(503, message, param=field, code="unavailable", retry_after_s=_BUSY_RETRY_S) from None
+            raise ApiError(429, message, param=field, code="queue_full", retry_after_s=_BUSY_RETRY_S) from None
         except CompilerUnavailable:
             message = "schemas and grammars can't be compiled just now; try again later"
             raise ApiError(503, message, param=field, code="unavailable", retry_after_s=1.0) from None

@@ -22,7 +22,8 @@ class Need:
     """What a request asks of the pools. model: the only one (`model_of`) that may answer it; empty: any.
 
     num_lost: how often it has failed on its way over a prefill replica. cached: how many tokens of its prompt each
-    replica is expected to have, by replica id; of those that have any.
+    replica is expected to have, by replica id; of those that have any. has_begun: it goes before those that wait.
+    is_suspect: it may be what replicas have died of.
     """
 
     prompt_tokens: int
@@ -33,6 +34,8 @@ class Need:
     model: str = ""
     num_lost: int = 0
     cached: Mapping[str, int] = field(default_factory=dict)
+    has_begun: bool = False
+    is_suspect: bool = False
 
     def cached_at(self, replica_id: str) -> int:
         """Tokens of its prompt that this replica is expected to have: never all of them."""
@@ -100,7 +103,8 @@ class DecodeCandidate(NamedTuple):
     def must_wait(self, need: Need) -> bool:
         """Whether a request that comes now is not admitted at once: others wait, or it has no slot or no memory."""
         has_no_slot = 0 < self.max_rows < self.num_rows + need.num_choices
-        return self.num_queued > 0 or has_no_slot or not self._has_room(need)
+        has_others = self.num_queued > 0 and not need.has_begun
+        return has_others or has_no_slot or not self._has_room(need)
 
     def projected_blocks(self, need: Need) -> int:
         """The most that it will use there if it is as long as is expected."""
@@ -172,6 +176,8 @@ class RouteKind(StrEnum):
     BUSY_PREFILL = "local_busy_prefill"  # than what waits at the prefill pool
     SLOW_PAIR = "local_slow_pair"  # than the KV's way from the prefill replica
     FAILED_PAIR = "local_failed_pair"  # than to fail there once more
+    # The decode replica, so that there is only one that can die of it, and it is known whether it had begun.
+    SUSPECT = "local_suspect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,7 @@ class RoutingRules:
     other_node_penalty: a prompt counts so many times more at a prefill replica on another node than decode's, until
     the pair has been measured. policy: a name in `policies.policy_table`. local_by_cost: decode computes what that
     costs less. itl_budget_s: for so long a stream's next token may take beside a prompt without its counting.
+    quarantine_after_deaths: of replicas that died while they computed a request, without its getting any further.
     """
 
     has_prefill_pool: bool
@@ -226,6 +233,7 @@ class RoutingRules:
     policy: str = "memory_then_queue"
     local_by_cost: bool = True
     itl_budget_s: float = 0.0
+    quarantine_after_deaths: int = 3
 
 
 Costs = Sequence[tuple[float, ...]]

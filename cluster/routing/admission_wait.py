@@ -48,9 +48,15 @@ class Patience:
         self._orders, self._limits = orders, limits
         self._told_s: dict[str, float] = {}
 
-    async def for_decode(self, began_s: float, *futures: asyncio.Future[Any]) -> None:
-        """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s."""
-        await self._wait("decode", began_s, began_s, self._limits.attempt.queue_timeout_s, futures)
+    async def for_decode(self, began_s: float, has_begun: Callable[[], bool], *futures: asyncio.Future[Any]) -> None:
+        """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s.
+        has_begun: whether he has something of his answer by now, which may have come elsewhere: then only his own
+        deadline counts."""
+        while not any(future.done() for future in futures):
+            await self._wait("decode", began_s, began_s, self._limits.attempt.queue_timeout_s, futures)
+            if not has_begun():
+                return
+            await wait_for_any(*futures, timeout_s=_LOOK_AGAIN_S)
 
     async def for_prefill(self, asked_s: float, began_s: float, *futures: asyncio.Future[Any]) -> None:
         """Likewise, for prefill to answer, who has waited for that since asked_s, and at this replica since began_s."""
@@ -88,11 +94,12 @@ class AdmissionWait:
         room: WaitingRoom[AdmissionWait],
         prompts: PromptRoom[AdmissionWait],
         patience: Patience,
+        has_begun: Callable[[], bool],
         decide: Callable[[], Route | NeverFits | Unavailable],
         go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
         self.seat, self.began_s, self.asked_s = seat, began_s, 0.0
-        self._room, self._prompts, self._patience = room, prompts, patience
+        self._room, self._prompts, self._patience, self._has_begun = room, prompts, patience, has_begun
         self._decide, self._go_on = decide, go_on
         self._called: asyncio.Future[_Closable] | None = None
 
@@ -110,7 +117,7 @@ class AdmissionWait:
         with self._may_be_called() as called:
             self._room.enter(self.seat)
             try:
-                await self._patience.for_decode(self.began_s, arrival, over, called)
+                await self._patience.for_decode(self.began_s, self._has_begun, arrival, over, called)
             finally:
                 self._room.leave(self.seat)
 
@@ -169,10 +176,11 @@ class AdmissionWaits:
         from which it was called."""
         now_s = time.monotonic()
         num_moves = 0 if before is None else before.seat.num_moves + 1
-        spec, place = leg.generation.spec, (route.decode_id, now_s, leg.came_s, leg.has_emitted, num_moves)
+        spec, place = leg.generation.spec, (route.decode_id, now_s, leg.came_s, leg.has_begun, num_moves)
         seat: Waiting[AdmissionWait] = Waiting(*place, priority=spec.priority, client=spec.client)
         began_s = now_s if before is None else before.began_s
-        wait = AdmissionWait(seat, began_s, self.room, self.prompts, self._patience, decide, go_on)
+        parts = self.room, self.prompts, self._patience, lambda: leg.has_begun
+        wait = AdmissionWait(seat, began_s, *parts, decide, go_on)
         seat.who = wait
         wait.asked_s = 0.0 if before is None else before.asked_s
         return wait
@@ -215,9 +223,9 @@ class AdmissionWaits:
         return coming.next_s - time.monotonic() if coming.num else None
 
     def given_up(self, error: ApiError) -> ApiError:
-        """What a client is told whose request has ended so. One who has waited as long as anybody may (429) is counted;
-        where replicas were ordered that have not come, not only others were in his way, but something is down."""
-        if error.status != 429:
+        """What a client is told whose request has ended so. One who has waited as long as anybody may is counted; where
+        replicas were ordered that have not come, not only others were in his way, but something is down."""
+        if error.code != "queue_timeout":
             return error
         coming = self._orders.coming("decode")
         num_late = coming.num + coming.num_overdue

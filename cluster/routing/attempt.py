@@ -14,7 +14,7 @@ import logging
 import time
 from typing import Any, TypeVar
 
-from cluster.policies.routing_policy import Route
+from cluster.policies.routing_policy import Route, RouteKind
 from cluster.routing.admission_wait import AdmissionWait
 from cluster.routing.attempt_failed import AttemptFailed, Stage
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
@@ -53,7 +53,7 @@ class Attempt:
         prompt: SentPrompt,
         *,
         request_id: str,
-        timeout_s: float,
+        deadline_s: float,
         decode: PoolClient,
         prefill: PoolClient | None,
         view: PoolView,
@@ -65,7 +65,7 @@ class Attempt:
         self.route, self._prompt, self._wait = route, prompt, wait
         self.stage = Stage.QUEUE  # where it is now
         self._leg, self._spec = leg, leg.attempt_spec()
-        self._request_id, self._timeout_s = request_id, timeout_s
+        self._request_id, self._deadline_s = request_id, deadline_s
         self._decode, self._prefill, self._view = decode, prefill, view
         self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
         self._source: TransferPeer | None = None
@@ -76,10 +76,8 @@ class Attempt:
 
     def open(self) -> None:
         """Count it in and send decode's call, before anything is awaited: the next request is routed in the knowledge
-        of this one, and comes there behind it.
-
-        Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
-        """
+        of this one, and comes there behind it. Whom it reads from and who reads is looked up now: a replica that leaves
+        the pool still ends what it has begun."""
         self._leg.model = self.route.model
         if self.route.prefill_id is not None:
             self._source = self._view.prefill_peer(self.route.prefill_id)
@@ -95,7 +93,8 @@ class Attempt:
         if self.route.prefill_id is not None:
             self._view.prompt_coming(self.route.prefill_id, self._computed_tokens)
         self._trace = self._leg.generation.trace.attempt(self.route)
-        call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
+        facts = self._channel, self._source, self._leg.has_begun, self.route.kind is RouteKind.SUSPECT
+        call = GenerateCall(self._request_id, self._spec, self._deadline_s - time.monotonic(), *facts)
         self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
         self._generate.add_done_callback(self._trace.ended)
         self._generate.add_done_callback(self._prompt.ended)
@@ -135,7 +134,7 @@ class Attempt:
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
         if self.route.prefill_id is None:
-            self._found(0)
+            self._leg.found(self._request_id, 0, is_local=True)
         self._trace.admitted()
         self.stage = Stage.PREFILL
 
@@ -143,8 +142,8 @@ class Attempt:
         assert self._prefill is not None
         assert self._reader is not None
         self._view.prompt_sent(prefill_id, self._computed_tokens)
-        prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
-        call = start_detached(self._prefill.submit(prefill_id, prefill))
+        facts = self._deadline_s - time.monotonic(), self._reader, self._leg.has_begun
+        call = start_detached(self._prefill.submit(prefill_id, PrefillCall(self._request_id, self._spec, *facts)))
         try:
             began_s = handoff_by_s - self._limits.handoff_timeout_s
             await self._wait.for_prompt(call, generate, prefill_id, self._computed_tokens, began_s)
@@ -162,7 +161,7 @@ class Attempt:
         self._prompt.prefilled(reply)
         if reply.status is not CallStatus.OK:
             raise self._failed(reply.status, reply.detail, may_retry=reply.status.may_retry)
-        self._found(reply.num_cached)
+        self._leg.found(self._request_id, reply.num_cached, is_local=False)
         self._num_from_prefill = 1 if reply.first_tokens else 0
         try:
             await self._leg.take_scores(reply.prompt_scores)
@@ -171,6 +170,7 @@ class Attempt:
         for token in reply.first_tokens:
             self._leg.take(token)
         self._trace.prefilled(reply)
+        self._view.pairs.reading(self.route)
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
@@ -199,17 +199,12 @@ class Attempt:
         if isinstance(mail, PromptLogprobs):
             self._leg.take_prompt(mail)
         if isinstance(mail, Cached) and self.route.prefill_id is None:  # else prefill says what nobody had to compute
-            self._found(mail.num_tokens)
+            self._leg.found(self._request_id, mail.num_tokens, is_local=True)
         if isinstance(mail, Drafted):
             self._leg.generation.drafts.tell(self._request_id, mail.num_drafted, mail.num_accepted)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
-
-    def _found(self, num_tokens: int) -> None:
-        """So much of it was in the prefix cache of the engine that computes its prompt."""
-        generation, is_local = self._leg.generation, self.route.prefill_id is None
-        generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     # -- mail --------------------------------------------------------------------------------------
 
@@ -275,7 +270,7 @@ class Attempt:
         """Its KV is no longer on its way."""
         if self._is_coming:
             self._is_coming = False
-            self._view.pairs.arrived(self.route, self._read_tokens)
+            self._view.pairs.arrived(self.route, self._read_tokens, self.stage in (Stage.TRANSFER, Stage.DECODE))
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 # Evictions in a row that brought no token. In simulated storms 112 of 2,497 evictions brought none, so that by chance
 # some two in a row happen; with the pauses between them, which double, these many last for 13 s.
 _MAX_BARREN = 8
+# Deaths of replicas that a request may live through if it gets on in between: who has such a life is rather their
+# cause, but by what nobody knows.
+_MAX_OUTLIVED = 10
 
 
 class Stage(StrEnum):
@@ -46,6 +49,20 @@ class AttemptFailed(Exception):
     def has_lost_kv(self) -> bool:
         """Whether the KV has not come, has not come in time, or came changed."""
         return self.is_of_handover and self.may_retry and self.status in (CallStatus.KV_LOST, CallStatus.TIMEOUT)
+
+    def is_death_of_who_computed(self, stage: Stage, route: Route) -> bool:
+        """Whether the replica, or its engine, that had the request in its steps went. stage: where the attempt was. One
+        that only kept memory for it does not count, nor one that leaves."""
+        cause = self.__cause__
+        if isinstance(cause, ReplicaLost) and cause.loss is not Loss.LEAVING:
+            is_of_prefill = cause.replica_id == route.prefill_id
+        elif self.status is CallStatus.ENGINE_FAILED:
+            is_of_prefill = self.stage is Stage.PREFILL
+        else:
+            return False
+        if route.prefill_id is not None and stage is Stage.PREFILL:
+            return is_of_prefill
+        return stage is not Stage.QUEUE and not is_of_prefill
 
     @property
     def found_dead(self) -> str | None:
@@ -82,7 +99,7 @@ class AttemptFailed(Exception):
             return ApiError(400, text, code="grammar_limit")
         if self.status is CallStatus.EVICTED:
             text = "the request gave way to others for want of KV memory, again and again; try again later"
-            return ApiError(503, text, code="kv_memory_short", retry_after_s=1.0)
+            return ApiError(429, text, code="kv_memory_short", retry_after_s=1.0)
         # What an engine says of its own fault is for the log: it could be anything.
         text = f"the request failed at {self.stage}; the server's log has more under {generation_id}"
         return ApiError(500, text, code="failed")
@@ -96,18 +113,37 @@ class AttemptHistory:
     """What became of a leg's attempts so far, those before it was split included.
 
     excluded: replicas to avoid. num_barren: evictions since the last one that brought a token. num_lost: failures on
-    the way over a prefill replica.
+    the way over a prefill replica. num_deaths: replicas that died while they computed it, since it last got past the
+    place where one did: that is a row of its own, or more. What they died of gets no further anywhere. num_outlived:
+    deaths after which it did.
     """
 
     num_failed: int = 0
     excluded: frozenset[str] = frozenset()
     num_barren: int = 0
     num_lost: int = 0
+    num_deaths: int = 0
+    num_outlived: int = 0
 
     def after(
-        self, failure: AttemptFailed, route: Route, *, is_search: bool = False, has_advanced: bool = True
+        self,
+        failure: AttemptFailed,
+        route: Route,
+        *,
+        is_search: bool = False,
+        has_advanced: bool = True,
+        has_run: bool = False,
+        has_killed: bool = False,
     ) -> AttemptHistory:
-        """has_advanced: the attempt brought a token."""
+        """has_advanced: the attempt brought a token. has_run: one of a row. has_killed: who computed it died."""
+        after = self._after(failure, route, is_search, has_advanced, has_killed)
+        if has_killed and has_run:  # it got on, and is no more at fault than those beside it: the first one in a row
+            after = replace(after, num_failed=1, num_outlived=self.num_outlived + 1)
+        return replace(after, num_deaths=(0 if has_run else self.num_deaths) + has_killed)
+
+    def _after(
+        self, failure: AttemptFailed, route: Route, is_search: bool, has_advanced: bool, has_killed: bool
+    ) -> AttemptHistory:
         if failure.status is CallStatus.EVICTED:
             # Memory ran short: nobody's fault. It comes to an end where replays add tokens; not each does. A beam
             # search begins anew.
@@ -118,8 +154,8 @@ class AttemptHistory:
         if isinstance(cause, OtherModel):
             # Nor is this a fault: another part of the request was quicker. From now on this one goes where that went.
             return self
-        if isinstance(cause, ReplicaLost) and cause.loss is Loss.LEAVING and cause.replica_id not in self.excluded:
-            # It was about to leave and had begun nothing. Each leaves once, so that this comes to an end.
+        if isinstance(cause, ReplicaLost) and not has_killed and cause.replica_id not in self.excluded:
+            # It was about to leave, or was lost while this one waited there. Each is once, so this comes to an end.
             return replace(self, excluded=self.excluded | {cause.replica_id})
         # If it is not known which of the two was at fault, both are avoided.
         at_fault = {cause.replica_id} if isinstance(cause, ReplicaLost) else {route.decode_id, route.prefill_id}
@@ -128,8 +164,10 @@ class AttemptHistory:
         return AttemptHistory(self.num_failed + 1, excluded, self.num_barren, num_lost)
 
     def is_over(self, max_retries: int) -> bool:
-        """Whether it has failed as often as it may, or gives way again and again without getting on."""
-        return self.num_failed > max_retries or self.num_barren > _MAX_BARREN
+        """Whether it has failed as often as it may, or gives way again and again without getting on, or replicas die
+        around it."""
+        is_outlived = self.num_outlived > _MAX_OUTLIVED
+        return self.num_failed > max_retries or self.num_barren > _MAX_BARREN or is_outlived
 
     def pause_s(self, first_s: float) -> float:
         """Wait before the next try: first_s, doubled with each failure and each eviction without a token; half of it

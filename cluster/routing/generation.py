@@ -83,6 +83,16 @@ class Leg:
         return not self.is_search and any(state.token_ids for state in self._choices.values())
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the client has something of its request: an error would break that."""
+        return self.has_emitted or self.generation.binding.is_final
+
+    @property
+    def has_run(self) -> bool:
+        """Whether this attempt has brought a token by a row of its own: one more than a prompt gives."""
+        return any(self.num_taken(choice) > 1 for choice in self.open_choices)
+
+    @property
     def has_advanced(self) -> bool:
         """Whether this attempt has brought a token that the next one need not bring again."""
         return not self.is_search and any(map(self.num_taken, self.open_choices))
@@ -144,6 +154,11 @@ class Leg:
         if self.is_done:
             for token in self._withheld:
                 self._pass_on(token)
+
+    def found(self, request_id: str, num_tokens: int, is_local: bool) -> None:
+        """So much of an attempt's prompt was in the prefix cache of the engine that computes it; is_local: decode."""
+        generation = self.generation
+        generation.finding.tell(request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     def num_taken(self, choice: int) -> int:
         """Tokens of a choice taken in this attempt."""

@@ -14,6 +14,9 @@ from cluster.routing.pair_health import PairHealth
 # tried again, by one prompt in some minutes. What is on its way there counts, so that others do not follow at once.
 _RATE_DOUBLES_S = 60.0
 _MOST_DOUBLINGS = 10.0
+# KV that is ready, on a way by which none has come for so long, is as much as lost: others do not follow it. A transfer
+# takes a second where it is slow; what is slower by measurement has its price already.
+_SILENT_S = 5.0
 _FRESH_S = 0.5  # how old a figure that changes with time may be
 
 
@@ -23,6 +26,8 @@ class _PairState:
     confirmed_s: float = 0.0
     coming_tokens: int = 0
     num_coming: int = 0
+    num_reading: int = 0  # of these, whose KV is ready
+    silent_since_s: float = 0.0  # while there are any: since when none has come
     health: PairHealth = field(default_factory=PairHealth)
     pair: Pair = field(default_factory=Pair)  # as policies see it, until then
     until_s: float = 0.0
@@ -63,11 +68,20 @@ class PairTable:
         state.num_coming += 1
         state.until_s = 0.0
 
-    def arrived(self, route: Route, num_tokens: int) -> None:
-        """Its KV is at decode, or never will be. Once for each `sent`."""
+    def reading(self, route: Route) -> None:
+        """Its KV is ready: decode reads it from now on. Mutates."""
+        if route.prefill_id is not None:
+            state = self._state(route.decode_id, route.prefill_id)
+            if not state.num_reading:
+                state.silent_since_s = self._clock()
+            state.num_reading += 1
+
+    def arrived(self, route: Route, num_tokens: int, was_reading: bool = False) -> None:
+        """Its KV is at decode, or never will be. Once for each `sent`. was_reading: and for each `reading`."""
         if route.prefill_id is None:
             return
         state = self._state(route.decode_id, route.prefill_id)
+        state.num_reading -= was_reading
         state.coming_tokens -= num_tokens
         state.num_coming -= 1
         state.until_s = 0.0
@@ -78,6 +92,7 @@ class PairTable:
         if route.prefill_id is not None:
             state, now_s = self._state(route.decode_id, route.prefill_id), self._clock()
             state.health, state.confirmed_s, state.until_s = state.health.worked(now_s), now_s, 0.0
+            state.silent_since_s = now_s
 
     def failed(self, route: Route) -> None:
         """A handoff has, and no replica is known to be at fault."""
@@ -101,5 +116,6 @@ class PairTable:
 
 def _pair(state: _PairState, now_s: float) -> Pair:
     doublings = min(_MOST_DOUBLINGS, (now_s - state.confirmed_s) / _RATE_DOUBLES_S)
-    penalty_s = state.health.cost_s(now_s, state.num_coming > 0)
+    silent_s = now_s - state.silent_since_s if state.num_reading else 0.0
+    penalty_s = max(state.health.cost_s(now_s, state.num_coming > 0), silent_s if silent_s >= _SILENT_S else 0.0)
     return Pair(state.bytes_per_s * 2.0**doublings, state.coming_tokens, penalty_s)

@@ -39,12 +39,12 @@ def choose_route(
 
     Only replicas of one fingerprint make a pair. While the pools are updated from one model to another there may be
     none: then decode computes the prompt itself, whatever the rules say of a pool without replicas. It does so too
-    where the policy finds that cheaper than the pair, and where hardly any of the prompt is to be computed.
+    where the policy finds that cheaper than the pair, and where hardly any of the prompt is to be computed; and always
+    of what replicas may have died of.
     """
     able = [decode for decode in decodes if decode.model == need.model] if need.model else decodes
-    is_local = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
-    if not rules.local_by_cost:
-        pairs = unknown_pairs
+    is_short = not rules.has_prefill_pool or need.prompt_tokens <= rules.local_prefill_max_tokens
+    is_local = is_short or need.is_suspect
     choose = choose_decode if is_local else partial(_choose_paired, prefills=prefills, pairs=pairs)
     decode = choose(need, able, rules=rules, excluded=excluded)
     if not isinstance(decode, DecodeCandidate):
@@ -57,7 +57,7 @@ def choose_route(
         return Route(kind, decode.replica_id, prefill_id, must_wait, blocks, decode.model, avoided_id, cached, kept)
 
     if is_local or need.prompt_tokens - kept <= rules.local_prefill_max_tokens:
-        return route(RouteKind.LOCAL)
+        return route(RouteKind.SUSPECT if need.is_suspect else RouteKind.LOCAL)
     prefill = choose_prefill(need, prefills, decode, rules, excluded, pairs)
     if isinstance(prefill, PrefillCandidate):
         if rules.local_by_cost:

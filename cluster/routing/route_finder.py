@@ -45,6 +45,7 @@ class RouteFinder:
             is_search=leg.is_search,
             model=model,
             cached=self.forecast(leg).cached(),
+            has_begun=leg.has_begun,
         )
 
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
@@ -56,6 +57,8 @@ class RouteFinder:
         need, leaning = self.need(leg), leg.generation.binding.model
         if past.num_lost:
             need = replace(need, num_lost=past.num_lost)
+        if past.num_deaths >= self._rules.quarantine_after_deaths - 1:
+            need = replace(need, is_suspect=True)
         if leaning != need.model:  # to where other parts of the request have gone, unless it has failed there
             decided = self._choose(replace(need, model=leaning), past.excluded)
             if isinstance(decided, Route) and not {decided.decode_id, decided.prefill_id} & past.excluded:

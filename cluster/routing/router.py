@@ -12,19 +12,19 @@ import uuid
 from collections.abc import AsyncGenerator, Collection
 from functools import partial
 
-from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.admission_wait import AdmissionWait, AdmissionWaits, MovedOn
 from cluster.routing.attempt import Attempt
-from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory
 from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
+from cluster.routing.failed_attempts import FailedAttempts
 from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
@@ -74,9 +74,11 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
-        self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
         self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
+        given_up, pairs = self._waits.given_up, self._view.pairs
+        self._failures = FailedAttempts(rules, limits, metrics, self._routes, pairs, dead, given_up)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
@@ -156,6 +158,7 @@ class Router:
 
         Closing the iterator (or cancelling its consumer) ends all work for it, at once, everywhere.
         """
+        self._failures.quarantine.check(generation.spec)
         deadline_s = time.monotonic() + generation.timeout_s
         output: BatchQueue[GenerationItem] = BatchQueue()
         choices = {choice: ChoiceState() for choice in range(generation.spec.num_answers)}
@@ -194,15 +197,7 @@ class Router:
                 attempt = moved.attempt
                 continue
             except AttemptFailed as failure:
-                failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
-                if failure.has_lost_kv:
-                    self._view.pairs.failed(attempt.route)
-                if failure.found_dead is not None:
-                    self._dead.found(failure.found_dead)
-                past = past.after(failure, attempt.route, is_search=leg.is_search, has_advanced=leg.has_advanced)
-                if not self._may_retry(leg, failure, past, deadline_s):
-                    raise self._final_error(leg, failure) from failure
-                self._metrics.retried(failure.stage)
+                past = self._failures.after(leg, attempt, failure, past, deadline_s)
             attempt = None
             await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
             legs = leg.split()
@@ -241,7 +236,7 @@ class Router:
             route,
             self._routes.forecast(leg).sent(route),
             request_id=uuid.uuid4().hex,
-            timeout_s=max(0.0, deadline_s - time.monotonic()),
+            deadline_s=deadline_s,
             decode=self._decode,
             prefill=self._prefill,
             view=self._view,
@@ -260,19 +255,6 @@ class Router:
         return attempt
 
     # -- decisions ---------------------------------------------------------------------------------
-
-    def _final_error(self, leg: Leg, failure: AttemptFailed) -> ApiError:
-        return self._waits.given_up(failure.api_error(leg.has_emitted, leg.generation.generation_id))
-
-    def _may_retry(self, leg: Leg, failure: AttemptFailed, past: AttemptHistory, deadline_s: float) -> bool:
-        is_too_late = time.monotonic() + past.pause_s(self._limits.retry_delay_s) >= deadline_s
-        if not failure.may_retry or past.is_over(self._limits.max_retries) or is_too_late:
-            return False
-        if failure.stage is Stage.QUEUE and failure.status is CallStatus.TIMEOUT:
-            # It has waited as long as anybody may. Another replica is asked only if that one has room.
-            route = self._routes.route(leg, past)
-            return not route.must_wait and route.decode_id not in past.excluded
-        return True
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""

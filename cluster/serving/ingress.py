@@ -16,6 +16,7 @@ from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.config.parts import with_live_part
 from cluster.grammars.known_grammars import KnownGrammars
+from cluster.http.proxy_protocol import bound_connections
 from cluster.http.serve_proxy import proxy_here
 from cluster.lifecycle.ingress_drain import IngressDrain
 from cluster.lifecycle.readiness import PoolHealth, Readiness, readiness
@@ -88,6 +89,7 @@ class Ingress:
         self._termination.watch()
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
+        bound_connections(self.metrics.slow_readers.add)  # of those that it takes itself, behind HAProxy
         self.tracing = open_tracing(config.tracing, config.model.name, self.metrics)
         await asyncio.to_thread(refuse_unavailable, model_source(config))
         folder = await asyncio.to_thread(resolve_source, model_source(config), str(config.model.cache_dir))

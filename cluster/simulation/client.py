@@ -143,7 +143,9 @@ class Attempt:
     def request(self, deadline_s: float, *, local_prefill: bool, hands_over: bool = False) -> Request:
         """As one engine's scheduler keeps it."""
         spec = spec_of(self.client.job, self.prompt_len, self.max_tokens)
-        return Request(self.request_id, spec, deadline_s, local_prefill, hands_over)
+        return Request(
+            self.request_id, spec, deadline_s, local_prefill, hands_over, has_begun=self.client.num_tokens > 0
+        )
 
     def num_held(self, num_drafts: int) -> int:
         """Of so many drafts. Mutates: each time by chance, as the job's index has it."""

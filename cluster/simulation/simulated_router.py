@@ -106,7 +106,8 @@ class SimulatedRouter:
         prompt_len, max_tokens = job.prompt_len + client.num_tokens, job.max_tokens - client.num_tokens
         if self.forecasts.index is not None:
             forecast = self.forecasts.of(spec_of(job, prompt_len, max_tokens))
-        return Need(prompt_len, max_tokens, 1, self._block_size, cached=forecast.cached()), forecast
+        facts = prompt_len, max_tokens, 1, self._block_size
+        return Need(*facts, cached=forecast.cached(), has_begun=client.num_tokens > 0), forecast
 
     def pools_changed(self) -> None:
         """A replica has come, or one takes no more work."""

@@ -7,10 +7,8 @@ What it can do its scheduler says: compute prompts, decode, offer KV, read KV. A
     generate: submit -> admitted (told in a frame) -> its prompt computed here, or its KV read -> running -> reply
     prefill:  submit -> admitted -> its prompt computed -> offered -> reply; its blocks live on until the lease ends
 
-Tokens leave in frames, one per step and router; the reply to generate only says how many there were.
-
-Everything that touches the scheduler, the runner or the slots runs on this thread; other threads only
-put actions into its inbox and wait on futures.
+Tokens leave in frames, one per step and router; the reply to generate only says how many there were. Everything that
+touches the scheduler, the runner or the slots runs on this thread; others put actions into its inbox.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ class Engine:
             except Exception:  # a bug of ours; requests fail, the engine tries to go on, health tells
                 self._num_loop_failures += 1
                 logger.exception("engine loop failed", extra={"event": "loop_failed", "engine": self.name})
-                self._end_all(CallStatus.ERROR, "the engine failed; see its log")
+                self._end_all(CallStatus.ENGINE_FAILED, "the engine failed; see its log")
                 # What fails with nothing open fails at once again: not a thousand times a second.
                 time.sleep(min(_HELD_POLL_S * 2**self._num_loop_failures, _MAX_IDLE_S))
         self._end_all(CallStatus.REJECTED, "the engine is stopping")
@@ -206,6 +204,8 @@ class Engine:
         may_admit, held = not self.faults.hold(f"{self.name}.admit"), self.faults.hold(f"{self.name}.step")
         turn = self.core.turn(now_s, may_admit=may_admit, may_plan=not held)
         self.calls.turned(turn, now_s)
+        if turn.admitted:
+            self._flush(now_s)  # before the step: if this process dies in it, their routers know who was in it
         expect_prompts(self.runner, turn.admitted)
         if turn.plan is not None:
             self.core.launched(self._launch(turn.plan))
@@ -289,7 +289,7 @@ class Engine:
         """What a broken engine does: answer calls, so that routers go elsewhere at once."""
         self.last_beat_s = time.monotonic()
         self._inbox.wait(_MAX_IDLE_S)
-        self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
+        self.calls.answer_all(CallStatus.ENGINE_FAILED, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
         steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())

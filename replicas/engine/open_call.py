@@ -117,6 +117,14 @@ def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
     """Of a call that arrived at `now_s`: its relative timeout becomes a deadline."""
     deadline_s = now_s + call.timeout_s
     if isinstance(call, PrefillCall):
-        return OpenCall(call, Request(call.request_id, call.spec, deadline_s, hands_over=True))
-    request = Request(call.request_id, call.spec, deadline_s, local_prefill=call.source is None)
+        request = Request(call.request_id, call.spec, deadline_s, hands_over=True, has_begun=call.has_begun)
+        return OpenCall(call, request)
+    request = Request(
+        call.request_id,
+        call.spec,
+        deadline_s,
+        local_prefill=call.source is None,
+        has_begun=call.has_begun,
+        is_suspect=call.is_suspect,
+    )
     return OpenCall(call, request, router_id=call.channel.router_id)

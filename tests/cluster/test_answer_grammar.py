@@ -206,6 +206,6 @@ async def test_a_compiler_that_is_away_is_no_fault_of_the_client() -> None:
     stub.outcome = CompilerBusy("x")
     with pytest.raises(ApiError) as caught:
         await grammars.of(completion(guided_regex="a"))
-    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "unavailable", 10.0)
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 10.0)
     stub.outcome = "text"
     assert await grammars.of(completion(guided_regex="a")) == Grammar("text")

@@ -16,7 +16,11 @@ def test_both_are_avoided_unless_it_is_known_who_was_at_fault() -> None:
     failure = AttemptFailed(Stage.TRANSFER, CallStatus.KV_LOST, "", may_retry=True)
     assert AttemptHistory().after(failure, ROUTE) == AttemptHistory(1, frozenset({"d", "p"}), num_lost=1)
     failure.__cause__ = ReplicaLost("p", Loss.DEAD, "died")
-    assert AttemptHistory(1).after(failure, ROUTE) == AttemptHistory(2, frozenset({"p"}))
+    after = AttemptHistory(1).after(failure, ROUTE, has_killed=True)
+    assert after == AttemptHistory(2, frozenset({"p"}), num_deaths=1)
+    waited = AttemptHistory(1).after(failure, ROUTE)
+    assert waited == AttemptHistory(1, frozenset({"p"})), "it only waited there"
+    assert waited.after(failure, ROUTE).num_failed == 2, "once"
 
 
 def test_a_replica_that_leaves_is_avoided_and_counts_only_if_it_was_avoided_before() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from replicas.messages import CallStatus
+from replicas.messages import CallStatus, GenerateCall
 from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
@@ -91,4 +91,32 @@ async def test_other_failures_are_not_held_against_a_pair(phase: Phase) -> None:
         rig.cluster.fail(Fault(phase, CallStatus.ERROR, steps=1))
         assert await rig.tokens(generation_of()) == undisturbed(generation_of())
         assert rig.count("splitserve_router_decisions", result="remote") == 2
+        assert rig.router._view.pairs.of("decode-0", "prefill-0").penalty_s == 0.0
+
+
+@pytest.mark.parametrize("local_by_cost", [True, False])
+async def test_a_way_that_is_cut_between_two_who_are_well(local_by_cost: bool) -> None:
+    """Decode-0 can't read from prefill-0; both are fine else. Who meets it is served; the others go by other ways, and
+    when the way is there again it is used again."""
+    cluster = FakeCluster(num_decode=2, num_prefill=2)
+    is_cut, num_tries = True, 0
+
+    def script(call: GenerateCall) -> Script:
+        nonlocal num_tries
+        (decode,) = [of.replica_id for of in cluster.of("generate") if of.arguments[0] is call]
+        source = call.source.replica_id if call.source is not None else ""
+        is_there = (decode, source) == ("decode-0", "prefill-0")
+        num_tries += is_there
+        return Script(Fault(Phase.ADMITTED, CallStatus.KV_LOST)) if is_there and is_cut else PLAIN
+
+    async with running_router(cluster, local_by_cost=local_by_cost, max_retries=2) as rig:
+        cluster.script = script
+        for seed in range(30):
+            assert await rig.tokens(generation_of(seed=seed)) == undisturbed(generation_of(seed=seed))
+        assert 1 <= num_tries <= 2, "it was met, and then it was known"
+        assert len(cluster.of("prefill")) >= 25, "prefill replicas go on to compute"
+        later_s, is_cut, num_tries = rig.router._view.pairs._clock() + 300.0, False, 0
+        rig.router._view.pairs._clock = lambda: later_s
+        await asyncio.gather(*[rig.tokens(generation_of(*range(1, 3 + seed * seed % 11))) for seed in range(60)])
+        assert num_tries > 0
         assert rig.router._view.pairs.of("decode-0", "prefill-0").penalty_s == 0.0

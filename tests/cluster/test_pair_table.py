@@ -135,3 +135,26 @@ def test_avoided_pairs_are_told_of_once_a_minute(caplog: pytest.LogCaptureFixtur
     said = {name: getattr(first, name) for name in ("event", "why", "decode", "prefill")}
     assert said == {"event": "pair_avoided", "why": "local_slow_pair", "decode": "d", "prefill": "p"}
     assert (first.num_before, second_line.num_before) == (0, 59)
+
+
+def test_kv_that_does_not_come_makes_its_way_dear_before_anybody_has_given_up() -> None:
+    table = Table()
+    for _ in range(2):
+        table.sent(ROUTE, 10)
+    table.now_s += 20.0
+    assert table.pair.penalty_s == 0.0, "their prompts wait for the prefill replica: that is no fault of the way"
+    for _ in range(2):
+        table.reading(ROUTE)
+    table.now_s += 4.9
+    assert table.pair.penalty_s == 0.0
+    table.now_s += 3.1
+    assert table.pair.penalty_s == 8.0
+    table.arrived(ROUTE, 10, was_reading=True)
+    table.worked(ROUTE)
+    table.now_s += 1.0
+    assert table.pair.penalty_s == 0.0, "it is slow, but KV comes"
+    table.now_s += 9.0
+    assert table.pair.penalty_s == 10.0
+    table.arrived(ROUTE, 10, was_reading=True)
+    table.now_s += 1.0
+    assert table.pair.penalty_s == 0.0

@@ -75,7 +75,8 @@ async def test_what_is_no_stream_stays_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "ours", "code"), [(408, 504, "timeout"), (503, 503, "no_capacity"), (404, 404, None)]
+    ("status", "ours", "code"),
+    [(408, 504, "timeout"), (500, 503, "no_capacity"), (503, 503, "no_capacity"), (404, 404, None)],
 )
 async def test_serves_own_words_become_an_envelope(status: int, ours: int, code: str | None) -> None:
     answer = await asked(PlainTextResponse("Request 1 timed out; replica SERVE_REPLICA::x", status))

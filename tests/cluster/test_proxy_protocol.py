@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -21,6 +22,7 @@ from cluster.http.proxy_headers import middlewares
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 LATE_S = 1.0
+FLOODS_ENDED: list[int] = []  # answers that were as long as their client was there
 
 
 def more_may_come(message: Message) -> bool:
@@ -36,6 +38,15 @@ async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
         more = message.get("more_body", False)
     if scope["path"] == "/slow":
         await asyncio.sleep(2 * LATE_S)
+    if scope["path"] == "/flood":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while more_may_come(message):
+            await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    message = await receive()
+        FLOODS_ENDED.append(1)
+        return
     if scope["path"] == "/stream":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
@@ -212,3 +223,25 @@ def test_what_is_no_http_never_comes_into_an_answer_that_is_under_way(port: int)
     assert begun.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1" not in begun[1:] + rest
     assert b"error" not in begun + rest
+
+
+def test_a_client_that_reads_a_byte_a_second_is_cut_and_its_answer_ends(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(proxy_protocol, "SLOW_READER_S", LATE_S)
+    num_ended, deadline_s = len(FLOODS_ENDED), time.monotonic() + 60.0
+    with link_to(port) as slow, link_to(port) as reader:
+        for link, path in ((slow, b"/flood"), (reader, b"/flood")):
+            link.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+        while not caplog.records or vars(caplog.records[-1]).get("event") != "slow_reader":
+            assert time.monotonic() < deadline_s, "not in time"
+            assert reader.recv(1 << 20), "who reads is not cut"
+            if int(time.monotonic() * 20) % 20 == 0:
+                slow.recv(1)
+        while len(FLOODS_ENDED) == num_ended:
+            assert time.monotonic() < deadline_s, "not in time"
+            assert reader.recv(1 << 20)
+        with contextlib.suppress(ConnectionResetError):
+            while slow.recv(1 << 20):  # what had come, and then its end
+                pass
+        assert len([record for record in caplog.records if vars(record).get("event") == "slow_reader"]) == 1

@@ -44,9 +44,16 @@ async def refusal(rig: Rig, **values: Any) -> ApiError:
 async def test_one_error_when_retries_are_used_up(phase: Phase, what: str, status: int, n: int) -> None:
     async with running_router(FakeCluster(), max_retries=2, local_by_cost=False) as rig:
         rig.cluster.script = lambda _: Script(Fault(phase, what))
+        if (phase, what) == (Phase.PREFILL, "gone"):  # decode computes what may be why prefill replicas go
+            assert await rig.tokens(generation_of(n=n)) == undisturbed(generation_of(n=n))
+            assert [call.is_suspect for call in rig.cluster.requests] == [False, False, True]
+            return
         error = await refusal(rig, n=n)
         assert (error.status, "secret" in error.message) == (status, False)
         failed_apart = n > 1 and phase is Phase.TRANSFER
+        if (phase, what) == (Phase.QUEUE, "gone"):  # who loses a replica while it waits there has not failed
+            assert rig.count("splitserve_retries") == 3
+            return
         assert rig.count("splitserve_retries") == (2 if not failed_apart else pytest.approx(1 + n, abs=n - 1))
         assert len(rig.cluster.requests) <= (3 if not failed_apart else 1 + 2 * n)
 
@@ -70,7 +77,7 @@ async def test_evictions_without_a_token_in_between_end_in_a_clear_error_long_be
     async with running_router(FakeCluster(), max_retries=0) as rig:
         rig.cluster.script = lambda _: Script(Fault(Phase.QUEUE, CallStatus.EVICTED))
         error = await refusal(rig, timeout_s=3600.0)
-        assert (error.status, error.code, error.headers()) == (503, "kv_memory_short", {"Retry-After": "1"})
+        assert (error.status, error.code, error.headers()) == (429, "kv_memory_short", {"Retry-After": "1"})
         assert len(rig.cluster.requests) == len(rig.cluster.struck) == 9
 
 
@@ -280,9 +287,9 @@ async def test_waiting_too_long_for_memory(num_decode: int) -> None:
 
 
 async def test_after_the_first_token_waiting_too_long_is_no_matter_of_a_full_house() -> None:
-    async with running_router(FakeCluster(), queue_s=0.2) as rig:
+    async with running_router(FakeCluster(), queue_s=0.1) as rig:
         rig.cluster.fail(Fault(Phase.DECODE, "gone"), Fault(Phase.QUEUE, "hang"))
-        assert (await refusal(rig)).status == 504
+        assert (await refusal(rig, timeout_s=1.0)).status == 504
 
 
 async def test_calls_do_not_inherit_the_context_of_their_request() -> None:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from cluster.api_error import ApiError
 from cluster.text.length import size_up_to
 from cluster.text.work_threads import LONG, SHORT, WorkThreads
 
@@ -28,6 +29,22 @@ async def test_short_work_passes_long_work() -> None:
     finally:
         release.set()
     assert await asyncio.gather(*long) == [1] * 40
+
+
+async def test_not_any_amount_of_long_work_waits() -> None:
+    threads, release = WorkThreads(), threading.Event()
+    long = [asyncio.ensure_future(threads.run(LONG + 1, release.wait, 30)) for _ in range(256)]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as caught:
+        await threads.run(LONG + 1, len, "abc")
+    assert (caught.value.status, caught.value.headers()) == (429, {"Retry-After": "2"})
+    assert await threads.run(LONG, len, "abc") == 3
+    long[-1].cancel()
+    await asyncio.wait({long[-1]})
+    release.set()
+    assert await threads.run(LONG + 1, len, "abc") == 3, "who has gone made room"
+    await asyncio.gather(*long[:-1])
+    assert threads._num_long == 0
 
 
 async def test_very_short_work_takes_no_thread() -> None:

@@ -90,7 +90,7 @@ def test_steps_in_flight_are_over_before_their_blocks_are_free(
     running_at_release: list[int] = []
     fail_once_running(built.engine, monkeypatch, running_at_release)
     reply = reply_of(built, channel, "a")
-    assert (reply.status, reply.detail) == (CallStatus.ERROR, "the engine failed; see its log")
+    assert (reply.status, reply.detail) == (CallStatus.ENGINE_FAILED, "the engine failed; see its log")
     assert running_at_release == [0], "its blocks came free while a step still wrote to them"
     assert built.engine.runner.num_finishes == 1  # type: ignore[attr-defined]
     built.check_health()  # once is no pattern
@@ -120,7 +120,7 @@ def test_an_engine_that_cannot_clean_up_answers_and_tells(
             return method(*arguments)
 
         monkeypatch.setattr(owner, name, raise_once_failing)
-    assert reply_of(built, channel, "a").status is CallStatus.ERROR
+    assert reply_of(built, channel, "a").status is CallStatus.ENGINE_FAILED
     deadline_s = time.monotonic() + PATIENCE_S
     while not engine._is_broken:
         assert time.monotonic() < deadline_s, "not in time"
@@ -129,7 +129,7 @@ def test_an_engine_that_cannot_clean_up_answers_and_tells(
         built.check_health()
     num_steps = engine.steps.num_steps
     later = reply_of(built, channel, "b")
-    assert (later.status, later.detail) == (CallStatus.ERROR, "the engine has failed and waits to be replaced")
+    assert (later.status, later.detail) == (CallStatus.ENGINE_FAILED, "the engine has failed and waits to be replaced")
     assert engine.thread.is_alive()
     assert engine.steps.num_steps == num_steps, "nothing is computed on blocks that cannot be trusted"
 
@@ -143,7 +143,7 @@ def test_one_that_fails_each_request_is_not_healthy_though_it_idles_in_between(
     monkeypatch.setattr(built.engine.scheduler, "commit", failing)
     for number in range(3):
         built.check_health()
-        assert reply_of(built, channel, f"{number}").status is CallStatus.ERROR
+        assert reply_of(built, channel, f"{number}").status is CallStatus.ENGINE_FAILED
         time.sleep(0.1)  # it comes round with nothing to do
     with pytest.raises(UnhealthyEngine):
         built.check_health()
@@ -163,7 +163,7 @@ def test_one_that_fails_with_nothing_to_do_neither_spins_nor_floods_the_log(
     time.sleep(1.5)
     assert not built.engine.is_healthy(PATIENCE_S)
     assert 3 <= len([record for record in caplog.records if vars(record).get("event") == "loop_failed"]) <= 12
-    assert reply_of(built, channel, "a").status in (CallStatus.ERROR, CallStatus.OK), "it still answers"
+    assert reply_of(built, channel, "a").status in (CallStatus.ENGINE_FAILED, CallStatus.OK), "it still answers"
     monkeypatch.undo()
 
 

@@ -92,6 +92,17 @@ class BruteProjection:
         steps = range(self.step, max(last, self.step) + 1)
         return max(sum(future.at(step) for future in futures) for step in steps)
 
+    def falls_to(self, num_blocks: int) -> int | None:
+        """The first step from which on no more blocks are in use."""
+        last = max((future.last_change for future in self.futures), default=self.step)
+        above = [step for step in range(self.step, max(last, self.step) + 2) if self._at(step) > num_blocks]
+        if not above:
+            return self.step
+        return above[-1] + 1 if above[-1] <= last else None
+
+    def _at(self, step: int) -> int:
+        return sum(future.at(step) for future in self.futures)
+
     def _own_future(self, request_id: str) -> Future:
         """Without what others hold too."""
         future, num_shared = self._future(request_id), self._scheduler._requests[request_id].num_shared
@@ -189,6 +200,8 @@ def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
         head = next(waiting, None)
     if head is not None:
         profile = budget.newcomer(head)
+        room = budget.limit - budget.num_shared - profile.peak(scheduler.limits.block_size)
+        assert budget.start_of(head) == brute.falls_to(room), "it would fit earlier, or later"
         if head.hands_over:
             slow = brute.peak(prompt_future(head, scheduler.limits.block_size))
             assert budget.projection.peak_with(profile, brute.step) == slow

@@ -19,13 +19,14 @@ class _Share:
 
 class BruteQueue:
     def __init__(self) -> None:
-        self._levels: dict[int, dict[str, _Share]] = {}
-        self._virtual_time: dict[int, int] = {}
+        self._levels: dict[tuple[bool, int], dict[str, _Share]] = {}  # by whether it has begun, and priority
+        self._virtual_time: dict[tuple[bool, int], int] = {}
         self._clock = 0
 
     def add(self, request: Request, cost: int) -> None:
-        shares = self._levels.setdefault(request.spec.priority, {})
-        now = self._virtual_time.setdefault(request.spec.priority, 0)
+        level = request.has_begun, request.spec.priority
+        shares = self._levels.setdefault(level, {})
+        now = self._virtual_time.setdefault(level, 0)
         if request.spec.client not in shares:
             shares[request.spec.client] = _Share(now, self._tick())
         shares[request.spec.client].requests.append((request, cost))
@@ -34,37 +35,37 @@ class BruteQueue:
         """In order."""
         return [
             request.request_id
-            for priority in sorted(self._levels, reverse=True)
-            for _, _, _, request in sorted(self._tags(priority), key=lambda entry: entry[:3])
+            for level in sorted(self._levels, reverse=True)
+            for _, _, _, request in sorted(self._tags(level), key=lambda entry: entry[:3])
         ]
 
     def remove(self, request_id: str, taken: bool) -> None:
-        for priority, shares in self._levels.items():
+        for level, shares in self._levels.items():
             for client, share in shares.items():
                 for index, (request, cost) in enumerate(share.requests):
                     if request.request_id == request_id:
-                        self._remove(priority, client, index, cost, taken)
+                        self._remove(level, client, index, cost, taken)
                         return
 
-    def _remove(self, priority: int, client: str, index: int, cost: int, taken: bool) -> None:
-        share = self._levels[priority][client]
+    def _remove(self, level: tuple[bool, int], client: str, index: int, cost: int, taken: bool) -> None:
+        share = self._levels[level][client]
         first_tag = share.start + share.requests[0][1]
         if taken and index > 0:
             share.debt += cost
         if taken:
-            self._virtual_time[priority] = max(self._virtual_time[priority], first_tag + share.debt)
+            self._virtual_time[level] = max(self._virtual_time[level], first_tag + share.debt)
         del share.requests[index]
         if index == 0:
             share.start = (first_tag if taken else share.start) + share.debt
             share.debt, share.made_at = 0, self._tick()
         if not share.requests:
-            del self._levels[priority][client]
-        if not self._levels[priority]:
-            del self._levels[priority], self._virtual_time[priority]
+            del self._levels[level][client]
+        if not self._levels[level]:
+            del self._levels[level], self._virtual_time[level]
 
-    def _tags(self, priority: int) -> list[tuple[int, int, int, Request]]:
+    def _tags(self, level: tuple[bool, int]) -> list[tuple[int, int, int, Request]]:
         tagged = []
-        for share in self._levels[priority].values():
+        for share in self._levels[level].values():
             tag = share.start
             for index, (request, cost) in enumerate(share.requests):
                 tag += cost + (share.debt if index == 1 else 0)

@@ -122,6 +122,8 @@ class SimulatedEngine:
         self._is_failing = False
         self.num_ahead = 0  # steps that ran though one of the other lane was launched before
         self.num_overtaken: Counter[str] = Counter()
+        self.num_tried = self.num_suspects = 0  # at the last turn; over all turns
+        self.num_harmless = 0  # passings that took nothing from anybody
         self._waiting = BruteQueue()
         self._prompt_progress: dict[str, int] = {}
         self._admitted: tuple[Request, ...] = ()  # in this round
@@ -229,19 +231,38 @@ class SimulatedEngine:
         self._admitted = admitted
         for request in admitted:
             index = waiting.index(request.request_id)
-            for overtaken in waiting[:index]:
-                self.num_overtaken[overtaken] += 1
+            for place in range(index):
+                self._overtaken(request, waiting[: place + 1])
             del waiting[index]
             self._waiting.remove(request.request_id, taken=True)
             self._admitted_at[request.request_id] = self.scheduler.builder.next_step_id
             self.cache.check_found(request)
         assert all(count <= self.scheduler._max_overtakes for count in self.num_overtaken.values()), "it starves"
+        suspects = [r for r in self.scheduler._requests.values() if r.is_suspect and r.sequences and not r.is_over]
+        self.num_tried = sum(max(sequence.num_known for sequence in r.sequences) < 2 for r in suspects)
+        assert self.num_tried <= 1, "two suspects beside each other"
+        self.num_suspects += self.num_tried
         if waiting:
             self._check_head(waiting[0])
         if admitted:
             self.check()
         if isinstance(self.scheduler.budget, ProjectedBudget):
             check_projection(self.scheduler, self._admitted_at)
+
+    def _overtaken(self, request: Request, in_front: list[str]) -> None:
+        """The last of those in front is. It counts unless the request, however long it gets, is over before that one is
+        expected to start, or before another is that it must not pass."""
+        *others, waiting = [self.scheduler._requests[request_id] for request_id in in_front]
+        if waiting.is_suspect:
+            return
+        most = self.scheduler._max_overtakes
+        kept = [of for of in others if self.num_overtaken[of.request_id] >= most or of.has_begun > waiting.has_begun]
+        ends_at = self.scheduler.builder.next_step_id + request.spec.max_tokens - 1
+        if any(of.starts_at is not None and ends_at < of.starts_at for of in (waiting, *kept)):
+            self.num_harmless += 1
+            return
+        assert request.has_begun or not waiting.has_begun, "who has begun goes before newcomers"
+        self.num_overtaken[waiting.request_id] += 1
 
     def fails_now(self) -> bool:
         """Whether the engine fails at this turn, sometimes in the middle of a plan."""
@@ -257,6 +278,8 @@ class SimulatedEngine:
         scheduler = self.scheduler
         head = scheduler.get(request_id)
         assert head is not None
+        if head.is_suspect and self.num_tried:
+            return
         blocks, slots = needs_of(scheduler, head)
         if slots > scheduler.limits.max_sequences - scheduler.num_running:
             return

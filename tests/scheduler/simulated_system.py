@@ -65,6 +65,7 @@ class Workload:
     two_lanes: bool = False  # each computes prompts beside its rows
     damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
+    has_replays: bool = False  # some requests have begun elsewhere, and some are suspects
     max_drafts: int = 0  # of a row
     right_drafts: float = 0.7  # chance of each
 
@@ -237,6 +238,9 @@ class SimulatedSystem:
         )
         needs_known = self.workload.known_rate > 0.0 and rng.random() < self.workload.known_rate
         request = Request(request_id, spec, deadline_s, local_prefill=is_local, needs_known_tokens=needs_known)
+        if self.workload.has_replays:
+            request.has_begun = rng.random() < 0.3
+            request.is_suspect = is_local and rng.random() < 0.3
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
         fits = scheduler.blocks_needed(request) <= scheduler.limits.num_blocks
@@ -289,7 +293,7 @@ class SimulatedSystem:
 
     def _prefill(self, request: Request) -> None:
         deadline_s = request.deadline_s + self.rng.uniform(-2.0, 2.0)
-        copy = Request(request.request_id, request.spec, deadline_s, hands_over=True)
+        copy = Request(request.request_id, request.spec, deadline_s, hands_over=True, has_begun=request.has_begun)
         try:
             self.prefill.submit(copy, self.now_s)
         except NeverFits:

@@ -90,7 +90,7 @@ class Traffic:
         waiting = [request.request_id for request in self.scheduler._queue.in_order()]
         for request in self.scheduler.admit(0.0):
             index = waiting.index(request.request_id)
-            self.overtaken.update(waiting[:index])
+            self.overtaken.update(self._delayed(request, waiting[:index]))
             del waiting[index]
             served = self.served[request.spec.priority] - self.served_before[request.request_id]
             assert served < self.bound[request.request_id], "it starved"
@@ -98,6 +98,19 @@ class Traffic:
             self.admitted_at[request.request_id] = self.scheduler.builder.next_step_id
             self.num_admitted += 1
         assert all(self.overtaken[request_id] <= self.max_overtakes for request_id in waiting), "it starves"
+
+    def _delayed(self, request: Request, passed: list[str]) -> list[str]:
+        """Those of whom it is not sure that it is over before they could start: themselves, or another in front of them
+        that is passed by nobody any more."""
+        ends_at = self.scheduler.builder.next_step_id + request.spec.max_tokens - 1
+        delayed, is_free = [], False
+        for request_id in passed:
+            starts_at = self.scheduler._requests[request_id].starts_at
+            is_in_time = starts_at is not None and ends_at < starts_at
+            if not is_in_time and not is_free:
+                delayed.append(request_id)
+            is_free = is_free or (is_in_time and self.overtaken[request_id] >= self.max_overtakes)
+        return delayed
 
     def _move_on(self) -> None:
         scheduler, rng = self.scheduler, self.rng

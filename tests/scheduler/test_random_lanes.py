@@ -33,7 +33,7 @@ def test_with_failing_steps(seed: int) -> None:
 def test_beside_kv_that_is_read_and_offered(seed: int, lag: int) -> None:
     """Slots change hands between lanes that way, too."""
     system = run(Workload(seed, lag, local_share=0.5, faults=FAULTS, beam_rate=0.2, all_able=True, two_lanes=True))
-    assert system.num_handed_over > 20
+    assert system.num_handed_over > 15
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.admission import AdmissionPolicy
 from tests.scheduler.simulated_engine import FaultRates
 from tests.scheduler.simulated_system import SimulatedSystem, Status, Workload
 
@@ -68,3 +69,13 @@ def test_engines_that_can_do_everything(seed: int, lag: int) -> None:
     """What is offered is promised by the projection too."""
     system = run(Workload(seed, lag, local_share=0.3, faults=FAULTS, beam_rate=0.2, all_able=True))
     assert system.num_handed_over > 20
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_begun_and_suspects(seed: int, lag: int) -> None:
+    """Order, passings, and one suspect at a time are looked at in every turn."""
+    admission = AdmissionPolicy(max_overtakes=seed)
+    system = run(Workload(seed, lag, faults=FAULTS, beam_rate=0.1, admission=admission, has_replays=True))
+    assert system.decode.num_suspects > 10
+    assert (system.decode.num_overtaken.total() > 10) == (seed > 0)

@@ -56,6 +56,74 @@ def test_the_order(requests: list[tuple[str, str, int, int]], order: str) -> Non
     assert taken == order
 
 
+def test_who_has_begun_goes_before_newcomers_of_all_priorities_and_then_by_priority() -> None:
+    queue = filled(("a", "x", 0, 9), ("b", "x", 9, 1))
+    for request_id, client, priority in (("c", "x", -5), ("d", "x", 0), ("e", "x", 0), ("f", "y", 0), ("g", "y", 1)):
+        request = request_of(request_id, client, priority)
+        request.has_begun = True
+        queue.add(request, 5)
+    assert "".join(ids(queue)) == "gdfecba", "clients share fairly there too"
+
+
+@pytest.mark.parametrize(
+    ("fitting", "max_overtakes", "admitted"),
+    [
+        ("", 2, ""),
+        ("Cde", 2, "C"),  # another that has begun passes, a newcomer does not
+        ("de", 2, ""),
+        ("BCde", 0, ""),
+        ("ACde", 0, "A"),
+        ("ABde", 2, "AB"),
+        ("ABCe", 2, "ABCe"),
+    ],
+)
+def test_no_newcomer_passes_one_that_has_begun(fitting: str, max_overtakes: int, admitted: str) -> None:
+    """A, B and C have begun."""
+    queue = WaitingQueue()
+    for request_id in "ABCde":
+        request = request_of(request_id)
+        request.has_begun = request_id.isupper()
+        queue.add(request, 1)
+    let_in = queue.admit(lambda request: request.request_id in fitting, max_overtakes)
+    assert "".join(request.request_id for request in let_in) == admitted
+
+
+def test_whoever_is_over_in_time_passes_and_does_not_count() -> None:
+    queue = filled(*[(request_id, "", 0, 1) for request_id in "abcdefgh"])
+
+    def ends_first(request: Request, waiting: Request) -> bool:
+        return request.request_id in "cdh" and waiting.request_id == "a"
+
+    asked: list[str] = []
+
+    def lets_in(request: Request) -> bool:
+        asked.append(request.request_id)
+        return request.request_id != "a"
+
+    first = {request.request_id: request for request in queue.in_order()}
+    let_in = queue.admit(lets_in, 1, ends_first)
+    assert [request.request_id for request in let_in] == ["b", "c", "d"]
+    assert asked == ["a", "b", "c", "d"], "e must not pass a, and then too many have been passed"
+    assert first["a"].num_overtaken == 1
+    let_in = queue.admit(lets_in, 4, ends_first)
+    assert [request.request_id for request in let_in] == ["e", "f", "g", "h"]
+    assert first["a"].num_overtaken == 4
+
+
+def test_who_waits_for_another_is_passed_by_whom_that_one_lets_pass() -> None:
+    """b fits, but may not pass a any more; what is over before a starts is so before b does."""
+    queue = filled(*[(request_id, "", 0, 1) for request_id in "abcd"])
+    waiting = {request.request_id: request for request in queue.in_order()}
+    waiting["a"].num_overtaken = 3
+    let_in = queue.admit(
+        lambda request: request.request_id != "a",
+        3,
+        lambda request, of: request.request_id in "cd" and of.request_id == "a",
+    )
+    assert [request.request_id for request in let_in] == ["c", "d"]
+    assert (waiting["a"].num_overtaken, waiting["b"].num_overtaken) == (3, 0)
+
+
 def test_who_waited_for_nothing_gains_nothing_by_it() -> None:
     queue = filled(*[(f"x{i}", "x", 0, 10) for i in range(10)])
     for i in range(5):
@@ -95,6 +163,7 @@ def test_as_the_slow_way(seed: int) -> None:
         assert len(queue) == len(waiting)
         if not waiting or rng.random() < (0.6 if number < 300 else 0.4):
             request = request_of(f"r{number}", f"c{rng.randrange(num_clients)}", rng.choice([0, 0, 0, 1, -1]))
+            request.has_begun = rng.random() < 0.2
             cost = rng.choice([1, 10, rng.randint(1, 1000)])
             queue.add(request, cost)
             brute.add(request, cost)
@@ -173,7 +242,7 @@ def test_cancelled_requests_do_not_pile_up() -> None:
         queue.discard(f"stays {number % 100}")
         queue.add(request_of(f"stays {number % 100}", f"c{number % 100}"), 1)
         queue.discard(f"goes {number}")
-    assert len(queue._levels[0]._heap) <= 2 * 100 + 64
+    assert len(queue._levels[True, 0]._heap) <= 2 * 100 + 64
     for request in list(queue.in_order()):
         queue.discard(request.request_id)
     assert not queue._levels

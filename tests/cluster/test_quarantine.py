@@ -1,0 +1,191 @@
+"""Requests that replicas die of: refused after some deaths, with their like; whoever only sat beside them is not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from cluster.api_error import ApiError
+from cluster.monitoring.ingress_metrics import IngressMetrics
+from cluster.policies.routing_policy import Route, RouteKind
+from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.generation import Generation
+from cluster.routing.pool_client import Loss, ReplicaLost
+from cluster.routing.quarantine import Quarantine
+from replicas.messages import CallStatus, GenerateCall
+from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of, undisturbed
+from tests.cluster.fake_pools import FakeCluster
+from tests.cluster.router_rig import Rig, running_router
+
+POISON = (6, 6, 6)
+REMOTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
+LOCAL = Route(RouteKind.LOCAL, "d", None, must_wait=False, decode_blocks=1)
+
+
+def killing(phase: Phase, what: str = "dead", steps: int = 0) -> Script:
+    return Script(Fault(phase, what, steps=steps))
+
+
+def poisoned(phase: Phase, what: str, steps: int, rig: Rig) -> None:
+    """Replicas go when they compute it; others come for them."""
+
+    def script(call: GenerateCall) -> Script:
+        for pool in rig.cluster.pools:
+            pool.replace_dead()
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        is_poison = call.spec.prompt_ids[:3] == POISON
+        at = Phase.DECODE if call.is_suspect else phase  # then decode computes its prompt, and nobody else
+        return killing(at, what, steps) if is_poison else PLAIN
+
+    rig.cluster.script = script
+
+
+async def refused(rig: Rig, generation: Generation) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await rig.tokens(generation)
+    return caught.value
+
+
+@pytest.mark.parametrize("num_prefill", [0, 2])
+@pytest.mark.parametrize(
+    ("phase", "what"),
+    [(Phase.PREFILL, "dead"), (Phase.DECODE, "dead"), (Phase.DECODE, "gone"), (Phase.TRANSFER, "dead")],
+)
+async def test_it_kills_three_and_its_like_none(
+    num_prefill: int, phase: Phase, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if phase is Phase.PREFILL and not num_prefill:
+        phase = Phase.TRANSFER
+    async with running_router(FakeCluster(num_decode=6, num_prefill=num_prefill), max_retries=5) as rig:
+        poisoned(phase, what, 0, rig)
+        with caplog.at_level(logging.ERROR):
+            error = await refused(rig, generation_of(*POISON, seed=1))
+        assert (error.status, error.code) == (500, "quarantined")
+        assert error.headers() == {"X-Should-Retry": "false"}
+        assert len(rig.cluster.struck) == 3
+        assert [call.is_suspect for call in rig.cluster.requests] == [False, False, True]
+        last = rig.cluster.requests[-1]
+        assert last.source is None, "one replica has all of it"
+        (record,) = [one for one in caplog.records if vars(one).get("event") == "request_quarantined"]
+        assert vars(record)["num_deaths"] == 3
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 1
+        assert rig.count("splitserve_router_decisions", result="local_suspect") == 1
+        num_calls = len(rig.cluster.calls)
+        assert (await refused(rig, generation_of(*POISON, seed=2))).code == "quarantined", "whatever its seed"
+        assert len(rig.cluster.calls) == num_calls
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 2
+        other = generation_of(*POISON[:2], 7, seed=1)
+        assert await rig.tokens(other) == undisturbed(other)
+
+
+@pytest.mark.parametrize("limit", [2, 5])
+async def test_the_number_is_configured(limit: int) -> None:
+    async with running_router(FakeCluster(num_decode=9, num_prefill=0), max_retries=9) as rig:
+        rules = replace(rig.router._rules, quarantine_after_deaths=limit)
+        rig.router._failures._rules = rig.router._routes._rules = rules
+        poisoned(Phase.DECODE, "dead", 0, rig)
+        assert (await refused(rig, generation_of(*POISON))).code == "quarantined"
+        assert len(rig.cluster.struck) == limit
+        assert [call.is_suspect for call in rig.cluster.requests] == [*[False] * (limit - 1), True]
+
+
+async def test_whoever_gets_on_in_between_lives_through_many_deaths() -> None:
+    """Each replica dies under it, but not of it: it has had a row or more by then."""
+    generation = generation_of(max_tokens=31)
+    async with running_router(FakeCluster(num_decode=9, num_prefill=0), max_retries=1) as rig:
+        rig.cluster.play(*[killing(Phase.DECODE, steps=3)] * 7)
+        assert await rig.tokens(generation) == undisturbed(generation)
+        assert len(rig.cluster.struck) == 7
+        assert not any(call.is_suspect for call in rig.cluster.requests)
+
+
+async def test_but_not_through_any_number_of_them() -> None:
+    """It may be why, in a way that nobody can tell: not all replicas are to die of it."""
+    async with running_router(FakeCluster(num_decode=20, num_prefill=0), max_retries=1) as rig:
+        poisoned(Phase.DECODE, "dead", 3, rig)
+        error = await refused(rig, generation_of(*POISON, max_tokens=200))
+        assert (error.status, error.code) == (500, "failed")
+        assert len(rig.cluster.struck) == 11
+
+
+def lost(replica_id: str, stage: Stage, loss: Loss = Loss.DEAD) -> AttemptFailed:
+    failure = AttemptFailed(stage, CallStatus.ERROR, "", may_retry=True)
+    failure.__cause__ = ReplicaLost(replica_id, loss, "")
+    return failure
+
+
+def failed(stage: Stage, status: CallStatus) -> AttemptFailed:
+    return AttemptFailed(stage, status, "", may_retry=True)
+
+
+@pytest.mark.parametrize(
+    ("failure", "stage", "route", "counts"),
+    [
+        (lost("d", Stage.QUEUE), Stage.QUEUE, LOCAL, False),  # it was in no step
+        (lost("d", Stage.DECODE), Stage.PREFILL, REMOTE, False),  # its prompt was computed elsewhere
+        (lost("p", Stage.PREFILL), Stage.PREFILL, REMOTE, True),
+        (lost("p", Stage.DECODE), Stage.DECODE, REMOTE, False),  # it had answered
+        (lost("d", Stage.TRANSFER), Stage.TRANSFER, REMOTE, True),
+        (lost("d", Stage.PREFILL), Stage.PREFILL, LOCAL, True),
+        (lost("d", Stage.DECODE), Stage.DECODE, LOCAL, True),
+        (lost("d", Stage.DECODE, Loss.FROZEN), Stage.DECODE, LOCAL, True),
+        (lost("d", Stage.DECODE, Loss.UNREACHABLE), Stage.DECODE, LOCAL, True),  # Ray may not know yet
+        (lost("d", Stage.DECODE, Loss.LEAVING), Stage.DECODE, LOCAL, False),
+        (failed(Stage.DECODE, CallStatus.ENGINE_FAILED), Stage.DECODE, LOCAL, True),
+        (failed(Stage.PREFILL, CallStatus.ENGINE_FAILED), Stage.PREFILL, REMOTE, True),
+        (failed(Stage.QUEUE, CallStatus.ENGINE_FAILED), Stage.QUEUE, LOCAL, False),
+        (failed(Stage.DECODE, CallStatus.ERROR), Stage.DECODE, LOCAL, False),  # its own failure, no other's
+        (failed(Stage.TRANSFER, CallStatus.KV_LOST), Stage.TRANSFER, REMOTE, False),
+        (failed(Stage.DECODE, CallStatus.EVICTED), Stage.DECODE, LOCAL, False),
+    ],
+)
+def test_which_ends_are_deaths_of_who_computed_it(
+    failure: AttemptFailed, stage: Stage, route: Route, counts: bool
+) -> None:
+    assert failure.is_death_of_who_computed(stage, route) == counts
+
+
+@pytest.mark.parametrize(
+    ("attempts", "num_deaths"),
+    [
+        ("kkk", 3),
+        ("Kkk", 3),  # the first one at its 30th token, the others there again
+        ("kkK", 1),  # it got past
+        ("kKk", 2),
+        ("k.k", 2),  # another failure in between proves nothing
+        ("k!k", 1),  # but one after a row does
+        ("kk!", 0),
+    ],
+)
+def test_deaths_in_a_row(attempts: str, num_deaths: int) -> None:
+    """k: a death; ".": another failure; K and "!": the same, after a row of its own."""
+    past = AttemptHistory()
+    for what in attempts:
+        failure = lost("d", Stage.DECODE) if what in "kK" else failed(Stage.DECODE, CallStatus.ERROR)
+        has_run = what in "K!"
+        past = past.after(failure, LOCAL, has_advanced=has_run, has_run=has_run, has_killed=what in "kK")
+    assert past.num_deaths == num_deaths
+
+
+def test_its_like_is_let_in_again_later_and_what_is_kept_is_bounded() -> None:
+    now_s = 0.0
+    quarantine = Quarantine(IngressMetrics("model", "1", "2"), lambda: now_s)
+    spec = generation_of(1, 2).spec
+    quarantine.check(spec)
+    quarantine.found(spec, "g", 3)
+    for changed in (
+        replace(spec, prompt_ids=(1, 3)),
+        replace(spec, max_tokens=spec.max_tokens + 1),
+        replace(spec, sampling=replace(spec.sampling, temperature=0.5)),
+    ):
+        quarantine.check(changed)
+    for alike in (spec, replace(spec, sampling=replace(spec.sampling, seed=99)), replace(spec, client="x", priority=3)):
+        with pytest.raises(ApiError):
+            quarantine.check(alike)
+    now_s = 601.0
+    quarantine.check(spec)
+    for number in range(3000):
+        quarantine.found(replace(spec, prompt_ids=(number + 5,)), "g", 3)
+    assert len(quarantine._until_s) == 1024
