@@ -25,10 +25,11 @@ from scheduler.generated_token import FinishReason as FinishReason
 from scheduler.generated_token import Token as Token
 from scheduler.generation_spec import GenerationSpec as GenerationSpec
 from scheduler.grammar import Grammar as Grammar
+from scheduler.moved_choice import MovedChoice as MovedChoice
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
-WIRE_VERSION = 6  # of what streams: another version's is malformed
+WIRE_VERSION = 7  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
 
@@ -40,6 +41,7 @@ Name = Annotated[str, Meta(max_length=4096)]
 
 if TYPE_CHECKING:
     CheckedToken = Token
+    CheckedMove = MovedChoice
 else:
 
     class CheckedToken(Token):
@@ -50,6 +52,14 @@ else:
         choice: Count
         index: Count
         token_id: Count
+
+    class CheckedMove(MovedChoice):
+        """Likewise, a MovedChoice."""
+
+        __slots__ = ()
+        choice: Count
+        token_ids: tuple[Count, ...]
+        places: tuple[Count, ...]
 
 
 class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
@@ -95,6 +105,9 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
     candidates: tuple[tuple[Count, Score], ...]
+    # Of a request that the source has decoded so far, instead of either: its choices that go on. The blocks are then
+    # all of theirs, the prompt's first.
+    moved: tuple[CheckedMove, ...] = ()
 
 
 class NoteKind(StrEnum):
@@ -143,6 +156,7 @@ class EngineLoad:
     slowest_read_bytes_per_s: Amount = 0.0
     read_source: Name = ""  # likewise one of all of them, another in each load
     read_bytes_per_s: Amount = 0.0
+    is_leaving: bool = False  # the replica takes nothing new, and ends when nobody waits for anything of it
 
 
 class Pulse(Struct, frozen=True, omit_defaults=True):
@@ -232,6 +246,7 @@ class CallStatus(StrEnum):
     EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
     LEAVING = "leaving"  # the replica is about to end: nothing was begun
+    MOVED = "moved"  # it goes on at another replica, which reads its KV here
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     GRAMMAR_LIMIT = "grammar_limit"  # following its grammar took more work than one request may cause
     ERROR = "error"
@@ -267,6 +282,9 @@ class GenerateCall(Call[GenerateReply], frozen=True):
     timeout_s: float
     channel: ChannelAddress
     source: TransferPeer | None
+    # As many tokens its longest choice has by now; 0: none. Then the source decodes it, and is to stop as soon as this
+    # replica has memory for it.
+    num_generated: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +308,21 @@ class PrefillCall(Call[PrefillReply], frozen=True):
     spec: GenerationSpec
     timeout_s: float
     reader: TransferPeer
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateReply:
+    """OK: it has stopped, and its KV is offered. Any other status: it goes on as if nothing had been asked."""
+
+    status: CallStatus
+    detail: str
+
+
+class MigrateCall(Call[MigrateReply], frozen=True):
+    """Router -> decode, after another decode replica admitted the attempt transfer_id: stop the running attempt
+    request_id, whose generate call then ends as MOVED, and let the reader have its KV. timeout_s: to stop it."""
+
+    request_id: str
+    transfer_id: str
+    reader: TransferPeer
+    timeout_s: float

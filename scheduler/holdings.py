@@ -96,6 +96,7 @@ class Holdings:
         # another engine or to the other lane.
         self._handing_over: dict[str, Request] = {}
         self._evicted: list[Request] = []  # not named yet
+        self._moving_out: dict[str, Request] = {}  # without rows, until what is in flight of them is known
         self._deadlines = Deadlines()
 
     def _prompt_ready(self, request: Request) -> None:

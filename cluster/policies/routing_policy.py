@@ -170,6 +170,7 @@ class RouteKind(StrEnum):
     BUSY_PREFILL = "local_busy_prefill"  # than what waits at the prefill pool
     SLOW_PAIR = "local_slow_pair"  # than the KV's way from the prefill replica
     FAILED_PAIR = "local_failed_pair"  # than to fail there once more
+    MOVED = "moved"  # nobody: it goes on where another decode replica has stopped (counted as a migration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,22 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from cluster.policies.routing_policy import Route
 from cluster.routing.attempt_failed import AttemptFailed, Stage
+from cluster.routing.attempt_parts import AttemptParts
 from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_any
 from cluster.routing.generation import Leg
-from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Drafted, Mail, Mailboxes
+from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Drafted, Mail
 from cluster.routing.model_binding import OtherModel
-from cluster.routing.pool_client import PoolClient, ReplicaLost
-from cluster.routing.pool_view import PoolView
+from cluster.routing.pool_client import ReplicaLost
 from cluster.routing.prompt_forecast import SentPrompt
-from cluster.routing.router_limits import AttemptLimits
 from replicas.channels.wire import MalformedMessage, NotSendable
 from replicas.messages import (
     CallStatus,
-    ChannelAddress,
     GenerateCall,
     GenerateReply,
     PrefillCall,
@@ -42,6 +41,24 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class Move(Protocol):
+    """Of an attempt that is to go on at another replica: `cluster.routing.move`."""
+
+    def passed_on(self) -> Attempt:
+        """Its replica has let go of it: the attempt that goes on."""
+
+    def close(self) -> None:
+        """It ends by itself."""
+
+
+class AttemptMoved(Exception):
+    """Another attempt goes on with the leg, behind the last token of this one."""
+
+    def __init__(self, successor: Attempt) -> None:
+        super().__init__(successor)
+        self.successor = successor
+
+
 class Attempt:
     """One try of one leg on one route. Use once: `open()`, `await run()`; `close()` whatever happened between."""
 
@@ -50,22 +67,18 @@ class Attempt:
         leg: Leg,
         route: Route,
         prompt: SentPrompt,
+        parts: AttemptParts,
         *,
         request_id: str,
         timeout_s: float,
-        decode: PoolClient,
-        prefill: PoolClient | None,
-        view: PoolView,
-        mailboxes: Mailboxes,
-        channel: ChannelAddress,
-        limits: AttemptLimits,
     ) -> None:
         self.route, self._prompt = route, prompt
         self.stage = Stage.QUEUE  # where it is now
-        self._leg, self._spec = leg, leg.attempt_spec()
-        self._request_id, self._timeout_s = request_id, timeout_s
-        self._decode, self._prefill, self._view = decode, prefill, view
-        self._mailboxes, self._channel, self._limits = mailboxes, channel, limits
+        self.leg, self._spec = leg, leg.attempt_spec()
+        self.request_id, self._timeout_s = request_id, timeout_s
+        self.parts, self._decode, self._view, self._limits = parts, parts.decode, parts.view, parts.limits
+        self.move: Move | None = None  # on its way to another replica
+        self._counted: Mapping[int, int] | None = None  # all that it sends here, by choice, once it is moved
         self._generate: asyncio.Task[GenerateReply] | None = None
         self._source: TransferPeer | None = None
         self._reader: TransferPeer | None = None
@@ -79,11 +92,12 @@ class Attempt:
 
         Whom it reads from and who reads is looked up now: a replica that leaves the pool still ends what it has begun.
         """
-        self._leg.model = self.route.model
+        self.leg.model = self.route.model
+        self.decode_metadata = self._view.decode_metadata(self.route.decode_id)
         if self.route.prefill_id is not None:
             self._source = self._view.prefill_peer(self.route.prefill_id)
             self._reader = self._view.decode_peer(self.route.decode_id)
-        self._box = self._mailboxes.open(self._request_id, self.route.decode_id)
+        self._box = self.parts.mailboxes.open(self.request_id, self.route.decode_id)
         # What is expected to be in their caches is neither computed nor read.
         self._computed_tokens = self._spec.prompt_len - self.route.cached_tokens
         self._read_tokens = self._spec.prompt_len - self.route.kept_tokens
@@ -93,21 +107,13 @@ class Attempt:
         self._is_coming = True
         if self.route.prefill_id is not None:
             self._view.prompt_coming(self.route.prefill_id, self._computed_tokens)
-        self._trace = self._leg.generation.trace.attempt(self.route)
+        self._trace = self.leg.generation.trace.attempt(self.route)
 
     async def run(self) -> None:
-        """Emit the leg's tokens to the end. Raises AttemptFailed; cancelling it ends both replicas' work."""
-        call = GenerateCall(self._request_id, self._spec, self._timeout_s, self._channel, self._source)
-        self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
-        self._generate.add_done_callback(self._trace.ended)
-        self._generate.add_done_callback(self._prompt.ended)
+        """Emit the leg's tokens to the end. Raises AttemptFailed; AttemptMoved, when all that decode has sent is
+        emitted and another attempt goes on. Cancelling it ends both replicas' work."""
         try:
-            await self._prompt.went_out()
-            await self._wait_admitted()
-            handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
-            if self.route.prefill_id is not None:
-                await self._run_prefill(self.route.prefill_id, self._generate, handoff_by_s)
-            await self._take_tokens(handoff_by_s)
+            await self._take_tokens(await self._begin())
         except OtherModel as error:
             raise self._failed(CallStatus.ERROR, str(error)) from error
         finally:
@@ -119,16 +125,41 @@ class Attempt:
             return
         self._is_closed = True
         self._end_generate()
-        self._mailboxes.close(self._request_id)
+        if self.move is not None:
+            self.move.close()
+        self.parts.mailboxes.close(self.request_id)
         self._heard()
         self._arrived()
         self._prompt.close()
         self._view.ended(self.route.decode_id)
 
+    @property
+    def may_move(self) -> bool:
+        """Whether it could go on elsewhere from where it is now: it is decoded, and nobody has asked yet."""
+        return self.stage is Stage.DECODE and self.move is None and not self.leg.is_search and not self.leg.is_done
+
     # -- the phases --------------------------------------------------------------------------------
 
-    async def _wait_admitted(self) -> None:
-        mail = await self._next_mail(self._limits.queue_timeout_s)
+    async def _begin(self) -> float:
+        """Until decode waits for KV, or computes it itself. By when it is to have it."""
+        generate = self._submit(0)
+        await self._prompt.went_out()
+        await self._wait_admitted(self._limits.queue_timeout_s)
+        handoff_by_s = time.monotonic() + self._limits.handoff_timeout_s
+        if self.route.prefill_id is not None:
+            await self._run_prefill(self.route.prefill_id, generate, handoff_by_s)
+        return handoff_by_s
+
+    def _submit(self, num_generated: int) -> asyncio.Task[GenerateReply]:
+        timeout_s, channel = self._timeout_s, self.parts.channel
+        call = GenerateCall(self.request_id, self._spec, timeout_s, channel, self._source, num_generated)
+        self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
+        self._generate.add_done_callback(self._trace.ended)
+        self._generate.add_done_callback(self._prompt.ended)
+        return self._generate
+
+    async def _wait_admitted(self, timeout_s: float) -> None:
+        mail = await self._next_mail(timeout_s)
         if not isinstance(mail, Admitted):
             raise self._failed(CallStatus.ERROR, f"{type(mail).__name__} before admission")
         self._heard()
@@ -138,11 +169,11 @@ class Attempt:
         self.stage = Stage.PREFILL
 
     async def _run_prefill(self, prefill_id: str, generate: asyncio.Task[GenerateReply], handoff_by_s: float) -> None:
-        assert self._prefill is not None
+        assert self.parts.prefill is not None
         assert self._reader is not None
         self._view.prompt_sent(prefill_id, self._computed_tokens)
-        prefill = PrefillCall(self._request_id, self._spec, self._timeout_s, self._reader)
-        call = start_detached(self._prefill.submit(prefill_id, prefill))
+        prefill = PrefillCall(self.request_id, self._spec, self._timeout_s, self._reader)
+        call = start_detached(self.parts.prefill.submit(prefill_id, prefill))
         try:
             await wait_for_any(call, generate, timeout_s=handoff_by_s - time.monotonic())
             if not call.done() and generate.done():
@@ -162,16 +193,16 @@ class Attempt:
         self._found(reply.num_cached)
         self._num_from_prefill = 1 if reply.first_tokens else 0
         try:
-            await self._leg.take_scores(reply.prompt_scores)
+            await self.leg.take_scores(reply.prompt_scores)
         except MalformedMessage as error:
             raise self._failed(CallStatus.ERROR, str(error)) from error
         for token in reply.first_tokens:
-            self._leg.take(token)
+            self.leg.take(token)
         self._trace.prefilled(reply)
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
-        is_over = self._leg.is_done
+        is_over = self.leg.is_done
         while not is_over and self.stage is not Stage.DECODE:
             is_handing_over = self.stage is Stage.TRANSFER
             is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
@@ -186,27 +217,27 @@ class Attempt:
             over.result()
 
     def _take(self, mail: Mail) -> bool:
-        """Emit what has come; whether it was the leg's last token. Raises AttemptFailed, ProtocolError."""
+        """Emit what has come; whether it was the last token from here. Raises AttemptFailed, ProtocolError."""
         if isinstance(mail, Token):
-            self._leg.take(mail)
+            self.leg.take(mail)
             self.stage = Stage.DECODE
-            return mail.finish_reason is not None and self._leg.is_done
+            return (mail.finish_reason is not None and self.leg.is_done) or self._is_all_here
         if isinstance(mail, ChannelLost):
             raise self._failed(CallStatus.ERROR, mail.detail, Stage.DECODE)
         if isinstance(mail, PromptLogprobs):
-            self._leg.take_prompt(mail)
+            self.leg.take_prompt(mail)
         if isinstance(mail, Cached) and self.route.prefill_id is None:  # else prefill says what nobody had to compute
             self._found(mail.num_tokens)
         if isinstance(mail, Drafted):
-            self._leg.generation.drafts.tell(self._request_id, mail.num_drafted, mail.num_accepted)
+            self.leg.generation.drafts.tell(self.request_id, mail.num_drafted, mail.num_accepted)
         if isinstance(mail, Admitted):  # once more: the KV of a beam search is there, its tokens come at its end
             self.stage = Stage.DECODE
         return False
 
     def _found(self, num_tokens: int) -> None:
         """So much of it was in the prefix cache of the engine that computes its prompt."""
-        generation, is_local = self._leg.generation, self.route.prefill_id is None
-        generation.finding.tell(self._request_id, min(num_tokens, generation.spec.prompt_len), is_local)
+        generation, is_local = self.leg.generation, self.route.prefill_id is None
+        generation.finding.tell(self.request_id, min(num_tokens, generation.spec.prompt_len), is_local)
 
     # -- mail --------------------------------------------------------------------------------------
 
@@ -229,25 +260,47 @@ class Attempt:
         if not awaited.done() and self._generate.done():
             # Its reply is here, its frames may still be on their way: wait for what it counts, no longer.
             reply = self._check_generate(self.stage)
+            if reply.status is CallStatus.MOVED:
+                await self._go_on_elsewhere(reply, awaited)
             if not any(n > self._num_from_decode(c) for c, n in reply.num_tokens_sent):
                 raise self._failed(CallStatus.ERROR, "decode ended without the last token")
-            await wait_for_any(awaited, timeout_s=self._limits.tail_s)
-            if not awaited.done():
-                raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
+            await self._wait_for_tail(awaited)
         if not awaited.done():
             raise self._failed(CallStatus.TIMEOUT, "nothing heard in time")
 
+    @property
+    def _is_all_here(self) -> bool:
+        """Whether every token has come that decode counts in its reply."""
+        counted = self._counted
+        return counted is not None and not any(n > self._num_from_decode(c) for c, n in counted.items())
+
+    async def _go_on_elsewhere(self, reply: GenerateReply, over: asyncio.Future[Any]) -> NoReturn:
+        """Raises AttemptMoved when the last token from here has come; AttemptFailed, also if nobody knows of a move."""
+        if self.move is None:
+            raise self._failed(CallStatus.ERROR, "decode has let go of it, for nobody")
+        self._counted = dict(reply.num_tokens_sent)
+        if not self._is_all_here:
+            await self._wait_for_tail(over)
+        if over.done():
+            over.result()
+        raise AttemptMoved(self.move.passed_on())
+
+    async def _wait_for_tail(self, awaited: asyncio.Future[Any]) -> None:
+        await wait_for_any(awaited, timeout_s=self._limits.tail_s)
+        if not awaited.done():
+            raise self._failed(CallStatus.ERROR, "frames that decode counts have not come")
+
     def _num_from_decode(self, choice: int) -> int:
         """Tokens of a choice that came in frames: all but the one that came from prefill."""
-        return self._leg.num_taken(choice) - self._num_from_prefill
+        return self.leg.num_taken(choice) - self._num_from_prefill
 
     # -- the generate call -------------------------------------------------------------------------
 
     def _check_generate(self, stage: Stage) -> GenerateReply:
-        """The reply that has come. Raises AttemptFailed unless it is OK."""
+        """The reply that has come. Raises AttemptFailed unless it is OK, or it goes on elsewhere."""
         assert self._generate is not None
         reply = self._result(self._generate, stage)
-        if reply.status is not CallStatus.OK:
+        if reply.status not in (CallStatus.OK, CallStatus.MOVED):
             stage = Stage.TRANSFER if reply.status is CallStatus.KV_LOST else stage
             raise self._failed(reply.status, reply.detail, stage, may_retry=reply.status.may_retry)
         return reply
@@ -256,7 +309,7 @@ class Attempt:
         """A leg that decode finished: its call is about to answer by itself. Any other is cancelled now."""
         if self._generate is None or self._generate.done():
             return
-        if self._leg.is_done and any(self._num_from_decode(c) > 0 for c in self._leg.open_choices):
+        if self.leg.is_done and any(self._num_from_decode(c) > 0 for c in self.leg.open_choices):
             timer = asyncio.get_running_loop().call_later(self._limits.tail_s, self._generate.cancel)
             self._generate.add_done_callback(lambda _: timer.cancel())
         else:

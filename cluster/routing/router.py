@@ -15,8 +15,9 @@ from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
-from cluster.routing.attempt import Attempt
+from cluster.routing.attempt import Attempt, AttemptMoved
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
+from cluster.routing.attempt_parts import AttemptParts
 from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
@@ -26,6 +27,7 @@ from cluster.routing.detached_tasks import start_detached
 from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.moves import Moves
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import PrefixForecasts
@@ -71,6 +73,7 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
+        self._moves = Moves(self._view, rules, limits.migration, limits.block_size, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
@@ -93,6 +96,7 @@ class Router:
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
+        await self._moves.stop()
         for pool in self.pools:
             await pool.stop()
         await self._intake.receiver.stop()
@@ -110,7 +114,9 @@ class Router:
         """The prefill pool is another now. On the router's event loop."""
         self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
-        self._view.left({name for pool in self.pools for name in pool.replicas()})
+        present = {name for pool in self.pools for name in pool.replicas()}
+        self._view.left(present)
+        self._moves.left(present)
         self._forecasts.present(pool.replicas() for pool in self.pools)
         self._cold_start.wake()
 
@@ -181,7 +187,11 @@ class Router:
             try:
                 await self._run_attempt(attempt, deadline_s)
                 return
+            except AttemptMoved as moved:
+                attempt = moved.successor
+                continue
             except AttemptFailed as failure:
+                self._moves.failed(attempt)
                 failure.log(leg.generation.generation_id, attempt.route, past.num_failed)
                 if failure.has_lost_kv:
                     self._view.pairs.failed(attempt.route)
@@ -213,7 +223,8 @@ class Router:
         try:
             # Not `wait_for`: it would run the attempt in a task of its own, which a cancellation can miss.
             async with asyncio.timeout(deadline_s - time.monotonic()) as limit:
-                await attempt.run()
+                with self._moves.known(attempt, deadline_s):
+                    await attempt.run()
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -224,14 +235,9 @@ class Router:
             leg,
             route,
             self._routes.forecast(leg).sent(route),
+            self._parts(),
             request_id=uuid.uuid4().hex,
             timeout_s=max(0.0, deadline_s - time.monotonic()),
-            decode=self._decode,
-            prefill=self._prefill,
-            view=self._view,
-            mailboxes=self._mailboxes,
-            channel=self._intake.address,
-            limits=self._limits.attempt,
         )
         attempt.open()
         leg.generation.binding.lean(route.model)
@@ -241,6 +247,10 @@ class Router:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
+
+    def _parts(self) -> AttemptParts:
+        limits, channel = self._limits.attempt, self._intake.address
+        return AttemptParts(self._decode, self._prefill, self._view, self._mailboxes, channel, limits)
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -291,4 +301,7 @@ class Router:
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id)
+        if frame.load.is_leaving:
+            self._decode.says_it_leaves(frame.replica_id)
+            self._moves.leaving(frame.replica_id)
         self._mailboxes.deliver(frame)

@@ -19,6 +19,17 @@ class AttemptLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationLimits:
+    """The config's section `migration`. max_at_once: moves of one router whose old replica has not stopped yet.
+    admit_timeout_s: how long the new replica may take to promise memory.
+    """
+
+    enabled: bool = True
+    max_at_once: int = 8
+    admit_timeout_s: float = unconfigured(5.0)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterLimits:
     """retry_delay_s doubles with each retry.
 
@@ -34,3 +45,4 @@ class RouterLimits:
     frozen_after_s: float = 5.0
     recovery_timeout_s: float = 30.0
     cold_start_timeout_s: float = 300.0
+    migration: MigrationLimits = MigrationLimits()

@@ -84,6 +84,11 @@ class WatchedPool(PoolClient):
         """A frame of it has come."""
         self._pulses.heard(replica_id)
 
+    def says_it_leaves(self, replica_id: str) -> None:
+        """By its own word: it is not chosen any more, and ends what it has begun."""
+        if replica_id in self._pool.replicas():
+            self._lose(replica_id, Loss.LEAVING)
+
     # -- calls -------------------------------------------------------------------------------------
 
     async def submit(self, replica_id: str, call: Call[ReplyT]) -> ReplyT:

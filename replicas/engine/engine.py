@@ -37,7 +37,16 @@ from replicas.engine.step_launch import StepLaunch
 from replicas.engine.step_timer import StepTimer
 from replicas.engine.token_frames import TokenFrames
 from replicas.kv.handoff_actions import Event
-from replicas.messages import CallStatus, EngineLoad, GenerateCall, GenerateReply, PrefillCall, PrefillReply
+from replicas.messages import (
+    CallStatus,
+    EngineLoad,
+    GenerateCall,
+    GenerateReply,
+    MigrateCall,
+    MigrateReply,
+    PrefillCall,
+    PrefillReply,
+)
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
@@ -82,7 +91,7 @@ class Engine:
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
         self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
         self._inbox = Inbox(self.calls.fail)
-        self._stopping = False
+        self._stopping = self._is_leaving = False
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
         self._prepared: Future[None] = Future()
@@ -113,6 +122,20 @@ class Engine:
     def prefill(self, call: PrefillCall) -> Future[PrefillReply]:
         """Queue a prompt whose KV is handed over. As `generate`."""
         return self._take(call)
+
+    def migrate(self, call: MigrateCall) -> Future[MigrateReply]:
+        """Have a running request go on at another engine. Any thread; does not block. The future is always answered."""
+        future: Future[MigrateReply] = Future()
+        self._inbox.put(partial(self.calls.handoffs.moves.begin, call, future, time.monotonic()))
+        return future
+
+    def leave(self) -> None:
+        """Routers are told that this engine takes nothing new. Any thread; does not block."""
+
+        def begin() -> None:
+            self._is_leaving = True
+
+        self._inbox.put(begin)
 
     def _take(self, call: GenerateCall | PrefillCall) -> Future[Any]:
         opened = open_call(call, time.monotonic())
@@ -293,7 +316,7 @@ class Engine:
 
     def _load(self) -> EngineLoad:
         steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
-        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs)
+        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs, is_leaving=self._is_leaving)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

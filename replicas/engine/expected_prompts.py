@@ -9,7 +9,7 @@ from scheduler.request import Request
 
 
 def expect_prompts(runner: ModelRunner, admitted: Iterable[Request]) -> None:
-    """Tell the runner of those that may have drafts."""
+    """Tell the runner of those that may have drafts. What comes running is longer than its prompt when it is here."""
     for request in admitted:
-        if request.may_draft and request.sequences and not request.local_prefill:
+        if request.may_draft and request.sequences and not request.local_prefill and not request.num_generated:
             runner.expect(request.sequences[0].slot, request.spec.prompt_ids)

@@ -38,6 +38,7 @@ class OpenCall:
     handoff: Handoff | None = None  # once it has arrived
     is_kv_read: bool = False  # and so has its KV
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
+    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by choice, all known
     # Of a PrefillCall.
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
@@ -111,5 +112,8 @@ def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
     deadline_s = now_s + call.timeout_s
     if isinstance(call, PrefillCall):
         return OpenCall(call, Request(call.request_id, call.spec, deadline_s, hands_over=True))
-    request = Request(call.request_id, call.spec, deadline_s, local_prefill=call.source is None)
+    num_generated = min(call.num_generated, call.spec.max_tokens - 1)
+    request = Request(
+        call.request_id, call.spec, deadline_s, local_prefill=call.source is None, num_generated=num_generated
+    )
     return OpenCall(call, request, router_id=call.channel.router_id)

@@ -26,12 +26,13 @@ class TransferPhase(Enum):
 
 @dataclass(slots=True)
 class ExpectedTransfer:
-    """deadline_s: absolute. renew_s: when the lease is to be renewed. resend: of the DONE."""
+    """num_blocks: None until the handoff of a request that the source decodes says how many. deadline_s: absolute.
+    renew_s: when the lease is to be renewed. resend: of the DONE."""
 
     transfer_id: str
     peer: TransferPeer
     prompt_len: int
-    num_blocks: int
+    num_blocks: int | None
     deadline_s: float
     phase: TransferPhase = TransferPhase.WAITING
     handoff: Handoff | None = None
@@ -66,7 +67,7 @@ class ExpectedTransfer:
 
     def give(self, block_ids: tuple[int, ...], num_kept: int) -> None:
         """Memory for it. Mutates. Raises ValueError for what would not fit, or overwrite a kept block."""
-        if len(block_ids) != self.num_blocks:
+        if self.num_blocks is None or len(block_ids) != self.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for {self.num_blocks}")
         if not 0 <= num_kept <= self.num_blocks:
             raise ValueError(f"{num_kept} of {self.num_blocks} blocks are kept")
@@ -80,15 +81,22 @@ class ExpectedTransfer:
             return f"fingerprint {handoff.fingerprint}"
         if handoff.prompt_len != self.prompt_len:
             return f"{handoff.prompt_len} prompt tokens, not {self.prompt_len}"
-        if len(handoff.block_ids) != self.num_blocks:
-            return f"{len(handoff.block_ids)} blocks, not {self.num_blocks}"
+        if bool(handoff.moved) != (self.num_blocks is None):
+            return "a prompt's" if self.num_blocks is None else "a running request's"
+        num_blocks = len(handoff.block_ids)
+        if self.num_blocks is not None and num_blocks != self.num_blocks:
+            return f"{num_blocks} blocks, not {self.num_blocks}"
         if any(not 0 <= block_id < self.peer.num_blocks for block_id in handoff.block_ids):
             return f"a block id outside 0..{self.peer.num_blocks - 1}"
         if handoff.digests is None:
             return "no digests, but this engine verifies" if require_digests else ""
-        if len(handoff.digests) != DIGEST_BYTES * self.num_blocks:
-            return f"{len(handoff.digests)} bytes of digests for {self.num_blocks} blocks"
+        if len(handoff.digests) != DIGEST_BYTES * num_blocks:
+            return f"{len(handoff.digests)} bytes of digests for {num_blocks} blocks"
         return ""
+
+    def arrived(self, handoff: Handoff) -> None:
+        """One without a mismatch. Mutates."""
+        self.phase, self.handoff, self.num_blocks = TransferPhase.OFFERED, handoff, len(handoff.block_ids)
 
     def disputed(self, places: Sequence[int]) -> tuple[int, ...]:
         """The source's ids of blocks that did not come as they were offered. places: among those read."""

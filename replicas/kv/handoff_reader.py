@@ -76,11 +76,12 @@ class HandoffReader:
         transfer_id: str,
         source: TransferPeer,
         prompt_len: int,
-        num_blocks: int,
+        num_blocks: int | None,
         deadline_s: float,
         now_s: float,
     ) -> list[Action]:
-        """Wait for this handoff until deadline_s (absolute). Raises ValueError for an id known already."""
+        """Wait for this handoff until deadline_s (absolute). num_blocks: of a prompt; None: the source decodes the
+        request, and says how many there are when it has stopped. Raises ValueError for an id known already."""
         if transfer_id in self._transfers or transfer_id in self._orphans or transfer_id in self._ended:
             raise ValueError(f"transfer {transfer_id} was expected before")
         transfer = ExpectedTransfer(transfer_id, source, prompt_len, num_blocks, deadline_s)
@@ -149,8 +150,7 @@ class HandoffReader:
         mismatch = transfer.mismatch(handoff, self._fingerprint, self._require_digests)
         if mismatch:
             return self._lose(transfer, LossReason.MISMATCH, mismatch, now_s)
-        transfer.phase = TransferPhase.OFFERED
-        transfer.handoff = handoff
+        transfer.arrived(handoff)
         return [*self._renew(transfer, now_s), HandoffArrived(transfer.transfer_id, handoff)]
 
     def receive(self, note: TransferNote, agent_name: str, now_s: float) -> list[Action]:

@@ -22,7 +22,7 @@ from replicas.kv.kv_transport import KvTransport
 from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
-from replicas.messages import Handoff, Token, TransferPeer
+from replicas.messages import Handoff, MovedChoice, Token, TransferPeer
 
 _EAGER_POLL_S = 0.0001  # while a read may end any moment
 _BUSY_POLL_S = 0.001  # while a transfer is open on either side
@@ -132,9 +132,10 @@ class TransferThread:
         first_tokens: Sequence[Token],
         deadline_s: float,
         candidates: Sequence[tuple[int, float]] = (),
+        moved: Sequence[MovedChoice] = (),
     ) -> None:
         """Hand over these blocks, whose KV is written and visible to the device that reads. They must not change
-        until SourceReleased. deadline_s: when the request ends, on time.monotonic()."""
+        until SourceReleased. moved: of a request that was decoded here. deadline_s: its end, on time.monotonic()."""
         driver = self._running()
         handoff = Handoff(
             transfer_id=transfer_id,
@@ -147,15 +148,16 @@ class TransferThread:
             first_tokens=tuple(first_tokens),
             lease_s=self._timing.lease_s,
             candidates=tuple(candidates),
+            moved=tuple(moved),
         )
         self._commands.put(partial(driver.offer, handoff, reader, deadline_s))
 
     def expect(
-        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int, deadline_s: float
+        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int | None, deadline_s: float
     ) -> None:
-        """Wait for a handoff from this source. Give this before anybody tells the source to prefill.
+        """Wait for a handoff from this source. Give this before anybody tells the source to prefill, or to stop.
 
-        deadline_s: when the request ends, on time.monotonic().
+        num_blocks: as `HandoffReader.expect`. deadline_s: when the request ends, on time.monotonic().
         """
         self._commands.put(partial(self._running().expect, transfer_id, source, prompt_len, num_blocks, deadline_s))
 
