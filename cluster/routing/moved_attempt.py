@@ -53,7 +53,7 @@ class MovedAttempt(Attempt):
 
     async def be_admitted(self, timeout_s: float) -> None:
         """Have the new replica promise memory. Raises AttemptFailed."""
-        self._submit(max([self.leg.num_taken(choice) for choice in self._spec.choices]))
+        self._submit(max([self.leg.num_taken(choice) for choice in self._spec.choices]), self._trace.ended)
         await self._wait_admitted(timeout_s)
         self.stage = Stage.TRANSFER
 

@@ -15,13 +15,14 @@ from cluster.api_error import ApiError
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
 from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
-from cluster.routing.attempt import Attempt, AttemptMoved
+from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory, Stage
 from cluster.routing.attempt_parts import AttemptParts
 from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
+from cluster.routing.decode_side import AttemptMoved
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
 from cluster.routing.frame_intake import FrameIntake
@@ -185,10 +186,13 @@ class Router:
                 await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
                 attempt = self._open_attempt(leg, await self._route(leg, past, deadline_s), deadline_s)
             try:
-                await self._run_attempt(attempt, deadline_s)
+                with self._moves.known(attempt, deadline_s):
+                    await attempt.run_until(deadline_s)
                 return
             except AttemptMoved as moved:
-                attempt = moved.successor
+                successor = moved.successor
+                assert isinstance(successor, Attempt)
+                attempt = successor
                 continue
             except AttemptFailed as failure:
                 self._moves.failed(attempt)
@@ -218,17 +222,6 @@ class Router:
         except ExceptionGroup as errors:
             # Not `except*`: what that raises is a group again.
             raise errors.exceptions[0] from None
-
-    async def _run_attempt(self, attempt: Attempt, deadline_s: float) -> None:
-        try:
-            # Not `wait_for`: it would run the attempt in a task of its own, which a cancellation can miss.
-            async with asyncio.timeout(deadline_s - time.monotonic()) as limit:
-                with self._moves.known(attempt, deadline_s):
-                    await attempt.run()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
 
     def _open_attempt(self, leg: Leg, route: Route, deadline_s: float) -> Attempt:
         attempt = Attempt(
@@ -291,8 +284,9 @@ class Router:
     def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
         rules, lost = PulseRules.of(self._limits.frozen_after_s), self._metrics.replica_lost
         return WatchedPool(
-            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name)
-        )
+            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name),
+            lambda replica_id: self._moves.leaving(replica_id),
+        )  # fmt: skip
 
     # -- what the replicas say ---------------------------------------------------------------------
 
@@ -300,8 +294,5 @@ class Router:
         self._view.heard(frame)
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
-        self._decode.heard(frame.replica_id)
-        if frame.load.is_leaving:
-            self._decode.says_it_leaves(frame.replica_id)
-            self._moves.leaving(frame.replica_id)
+        self._decode.heard(frame.replica_id, frame.load)
         self._mailboxes.deliver(frame)

@@ -21,7 +21,9 @@ async def leave(system: MovingSystem, count: int, name: str = "decode-0") -> tup
     asked = mixed(system, count, NUM_TOKENS)
     running = [asyncio.create_task(collect(router, one)) for one in asked]
     engine = system.decodes[name].engine
-    while engine.scheduler.batch.num_forwarded_tokens < 5 * len(engine.scheduler.batch) or not len(engine.scheduler.batch):
+    while engine.scheduler.batch.num_forwarded_tokens < 5 * len(engine.scheduler.batch) or not len(
+        engine.scheduler.batch
+    ):
         await asyncio.sleep(0.002)
     engine.leave()
     try:
