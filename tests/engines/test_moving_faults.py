@@ -1,5 +1,5 @@
-"""A move is held at each of its phases, and then goes on, or one of its two engines dies, or its KV is spoilt: each text
-is that of transformers, each token comes once, and nothing stays behind."""
+"""A move is held at each of its phases, and then goes on, or one of its two engines dies, or its KV is spoilt: texts are
+those of transformers, each token comes once, and nothing stays behind."""
 
 from __future__ import annotations
 
