@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from cluster.routing.generation import Generation
 from tests.engines.grammar_reference import GrammarReference
-from tests.engines.local_system import collect
+from tests.engines.local_system import Generated, collect
 from tests.engines.moving_system import MovingSystem
 from tests.engines.test_moving import check, mixed
 
-NUM_TOKENS = 300
+NUM_TOKENS = 200
 
 
-async def leave(system: MovingSystem, count: int, name: str = "decode-0") -> tuple[list, list, int]:
+async def leave(system: MovingSystem, count: int, name: str) -> tuple[list[Generation], list[Generated], int]:
     """Asked, generated, and how many were still running when the engine had nothing left."""
     router = await system.start_router()
     asked = mixed(system, count, NUM_TOKENS)
     running = [asyncio.create_task(collect(router, one)) for one in asked]
     engine = system.decodes[name].engine
-    while engine.scheduler.batch.num_forwarded_tokens < 5 * len(engine.scheduler.batch) or not len(
-        engine.scheduler.batch
-    ):
+    batch = engine.scheduler.batch
+    while not len(batch) or batch.num_forwarded_tokens < 5 * len(batch):
         await asyncio.sleep(0.002)
     engine.leave()
     try:
@@ -39,10 +39,10 @@ async def leave(system: MovingSystem, count: int, name: str = "decode-0") -> tup
 @pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_who_leaves_is_empty_while_all_goes_on(lag: int, tiny_folder: Path, tiny_reference: GrammarReference) -> None:
     system = MovingSystem.tiny(tiny_folder, 3, lag=lag, kv_capacity_tokens=16384)
-    asked, generated, num_running = asyncio.run(leave(system, 24))
+    asked, generated, num_running = asyncio.run(leave(system, 16, "decode-0"))
     check(tiny_reference, asked, generated)
     asyncio.run(system.wait_for_baseline())
     system.close()
-    assert system.moved() >= 6
+    assert system.moved() >= 4
     assert not system.moved("lost")
-    assert num_running > 6
+    assert num_running > 4

@@ -1,4 +1,4 @@
-"""A move is held at each of its phases, and then goes on, or one of its two engines dies, or its KV is spoilt: texts are
+"""A move is held at each of its phases; then it goes on, or one of its two engines dies, or its KV is spoilt: texts are
 those of transformers, each token comes once, and nothing stays behind."""
 
 from __future__ import annotations
