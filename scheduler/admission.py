@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import NOBODY, Budget, blocks_for_generation, blocks_needed, num_blocks_for
+from scheduler.memory_budget import (
+    NOBODY,
+    Budget,
+    blocks_for_generation,
+    blocks_needed,
+    num_blocks_for,
+    tokens_moved_in,
+)
 from scheduler.memory_projection import NO_END, MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request, RequestState
 from scheduler.request import Sequence as Choice
@@ -103,9 +110,9 @@ class ProjectedBudget(Budget):
 
     def _moved(self, request: Request, num_choices: int) -> Profile:
         """Of one that goes on here: as `unstarted`, from where it is elsewhere."""
-        prompt_len, num_tokens = request.prompt_len, request.num_generated
+        prompt_len, num_tokens = request.prompt_len, tokens_moved_in(request, self._block_size)
         num_held = blocks_for_generation(prompt_len, num_tokens, num_choices, self._block_size)
-        num_rows, position = self._rows_left(request, num_tokens), prompt_len + num_tokens - 1
+        num_rows, position = max(0, self._rows_left(request, num_tokens)), prompt_len + num_tokens - 1
         profile = growing(num_held, num_choices, 1, position, num_rows, self.step, NO_END, self._block_size)
         return replace(profile, base=profile.base - request.num_shared) if request.num_shared else profile
 

@@ -95,7 +95,7 @@ class Moving(GivingWay):
         self._check_choices(request, choices, num_blocks)
         kept = list(request.sequences[0].block_ids)
         num_new = num_blocks - len(kept)
-        room = self._num_available + self._unloaded[request_id]
+        room = self._unloaded[request_id] + min(self._num_available, self.free_blocks())
         if num_new > room:
             raise ValueError(f"it needs {num_new} blocks here, {room} are free")
         request.enter(RequestState.LOADING, now_s)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from scheduler.admission import distinct_blocks, num_own_blocks
 from scheduler.holdings import Holdings
 from scheduler.lane import Lane
-from scheduler.memory_budget import blocks_for_generation, blocks_needed, num_blocks_for
+from scheduler.memory_budget import blocks_for_generation, blocks_needed, num_blocks_for, tokens_moved_in
 from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
 from scheduler.request import Request, RequestState, Sequence
 
@@ -108,12 +108,11 @@ class Residents(Holdings):
             self.prompts.add(request)
 
     def _num_first_blocks(self, request: Request) -> int:
-        """Blocks of what is there before its first row here: its prompt, and what it has generated elsewhere until
-        then, which may be a block's worth more than was said."""
+        """Blocks of what is there before its first row here: its prompt, and what it has generated elsewhere."""
         block_size = self.limits.block_size
         if not request.num_generated:
             return num_blocks_for(request.prompt_len, block_size)
-        num_tokens = min(request.num_generated + block_size, request.spec.max_tokens)
+        num_tokens = tokens_moved_in(request, block_size)
         return blocks_for_generation(request.prompt_len, num_tokens, len(request.spec.choices), block_size)
 
     def _take_slots(self, request: Request) -> None:
