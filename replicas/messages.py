@@ -156,6 +156,7 @@ class EngineLoad:
     slowest_read_bytes_per_s: Amount = 0.0
     read_source: Name = ""  # likewise one of all of them, another in each load
     read_bytes_per_s: Amount = 0.0
+    missing_blocks: Count = 0  # by the projection: more than 0, and somebody gives way sooner or later, or has done so
     is_leaving: bool = False  # the replica takes nothing new, and ends when nobody waits for anything of it
 
 

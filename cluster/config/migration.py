@@ -16,6 +16,11 @@ class MigrationConfig(Section):
         "that has room, with its KV cache: it leaves in seconds. false: it ends there, for up to "
         "lifecycle.drain_timeout_s",
     )
+    relieve_memory: bool = Field(
+        default=True,
+        description="Let a request go on at another decode replica that has room when the KV memory of its own runs "
+        "short, instead of to host memory. Only with pools.decode.admission.output_length: quantile",
+    )
     max_at_once: int = Field(
         default=8,
         ge=1,

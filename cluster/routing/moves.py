@@ -1,4 +1,5 @@
-"""Which running attempts go on at another decode replica: those of one that leaves, as soon as others have room.
+"""Which running attempts go on at another decode replica: all of one that leaves, and the least important ones of one
+whose memory runs short, as soon as others have room.
 
 What is moved goes to a replica of the same model that has room for all that may come of it. Who finds none stays where
 it is until there is one, or until its replica's drain is over: then it is replayed, as after a death.
@@ -27,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.02  # how often is looked for who may be moved now
 _PAUSE_S = 0.5  # before one that was refused is tried again
-LEAVING = "leaving"  # why: a value of the label `cause` of splitserve_migrations_total
+_RELIEF_S = 0.2  # between two moves from a replica that is short of memory: the first is to show in what it says
+_STAYS_S = 5.0  # before one that was moved for memory is so again
+LEAVING = "leaving"  # why: values of the label `cause` of splitserve_migrations_total
+MEMORY = "memory"
 
 
 class Moves:
@@ -41,6 +45,7 @@ class Moves:
         self._running: dict[str, dict[Attempt, float]] = {}  # by decode replica, with their deadlines
         self._leaving: set[str] = set()
         self._paused: dict[Attempt, float] = {}  # until then
+        self._relieved_s: dict[str, float] = {}  # by decode replica: not again before
         self._open: set[Move] = set()
         self._causes: dict[Attempt, str] = {}  # of successors that have not brought a token
         self._task: asyncio.Task[None] | None = None
@@ -49,6 +54,8 @@ class Moves:
     def known(self, attempt: Attempt, deadline_s: float) -> Iterator[None]:
         """While it runs it may be moved."""
         decode_id = attempt.route.decode_id
+        if self._causes.get(attempt) == MEMORY:
+            self._paused[attempt] = time.monotonic() + _STAYS_S
         self._running.setdefault(decode_id, {})[attempt] = deadline_s
         try:
             yield
@@ -68,9 +75,21 @@ class Moves:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._empty_all(), context=contextvars.Context())
 
+    def relieve(self, replica_id: str) -> None:
+        """Its memory is running short: the youngest of the least important goes on elsewhere, if somebody has room."""
+        now_s = time.monotonic()
+        if not (self._limits.enabled and self._limits.relieve_memory) or now_s < self._relieved_s.get(replica_id, 0.0):
+            return
+        self._relieved_s[replica_id] = now_s + _RELIEF_S
+        here = reversed(list(self._running.get(replica_id, ())))
+        able = [one for one in here if one.may_move and self._paused.get(one, 0.0) <= now_s]
+        if able:
+            self.start(min(able, key=lambda one: one.leg.generation.spec.priority), MEMORY)
+
     def left(self, present: Collection[str]) -> None:
         """These replicas there are now: of those that left nothing is kept once nothing is open there."""
         self._leaving = {name for name in self._leaving if name in present or name in self._running}
+        self._relieved_s = {name: at_s for name, at_s in self._relieved_s.items() if name in present}
 
     async def stop(self) -> None:
         """Look for nobody any more."""

@@ -295,4 +295,6 @@ class Router:
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
         self._decode.heard(frame.replica_id, frame.load)
+        if frame.load.missing_blocks:
+            self._moves.relieve(frame.replica_id)
         self._mailboxes.deliver(frame)

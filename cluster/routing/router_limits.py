@@ -25,6 +25,7 @@ class MigrationLimits:
     """
 
     enabled: bool = True
+    relieve_memory: bool = True
     max_at_once: int = 8
     admit_timeout_s: float = unconfigured(5.0)
 

@@ -78,5 +78,6 @@ def load_of(
         slowest_read_bytes_per_s=slowest.bytes_per_s if slowest is not None else 0.0,
         read_source=in_turn.replica_id if in_turn is not None else "",
         read_bytes_per_s=in_turn.bytes_per_s if in_turn is not None else 0.0,
+        missing_blocks=scheduler.missing_blocks(),
         is_leaving=is_leaving,
     )
