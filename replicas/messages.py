@@ -13,10 +13,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
+from replicas.checked_fields import Amount, CheckedMove, CheckedToken, Count, Name, Score
 from replicas.recent_part import KeyPart as KeyPart
 from replicas.recent_part import KeyPosition as KeyPosition
 from scheduler.admission import LATER_STEPS
@@ -32,34 +33,6 @@ from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 WIRE_VERSION = 7  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
-
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Amount = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]  # which is neither infinite nor NaN
-Score = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Name = Annotated[str, Meta(max_length=4096)]
-
-
-if TYPE_CHECKING:
-    CheckedToken = Token
-    CheckedMove = MovedChoice
-else:
-
-    class CheckedToken(Token):
-        """A Token as it is decoded: the ranges of its fields, which scheduler/ cannot state. Equal to the Token."""
-
-        __slots__ = ()
-        request_id: Name
-        choice: Count
-        index: Count
-        token_id: Count
-
-    class CheckedMove(MovedChoice):
-        """Likewise, a MovedChoice."""
-
-        __slots__ = ()
-        choice: Count
-        token_ids: tuple[Count, ...]
-        places: tuple[Count, ...]
 
 
 class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
@@ -105,8 +78,7 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     lease_s: Annotated[float, Meta(gt=0.0, le=sys.float_info.max)]  # relative: clocks of two hosts are never compared
     # Of a beam search, instead of first tokens: the most likely ones (token id, log-probability), best first.
     candidates: tuple[tuple[Count, Score], ...]
-    # Of a request that the source has decoded so far, instead of either: its choices that go on. The blocks are then
-    # all of theirs, the prompt's first.
+    # Of a request that the source decoded, instead of either: its choices that go on, and all their blocks.
     moved: tuple[CheckedMove, ...] = ()
 
 
@@ -283,8 +255,7 @@ class GenerateCall(Call[GenerateReply], frozen=True):
     timeout_s: float
     channel: ChannelAddress
     source: TransferPeer | None
-    # As many tokens its longest choice has by now; 0: none. Then the source decodes it, and is to stop as soon as this
-    # replica has memory for it.
+    # Tokens that its longest choice has by now: the source decodes it, and stops once it is admitted here. 0: none.
     num_generated: Count = 0
 
 
@@ -320,8 +291,8 @@ class MigrateReply:
 
 
 class MigrateCall(Call[MigrateReply], frozen=True):
-    """Router -> decode, after another decode replica admitted the attempt transfer_id: stop the running attempt
-    request_id, whose generate call then ends as MOVED, and let the reader have its KV. timeout_s: to stop it."""
+    """Router -> decode, after the reader admitted the attempt transfer_id: stop the running attempt request_id, whose
+    generate call then ends as MOVED, and let the reader have its KV. timeout_s: to stop it."""
 
     request_id: str
     transfer_id: str

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replicas.engine.broken_output import broken_requests, tell_damage, without
+from replicas.engine.departures import Departures
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.expected_prompts import expect_prompts
@@ -37,16 +38,7 @@ from replicas.engine.step_launch import StepLaunch
 from replicas.engine.step_timer import StepTimer
 from replicas.engine.token_frames import TokenFrames
 from replicas.kv.handoff_actions import Event
-from replicas.messages import (
-    CallStatus,
-    EngineLoad,
-    GenerateCall,
-    GenerateReply,
-    MigrateCall,
-    MigrateReply,
-    PrefillCall,
-    PrefillReply,
-)
+from replicas.messages import CallStatus, EngineLoad, GenerateCall, GenerateReply, PrefillCall, PrefillReply
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
@@ -66,7 +58,7 @@ _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
 
 
-class Engine:
+class Engine(Departures):
     """One engine thread around a scheduler and a runner."""
 
     def __init__(
@@ -86,12 +78,11 @@ class Engine:
         self._grammars = parts.grammars
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load, parts.grammars)
         self._launching = StepLaunch(self.core, self.calls, self._commit)
-        self.steps = StepClock()
-        self._timer = StepTimer()
+        self.steps, self._timer = StepClock(), StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
         self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
         self._inbox = Inbox(self.calls.fail)
-        self._stopping = self._is_leaving = False
+        self._stopping = False
         self._is_broken = False  # for good: nothing is computed any more
         self._num_loop_failures = 0  # since a step was committed
         self._prepared: Future[None] = Future()
@@ -122,20 +113,6 @@ class Engine:
     def prefill(self, call: PrefillCall) -> Future[PrefillReply]:
         """Queue a prompt whose KV is handed over. As `generate`."""
         return self._take(call)
-
-    def migrate(self, call: MigrateCall) -> Future[MigrateReply]:
-        """Have a running request go on at another engine. Any thread; does not block. The future is always answered."""
-        future: Future[MigrateReply] = Future()
-        self._inbox.put(partial(self.calls.handoffs.moves.begin, call, future, time.monotonic()))
-        return future
-
-    def leave(self) -> None:
-        """Routers are told that this engine takes nothing new. Any thread; does not block."""
-
-        def begin() -> None:
-            self._is_leaving = True
-
-        self._inbox.put(begin)
 
     def _take(self, call: GenerateCall | PrefillCall) -> Future[Any]:
         opened = open_call(call, time.monotonic())
