@@ -76,7 +76,8 @@ class Scene:
         self.router._moves._leaving.add(OTHER)  # so that nobody is moved to there
 
         def here() -> list[Attempt]:
-            return [one for one in movable(self.router) if one.route.decode_id == OLD]
+            here = [one for one in movable(self.router) if one.route.decode_id == OLD]
+            return [one for one in here if one.leg.generation.spec.grammar is None]  # it has long to go
 
         await until(here)
         return here()[0]
@@ -140,7 +141,7 @@ def test_no_promise_in_time_and_it_stays(tiny_folder: Path, tiny_reference: Gram
     async def refused(system: MovingSystem) -> tuple[list[Generation], list[Generated]]:
         router = await system.start_router(migration=MigrationLimits(admit_timeout_s=0.05))
         scene = Scene(system, router, tmp_path)
-        asked = mixed(system, 6, 100)
+        asked = mixed(system, 6, 300)
         running = [asyncio.create_task(collect(router, one)) for one in asked]
         attempt = await scene._one_at_old()
         touch(tmp_path / READER, "hold.decode.admit")
@@ -156,3 +157,28 @@ def test_no_promise_in_time_and_it_stays(tiny_folder: Path, tiny_reference: Gram
     with running(tiny_folder, tmp_path) as system:
         check(tiny_reference, *asyncio.run(refused(system)))
         assert not system.moved()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_and_deaths_at_random(seed: int, tiny_folder: Path, tiny_reference: GrammarReference) -> None:
+    """Four engines, of which two die while requests are on their way from and to them."""
+    system = MovingSystem.tiny(tiny_folder, 4, has_prefill=False, lag=1, kv_capacity_tokens=8192)
+    left, dead = [OTHER, READER], []
+
+    def kill(router: Router) -> None:
+        if left and system.moved() > 15 * (3 - len(left)):
+            name = left.pop()
+            system.decode_pool.die(name)
+            router.pools_changed(system.decode_pool.replicas())
+            dead.append(system.decodes[name])
+
+    asked = mixed(system, 20, 100)
+    generated = system.run_moving(asked, seed, meanwhile=kill, max_retries=4)
+    check(tiny_reference, asked, generated)
+    assert not left, "both have died"
+    for built in dead:
+        built.stop()
+        system.engines.remove(built)
+    asyncio.run(system.wait_for_baseline(20.0))
+    system.close()

@@ -52,7 +52,8 @@ def test_sigterm_of_a_decode_replica_has_it_gone_in_seconds(server: RunningServe
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60.0)
         gone_s = time.monotonic() - began_s
         num_ended = sum(future.done() for _, future in running)
-        print(f"gone after {gone_s:.1f} s; {num_ended} streams had ended")
+        pauses = [server.total(f"splitserve_migration_seconds_{what}") for what in ("sum", "count")]
+        print(f"gone after {gone_s:.1f} s; {num_ended} streams had ended; pause {pauses[0] / pauses[1]:.2f} s")
         assert gone_s < GONE_S
         check(running)
     assert num_ended < NUM_STREAMS / 2, "most had much to go"
@@ -61,6 +62,20 @@ def test_sigterm_of_a_decode_replica_has_it_gone_in_seconds(server: RunningServe
     assert server.total("splitserve_retries_total") == 0
     wait_until(lambda: len(replicas(server, "decode")) == 2, 120.0)
     server.wait_for_baseline(30.0)
+
+
+def test_a_rolling_update_of_decode_cuts_nothing(server: RunningServer) -> None:
+    """One after the other: what has moved once moves again, to the new one."""
+    wait_until(lambda: len(replicas(server, "decode")) == 2, 120.0)
+    old, num_moves = set(replicas(server, "decode")), moves(server, "moved")
+    with streams(server) as running:
+        redeploy(server, "--roll", "decode")
+        check(running)
+        wait_until(lambda: not old & set(replicas(server, "decode")), 600.0)
+    assert moves(server, "moved") > num_moves
+    assert server.total("splitserve_requests_total", outcome="server_error") == 0
+    wait_until(lambda: len(replicas(server, "decode")) == 2, 120.0)
+    server.wait_for_baseline(60.0)
 
 
 def test_scale_down_has_one_gone_in_seconds(server: RunningServer) -> None:
