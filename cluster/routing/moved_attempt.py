@@ -25,15 +25,24 @@ class MovedAttempt(Attempt):
     whatever happened."""
 
     def __init__(
-        self, old: Attempt, route: Route, *, request_id: str, timeout_s: float, on_first: Callable[[MovedAttempt], None]
+        self,
+        old: Attempt,
+        route: Route,
+        cause: str,
+        *,
+        request_id: str,
+        timeout_s: float,
+        on_first: Callable[[MovedAttempt], None],
     ) -> None:
-        """on_first: told when the first token has come from the new replica."""
+        """cause: as in `moves`. on_first: told when the first token has come from the new replica."""
         super().__init__(old.leg, route, SentPrompt(), old.parts, request_id=request_id, timeout_s=timeout_s)
-        self.old = old
+        self.old, self.cause = old, cause
         self.ordered_s: float | None = None  # when the old replica was told to stop
         self._spec = old.leg.moved_spec()
         self._on_first = on_first
-        self._num_before: dict[int, int] = {}  # tokens that came from elsewhere, by choice
+        self._num_before: dict[int, int] | None = (
+            None  # tokens that came from elsewhere, by choice; None: they still do
+        )
         self._handoff_by_s = 0.0
 
     def open(self) -> None:
@@ -49,7 +58,7 @@ class MovedAttempt(Attempt):
     @property
     def num_tokens(self) -> int:
         """Of the choice that has most: what need not be computed again."""
-        return self._spec.prompt_len + max(self._num_before.values(), default=0)
+        return self._spec.prompt_len + max((self._num_before or {}).values(), default=0)
 
     async def be_admitted(self, timeout_s: float) -> None:
         """Have the new replica promise memory. Raises AttemptFailed."""
@@ -77,7 +86,7 @@ class MovedAttempt(Attempt):
         return self._handoff_by_s
 
     def _num_from_decode(self, choice: int) -> int:
-        return self.leg.num_taken(choice) - self._num_before.get(choice, 0)
+        return 0 if self._num_before is None else self.leg.num_taken(choice) - self._num_before[choice]
 
     def _found(self, num_tokens: int) -> None:
         """What is in caches was counted when the prompt was computed."""

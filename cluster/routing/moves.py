@@ -47,21 +47,19 @@ class Moves:
         self._paused: dict[Attempt, float] = {}  # until then
         self._relieved_s: dict[str, float] = {}  # by decode replica: not again before
         self._open: set[Move] = set()
-        self._causes: dict[Attempt, str] = {}  # of successors that have not brought a token
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def known(self, attempt: Attempt, deadline_s: float) -> Iterator[None]:
         """While it runs it may be moved."""
         decode_id = attempt.route.decode_id
-        if self._causes.get(attempt) == MEMORY:
+        if isinstance(attempt, MovedAttempt) and attempt.cause == MEMORY:
             self._paused[attempt] = time.monotonic() + _STAYS_S
         self._running.setdefault(decode_id, {})[attempt] = deadline_s
         try:
             yield
         finally:
             self._paused.pop(attempt, None)
-            self._causes.pop(attempt, None)
             here = self._running[decode_id]
             del here[attempt]
             if not here:
@@ -104,9 +102,8 @@ class Moves:
             return False
         timeout_s = max(0.0, self._running[attempt.route.decode_id][attempt] - time.monotonic())
         successor = MovedAttempt(
-            attempt, route, request_id=uuid.uuid4().hex, timeout_s=timeout_s, on_first=self._on_first
+            attempt, route, cause, request_id=uuid.uuid4().hex, timeout_s=timeout_s, on_first=self._on_first
         )
-        self._causes[successor] = cause
         self._open.add(Move(successor, self._limits.admit_timeout_s, self._on_refused))
         return True
 
@@ -177,9 +174,8 @@ class Moves:
         self._tell(attempt, MoveOutcome.MOVED)
 
     def _tell(self, attempt: MovedAttempt, outcome: MoveOutcome, reason: str = "") -> None:
-        cause = self._causes.pop(attempt, LEAVING)
-        self._metrics.migrated(cause, outcome)
-        where = {"from": attempt.old.route.decode_id, "to": attempt.route.decode_id, "cause": cause}
+        self._metrics.migrated(attempt.cause, outcome)
+        where = {"from": attempt.old.route.decode_id, "to": attempt.route.decode_id, "cause": attempt.cause}
         extra = {"event": "migration", "generation": attempt.leg.generation.generation_id, "outcome": str(outcome)}
         level = logging.INFO if outcome is MoveOutcome.MOVED else logging.WARNING
         logger.log(level, "migration: %s", outcome, extra={**extra, **where, "reason": reason})

@@ -73,6 +73,8 @@ class Rig:
             "prompts": dict(view._prompt_tokens),
             "coming": {ids: state.num_coming for ids, state in view.pairs._states.items() if state.num_coming},
             "handoffs": self.cluster.handoffs,
+            "running": self.cluster.running or self.cluster.stops,
+            "moves": self.router._moves._running or self.router._moves._paused,
             "memory": sum(r.used_blocks + r.num_queued for pool in self.cluster.pools for r in pool.members.values()),
         }
         return {name: value for name, value in every.items() if value}
