@@ -107,6 +107,8 @@ class Moving(GivingWay):
         return Load(blocks, len(kept))
 
     def _check_choices(self, request: Request, choices: tuple[MovedChoice, ...], num_blocks: int) -> None:
+        if request.search is not None:
+            raise ValueError("beams are not moved")
         wrong = {moved.choice for moved in choices}.difference(request.spec.choices)
         if not choices or wrong:
             raise ValueError(f"choices {sorted(wrong)} are not of {list(request.spec.choices)}, or there are none")

@@ -41,7 +41,7 @@ class MovedAttempt(Attempt):
         self._spec = old.leg.moved_spec()
         self._on_first = on_first
         self._num_before: dict[int, int] | None = (
-            None  # tokens that came from elsewhere, by choice; None: they still do
+            None  # tokens from elsewhere, by choice; None: they still come
         )
         self._handoff_by_s = 0.0
 

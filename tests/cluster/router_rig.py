@@ -14,7 +14,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.generation import Generation
 from cluster.routing.router import Router
-from cluster.routing.router_limits import AttemptLimits, RouterLimits
+from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from replicas.messages import Token
 from tests.cluster.fake_model import Token as Generated
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
@@ -102,6 +102,7 @@ async def running_router(
     may_be_empty: Collection[str] = (),
     cold_start_s: float = PATIENCE_S,
     tokenizer: str = "",
+    migrates: bool = True,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -120,6 +121,7 @@ async def running_router(
             frozen_after_s=frozen_after_s,
             recovery_timeout_s=recovery_s,
             cold_start_timeout_s=cold_start_s,
+            migration=MigrationLimits(enabled=migrates),
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

@@ -86,6 +86,32 @@ async def test_who_finds_no_room_goes_on_until_there_is_some() -> None:
         assert outcomes(rig)["moved"] >= 1
 
 
+async def test_who_runs_short_of_memory_gives_its_youngest_where_there_is_room() -> None:
+    async with running_router(FakeCluster(num_decode=2, num_prefill=1), max_retries=0) as rig:
+        rig.cluster.script = lambda _: SLOW
+        running = start_all(rig, 8, max_tokens=150)
+        await until(lambda: len(movable(rig, "decode-0")) > 1)
+        youngest = movable(rig, "decode-0")[-1].request_id
+        rig.cluster.decode.members["decode-0"].more_load = {"missing_blocks": 2}
+        await until(lambda: bool(rig.cluster.of("migrate")))
+        assert rig.cluster.of("migrate")[0].arguments[0].request_id == youngest
+        rig.cluster.decode.members["decode-0"].more_load = {}
+        await check_all(rig, running)
+        assert rig.count("splitserve_migrations", cause="memory", outcome="moved") >= 1
+
+
+async def test_nobody_moves_where_it_is_switched_off() -> None:
+    cluster = FakeCluster(num_decode=2, num_prefill=1)
+    async with running_router(cluster, max_retries=0, migrates=False) as rig:
+        rig.cluster.script = lambda _: SLOW
+        running = start_all(rig, 6)
+        await until(lambda: bool(movable(rig, "decode-0")))
+        says_it_leaves(rig, "decode-0")
+        rig.cluster.decode.members["decode-1"].more_load = {"missing_blocks": 2}
+        await check_all(rig, running)
+        assert not rig.cluster.of("migrate")
+
+
 @pytest.mark.parametrize(
     ("of_old", "of_new", "outcome"),
     [
