@@ -40,9 +40,7 @@ class MovedAttempt(Attempt):
         self.ordered_s: float | None = None  # when the old replica was told to stop
         self._spec = old.leg.moved_spec()
         self._on_first = on_first
-        self._num_before: dict[int, int] | None = (
-            None  # tokens from elsewhere, by choice; None: they still come
-        )
+        self._num_before: dict[int, int] | None = None  # tokens from elsewhere, by choice; None: they still come
         self._handoff_by_s = 0.0
 
     def open(self) -> None:

@@ -66,11 +66,12 @@ class Moves:
                 del self._running[decode_id]
 
     def leaving(self, replica_id: str) -> None:
-        """It has said that it leaves: what is open there goes on elsewhere. Again and again is as good as once."""
-        if replica_id in self._leaving or not self._limits.enabled:
+        """It has said that it leaves: what is open there goes on elsewhere. As often as it says so: something may have
+        been on its way there."""
+        if not self._limits.enabled:
             return
         self._leaving.add(replica_id)
-        if self._task is None or self._task.done():
+        if replica_id in self._running and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._empty_all(), context=contextvars.Context())
 
     def relieve(self, replica_id: str) -> None:

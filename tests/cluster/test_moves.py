@@ -67,6 +67,23 @@ async def test_all_that_a_leaving_replica_runs_goes_on_elsewhere(num_prefill: in
         assert rig.count("splitserve_migrated_tokens") > 2
 
 
+async def test_replicas_that_leave_one_after_the_other_pass_on_what_they_were_passed() -> None:
+    """The second says so while what comes from the first is on its way to it."""
+    async with running_router(FakeCluster(num_decode=2, num_prefill=1), max_retries=0) as rig:
+        rig.cluster.script = lambda _: Script(token_s=0.005, transfer_s=0.02)
+        running = start_all(rig, 6, max_tokens=200)
+        await until(lambda: bool(movable(rig, "decode-0")))
+        says_it_leaves(rig, "decode-0")
+        await until(lambda: len(rig.cluster.of("migrate")) > 0)
+        rig.cluster.decode.join("decode-2")
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        says_it_leaves(rig, "decode-1")
+        await until(lambda: not open_at(rig, "decode-0") and not open_at(rig, "decode-1"))
+        assert open_at(rig, "decode-2")
+        await check_all(rig, running)
+        assert not outcomes(rig)["lost"]
+
+
 async def test_who_finds_no_room_goes_on_until_there_is_some() -> None:
     async with running_router(FakeCluster(num_decode=1, num_prefill=1), max_retries=0) as rig:
         rig.cluster.script = lambda _: SLOW
