@@ -14,9 +14,9 @@ from tests.engines.moving_system import MovingSystem
 from tests.engines.test_moving import check
 from tests.engines.tiny_tokenizer import END_ID
 
-# Taken to be two tokens long, they are 60: twelve of them need twice the memory that one engine has.
+# Taken to be two tokens long, they are 150: twelve of them need four times the memory that one engine has.
 OPTIMISTIC = AdmissionPolicy(quantile=0.5, min_samples=1)
-NUM_TOKENS = 60
+NUM_TOKENS = 150
 
 
 async def crowded(system: MovingSystem, limits: MigrationLimits) -> tuple[list[Generation], list[Generated]]:
