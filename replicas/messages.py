@@ -13,10 +13,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
+from replicas.checked_fields import Amount, CheckedMove, CheckedToken, Count, Name, Score
 from replicas.recent_part import KeyPart as KeyPart
 from replicas.recent_part import KeyPosition as KeyPosition
 from scheduler.admission import LATER_STEPS
@@ -25,31 +26,13 @@ from scheduler.generated_token import FinishReason as FinishReason
 from scheduler.generated_token import Token as Token
 from scheduler.generation_spec import GenerationSpec as GenerationSpec
 from scheduler.grammar import Grammar as Grammar
+from scheduler.moved_choice import MovedChoice as MovedChoice
 from scheduler.token_logprobs import PromptLogprobs as PromptLogprobs
 from scheduler.token_logprobs import TokenLogprobs as TokenLogprobs
 
 WIRE_VERSION = 7  # of what streams: another version's is malformed
 
 ReplyT = TypeVar("ReplyT")
-
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Amount = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]  # which is neither infinite nor NaN
-Score = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Name = Annotated[str, Meta(max_length=4096)]
-
-
-if TYPE_CHECKING:
-    CheckedToken = Token
-else:
-
-    class CheckedToken(Token):
-        """A Token as it is decoded: the ranges of its fields, which scheduler/ cannot state. Equal to the Token."""
-
-        __slots__ = ()
-        request_id: Name
-        choice: Count
-        index: Count
-        token_id: Count
 
 
 class Call(Struct, Generic[ReplyT], tag=True, frozen=True):
@@ -99,6 +82,8 @@ class Handoff(Struct, tag=f"handoff-{WIRE_VERSION}", array_like=True, forbid_unk
     candidates: tuple[tuple[Count, Score], ...]
     first_block: Count  # which of the prompt's blocks the part begins with
     is_last: bool  # the part ends the prompt; its lease began with the first one
+    # Of a request that the source decoded, instead of either: its choices that go on, and all their blocks.
+    moved: tuple[CheckedMove, ...] = ()
 
 
 class NoteKind(StrEnum):
@@ -148,6 +133,8 @@ class EngineLoad:
     slowest_read_bytes_per_s: Amount = 0.0
     read_source: Name = ""  # likewise one of all of them, another in each load
     read_bytes_per_s: Amount = 0.0
+    missing_blocks: Count = 0  # by the projection: more than 0, and somebody gives way sooner or later, or has done so
+    is_leaving: bool = False  # the replica takes nothing new, and ends when nobody waits for anything of it
 
 
 class Pulse(Struct, frozen=True, omit_defaults=True):
@@ -237,6 +224,7 @@ class CallStatus(StrEnum):
     EVICTED = "evicted"  # decode's memory ran short, and its host's too: replay it
     TIMEOUT = "timeout"
     LEAVING = "leaving"  # the replica is about to end: nothing was begun
+    MOVED = "moved"  # it goes on at another replica, which reads its KV here
     NOTHING_ALLOWED = "nothing_allowed"  # the request's own rules of token choice forbid every token
     GRAMMAR_LIMIT = "grammar_limit"  # following its grammar took more work than one request may cause
     ERROR = "error"
@@ -277,6 +265,8 @@ class GenerateCall(Call[GenerateReply], frozen=True):
     source: TransferPeer | None
     has_begun: bool = False
     is_suspect: bool = False
+    # Tokens that its longest choice has by now: the source decodes it, and stops once it is admitted here. 0: none.
+    num_generated: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,3 +291,21 @@ class PrefillCall(Call[PrefillReply], frozen=True):
     timeout_s: float
     reader: TransferPeer
     has_begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MigrateReply:
+    """OK: it has stopped, and its KV is offered. Any other status: it goes on as if nothing had been asked."""
+
+    status: CallStatus
+    detail: str
+
+
+class MigrateCall(Call[MigrateReply], frozen=True):
+    """Router -> decode, after the reader admitted the attempt transfer_id: stop the running attempt request_id, whose
+    generate call then ends as MOVED, and let the reader have its KV. timeout_s: to stop it."""
+
+    request_id: str
+    transfer_id: str
+    reader: TransferPeer
+    timeout_s: float

@@ -6,8 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler.length_estimator import LengthEstimator
-from scheduler.memory_budget import NOBODY, Budget, blocks_needed, num_blocks_for
-from scheduler.memory_projection import MemoryProjection, Profile, constant, growing, unstarted
+from scheduler.memory_budget import (
+    NOBODY,
+    Budget,
+    blocks_for_generation,
+    blocks_needed,
+    num_blocks_for,
+    tokens_moved_in,
+)
+from scheduler.memory_projection import NO_END, MemoryProjection, Profile, constant, growing, unstarted
 from scheduler.request import Request, RequestState
 from scheduler.request import Sequence as Choice
 
@@ -99,9 +106,19 @@ class ProjectedBudget(Budget):
             return constant(num_blocks_for(request.prompt_len, self._block_size) - request.num_shared)
         if request.search is not None:
             return self._worst_case(request)
-        num_rows = self._rows_left(request, 1)
         num_choices = len(request.spec.choices)
+        if request.num_generated:
+            return self._moved(request, num_choices)
+        num_rows = self._rows_left(request, 1)
         profile = unstarted(request.prompt_len, num_choices, num_rows, self.step, self._block_size)
+        return replace(profile, base=profile.base - request.num_shared) if request.num_shared else profile
+
+    def _moved(self, request: Request, num_choices: int) -> Profile:
+        """Of one that goes on here: as `unstarted`, from where it is elsewhere."""
+        prompt_len, num_tokens = request.prompt_len, tokens_moved_in(request, self._block_size)
+        num_held = blocks_for_generation(prompt_len, num_tokens, num_choices, self._block_size)
+        num_rows, position = max(0, self._rows_left(request, num_tokens)), prompt_len + num_tokens - 1
+        profile = growing(num_held, num_choices, 1, position, num_rows, self.step, NO_END, self._block_size)
         return replace(profile, base=profile.base - request.num_shared) if request.num_shared else profile
 
     def resume(self, request: Request, num_blocks: int) -> bool:

@@ -24,7 +24,7 @@ class GivingWay(Residents):
         0 while more does: prompts are in work, somebody is over or away whose blocks a step must still let go of, or
         somebody waits who might be admitted.
         """
-        is_busy = len(self.prompts) or self._handing_over or self._ending
+        is_busy = len(self.prompts) or self._handing_over or self._moving_out or self._ending
         is_short = self.preemption or self.preemption.is_cooling
         if is_busy or is_short or (self.num_queued and self._free_slots):
             return 0

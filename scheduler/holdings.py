@@ -101,6 +101,7 @@ class Holdings:
         # another engine or to the other lane.
         self._handing_over: dict[str, Request] = {}
         self._evicted: list[Request] = []  # not named yet
+        self._moving_out: dict[str, Request] = {}  # without rows, until what is in flight of them is known
         self._deadlines = Deadlines()
 
     def _prompt_ready(self, request: Request) -> None:
@@ -150,6 +151,10 @@ class Holdings:
     def free_blocks(self) -> int:
         """Blocks that a newcomer may use at every step to come."""
         return 0 if self.preemption else self.budget.free_from(0)
+
+    def missing_blocks(self) -> int:
+        """Blocks by which the highest use to come is more than there are, and those of who has given way."""
+        return max(0, self.budget.promised - self.budget.num_blocks) + self.preemption.num_blocks_away
 
     def later_free_blocks(self) -> tuple[int, ...]:
         """As free_blocks, from later steps on (admission.LATER_STEPS); empty where nothing is projected."""

@@ -40,6 +40,12 @@ def blocks_needed(request: Request, block_size: int) -> int:
     return blocks_for_generation(request.prompt_len, request.spec.max_tokens, len(request.spec.choices), block_size)
 
 
+def tokens_moved_in(request: Request, block_size: int) -> int:
+    """Of one that goes on here: so many tokens a choice is taken to have when it comes. It is generating elsewhere
+    meanwhile, so a block's worth more than was said."""
+    return min(request.num_generated + block_size, request.spec.max_tokens)
+
+
 class Budget(ABC):
     """Promises of blocks by request id. Not thread-safe: the engine thread owns it.
 

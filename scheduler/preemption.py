@@ -72,6 +72,11 @@ class Preemption:
         return self.host.num_used
 
     @property
+    def num_blocks_away(self) -> int:
+        """Blocks that the preempted ones need to come back."""
+        return sum(len(away.host_ids) for away in self._away.values()) if self._away else 0
+
+    @property
     def is_cooling(self) -> bool:
         """Whether a step in flight copies from blocks, of the device or the host."""
         return bool(self._cooling)

@@ -8,7 +8,7 @@ States and what each means (of one whose KV is offered: O, of one that is decode
     LOADING       D  blocks allocated, KV being read from the source
     RUNNING       D  its sequences take part in every step (unless there is no free block, or a token is to be known)
     PREEMPTED     D  gave way: its blocks are in host memory, it comes back before anybody new is admitted
-    LEASED      O    prompt computed; the blocks wait for their reader under a lease
+    LEASED      O D  prompt computed, or moved to another engine; the blocks wait for their reader under a lease
     FINISHED, CANCELLED, FAILED   terminal
     EVICTED       D  terminal: gave way and there was no host memory; its router replays it
 """
@@ -47,7 +47,10 @@ LEGAL_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.ADMITTED: frozenset({RequestState.PREFILLING, RequestState.LOADING}) | _ENDS,
     RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.LEASED, RequestState.FINISHED}) | _ENDS,
     RequestState.LOADING: frozenset({RequestState.RUNNING}) | _ENDS,
-    RequestState.RUNNING: frozenset({RequestState.FINISHED, RequestState.PREEMPTED, RequestState.EVICTED}) | _ENDS,
+    RequestState.RUNNING: frozenset(
+        {RequestState.FINISHED, RequestState.PREEMPTED, RequestState.EVICTED, RequestState.LEASED}
+    )
+    | _ENDS,
     RequestState.PREEMPTED: frozenset({RequestState.RUNNING, RequestState.FINISHED}) | _ENDS,
     RequestState.LEASED: frozenset({RequestState.FINISHED}) | _ENDS,
     RequestState.FINISHED: frozenset(),
@@ -105,6 +108,8 @@ class Request:
     # Its next row is planned only when all its planned tokens are known: with a lag it sits out some steps. Always of a
     # beam search: which beams get the next row depends on them.
     needs_known_tokens: bool = False
+    # Of one that is decoded elsewhere and goes on here: as many tokens its longest choice had when that was said.
+    num_generated: int = 0
     may_draft: bool = False  # whether its rows may have drafts, of the runner or of its grammar
     gave_up_drafts: bool = False  # nobody makes any for it any more
     speculation: SpeculationState = field(default_factory=SpeculationState)
@@ -166,10 +171,14 @@ class Request:
             sequence.num_known < sequence.num_planned for sequence in self.sequences if sequence.finish_reason is None
         )
 
-    def slot_init(self, sequence: Sequence, last_token: int | None = None) -> SlotInit:
-        """What the runner is told when a sequence of this request takes its slot."""
+    def slot_init(
+        self, sequence: Sequence, last_token: int | None = None, earlier_ids: tuple[int, ...] = ()
+    ) -> SlotInit:
+        """What the runner is told when a sequence of this request takes its slot. earlier_ids: generated elsewhere,
+        before the last token."""
         spec = self.spec
-        context = RuleContext(spec.prompt_ids, spec.output_start, spec.stop_token_ids, spec.predicted_ids)
+        prompt_ids = (*spec.prompt_ids, *earlier_ids) if earlier_ids else spec.prompt_ids
+        context = RuleContext(prompt_ids, spec.output_start, spec.stop_token_ids, spec.predicted_ids)
         position = None if last_token is None else self.prompt_len + sequence.num_planned - 1
         is_drafted_for = self.is_drafted_for
         return SlotInit(sequence.slot, sequence.choice, spec.sampling, last_token, context, position, is_drafted_for)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from scheduler.admission import distinct_blocks, num_own_blocks
 from scheduler.holdings import Holdings
 from scheduler.lane import Lane
-from scheduler.memory_budget import blocks_needed, num_blocks_for
+from scheduler.memory_budget import blocks_for_generation, blocks_needed, num_blocks_for, tokens_moved_in
 from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
 from scheduler.request import Request, RequestState, Sequence
 
@@ -83,7 +83,7 @@ class Residents(Holdings):
     def _promise(self, request: Request) -> list[int] | None:
         """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here
         already and hold the beginning of its prompt."""
-        num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
+        num_prompt_blocks = self._num_first_blocks(request)
         room = self._num_available - self.preemption.num_protected_blocks()
         if self.prefixes is None:
             return [] if num_prompt_blocks <= room and self.budget.promise(request) else None
@@ -109,13 +109,20 @@ class Residents(Holdings):
             self.prefixes.take(request, found)
             request.sequences[0].block_ids = found
         if not request.local_prefill:
-            num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
-            self._unloaded[request.request_id] = num_prompt_blocks - len(found)
+            self._unloaded[request.request_id] = self._num_first_blocks(request) - len(found)
             return
         request.num_prefilled = request.num_cached
         self._allocate_prompt(request)
         if self.host_tier is None or not self.host_tier.take(request):
             self.prompts.add(request)
+
+    def _num_first_blocks(self, request: Request) -> int:
+        """Blocks of what is there before its first row here: its prompt, and what it has generated elsewhere."""
+        block_size = self.limits.block_size
+        if not request.num_generated:
+            return num_blocks_for(request.prompt_len, block_size)
+        num_tokens = tokens_moved_in(request, block_size)
+        return blocks_for_generation(request.prompt_len, num_tokens, len(request.spec.choices), block_size)
 
     def _take_slots(self, request: Request) -> None:
         """The step being planned begins its prompt, so what is noted of its slots is over when the step is. Mutates."""

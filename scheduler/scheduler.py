@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from scheduler.beam_batcher import hypothesis_tokens
 from scheduler.beam_search import Candidate
 from scheduler.generated_token import Token
-from scheduler.giving_way import GivingWay
 from scheduler.lane import Lane
+from scheduler.moving import Moving
 from scheduler.outcome import Load, PromptDone, PromptPart, StepEvents
 from scheduler.plan import SampledToken, Slice, StepOutput, StepPlan
 from scheduler.request import Request, RequestState
 
 
-class Scheduler(GivingWay):
+class Scheduler(Moving):
     """What the requests of one engine compute, step by step, and what passes between it and other engines."""
 
     num_stalls = 0  # times that a request had to wait a step for a free block
@@ -288,8 +288,5 @@ class Scheduler(GivingWay):
             self.allocator.share(first.block_ids)
             sequence.block_ids = list(first.block_ids)
             self.builder.write_table(sequence.slot, 0, tuple(sequence.block_ids))
-        if self.prefixes is not None:
-            self.prefixes.begin_output(request)
-        self.batch.add(request)
-        self.budget.running(request, first_step)
+        self._join(request, first_step)
         self._starts.started(first_step - request.admission_step)

@@ -16,7 +16,8 @@ class LifecycleConfig(Section):
     drain_timeout_s: Seconds = Field(
         default=120.0,
         description="Longest time a replica that leaves (scale-down, update, SIGTERM) has to end what it has begun, "
-        "and the whole server when it is stopped. Beyond: what is left is cut, or goes on at another replica",
+        "and the whole server when it is stopped; what can move to another decode replica (migration) does so at once. "
+        "Beyond: what is left is cut, or computed again at another replica",
     )
     frozen_after_s: float = Field(
         default=5.0,

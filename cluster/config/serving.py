@@ -10,6 +10,7 @@ from cluster.config.access import AuthConfig, CorsConfig
 from cluster.config.fairness import FairnessConfig
 from cluster.config.lifecycle import LifecycleConfig
 from cluster.config.limits import LimitsConfig
+from cluster.config.migration import MigrationConfig
 from cluster.config.model import ModelConfig
 from cluster.config.prefix_cache import CacheIsolation, PrefixCacheConfig
 from cluster.config.routing import RoutingConfig
@@ -60,6 +61,9 @@ class ServingConfig(SharedConfig):
     ingress: IngressConfig = Field(default=IngressConfig(), description="The replicas that take HTTP requests")
     slo: SloConfig = Field(default=SloConfig(), description="What users are promised")
     routing: RoutingConfig = Field(default=RoutingConfig(), description="Which replicas a request goes to")
+    migration: MigrationConfig = Field(
+        default=MigrationConfig(), description="Running requests that move to another decode replica"
+    )
     fairness: FairnessConfig = Field(default=FairnessConfig(), description="How the server's users share it")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="What one HTTP request may ask for")
     tracing: TracingConfig = Field(default=TracingConfig(), description="OpenTelemetry traces of requests")

@@ -39,6 +39,8 @@ DECISIONS = (
 )
 PROMPT_ROUTES = ("local", "remote")
 RETRY_STAGES = ("queue", "prefill", "transfer", "decode", "frames")
+MOVE_CAUSES = ("leaving", "memory")
+MOVE_OUTCOMES = ("moved", "refused", "lost")
 POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
@@ -72,6 +74,15 @@ class IngressMetrics(MetricSet):
     def retried(self, stage: str) -> None:
         """Something is tried again; stage: one of RETRY_STAGES."""
         self.retries.add(stage=stage)
+
+    def migrated(self, cause: str, outcome: str) -> None:
+        """A running request was to go on at another decode replica; one of MOVE_CAUSES and of MOVE_OUTCOMES."""
+        self.migrations.add(cause=cause, outcome=outcome)
+
+    def moved(self, gap_s: float, num_tokens: int) -> None:
+        """One does, so long after its old replica was told to stop; so many tokens were not computed again."""
+        self.migration_time.observe(gap_s)
+        self.migrated_tokens.add(num_tokens)
 
     def replica_lost(self, of_pool: str, reason: str) -> None:
         """A replica is not chosen any more, though Serve still lists it; reason: one of LOSSES."""
@@ -145,6 +156,20 @@ class IngressMetrics(MetricSet):
             fixed={"policy": policy},
         )
         self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
+        self.migrations = self.counter(
+            "splitserve_migrations",
+            "Running requests that were to go on at another decode replica with their KV; refused: they stayed, lost: "
+            "they were replayed",
+            {"cause": MOVE_CAUSES, "outcome": MOVE_OUTCOMES},
+        )
+        self.migration_time = self.histogram(
+            "splitserve_migration_seconds",
+            "From the order to stop at the old replica to the first token from the new one",
+            metric_buckets.FIRST_TOKEN_S,
+        )
+        self.migrated_tokens = self.counter(
+            "splitserve_migrated_tokens", "Tokens of moved requests whose KV was read instead of computed again"
+        )
         self.replica_losses = self.counter(
             "splitserve_replica_losses",
             "Replicas that this ingress found dead, frozen or leaving before Serve told it",

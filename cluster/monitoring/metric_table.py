@@ -21,6 +21,8 @@ from cluster.monitoring.ingress_metrics import (
     GRAMMAR_CHECKS,
     GRAMMAR_REFUSALS,
     LOSSES,
+    MOVE_CAUSES,
+    MOVE_OUTCOMES,
     OBJECTIVES,
     OUTCOMES,
     POOLS,
@@ -104,6 +106,9 @@ def _process_rows() -> Iterator[MetricRow]:
     yield MetricRow(PREFIX + "trace_spans", "counter", INGRESS, {"result": SPAN_ENDS})
     yield MetricRow(PREFIX + "unlike_replicas", "gauge", INGRESS, {"of_pool": ENGINES, "reason": UNLIKENESS})
     yield MetricRow(PREFIX + "slow_transfers", "gauge", INGRESS, {})
+    yield MetricRow(PREFIX + "migrations", "counter", INGRESS, {"cause": MOVE_CAUSES, "outcome": MOVE_OUTCOMES})
+    yield MetricRow(PREFIX + "migration_seconds", "histogram", INGRESS, {}, buckets.FIRST_TOKEN_S)
+    yield MetricRow(PREFIX + "migrated_tokens", "counter", INGRESS, {})
     yield MetricRow(PREFIX + "replica_losses", "counter", INGRESS, {"of_pool": POOLS, "reason": LOSSES})
     prefix_labels: Labels = {"of_pool": ENGINES, "what": PREFIX_TOKENS}
     yield MetricRow(PREFIX + "router_prefix_tokens", "counter", INGRESS, prefix_labels)

@@ -178,6 +178,7 @@ class RouteKind(StrEnum):
     FAILED_PAIR = "local_failed_pair"  # than to fail there once more
     # The decode replica, so that there is only one that can die of it, and it is known whether it had begun.
     SUSPECT = "local_suspect"
+    MOVED = "moved"  # nobody: it goes on where another decode replica has stopped (counted as a migration)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cluster.api_error import ApiError
-from cluster.policies.routing_policy import Route
+from cluster.policies.routing_policy import Route, RouteKind
 from cluster.routing.model_binding import OtherModel
 from cluster.routing.pool_client import Loss, ReplicaLost
 from replicas.messages import CallStatus
@@ -151,6 +151,10 @@ class AttemptHistory:
                 return replace(self, num_failed=self.num_failed + 1)
             return replace(self, num_barren=0 if has_advanced else self.num_barren + 1)
         cause = failure.__cause__
+        if route.kind is RouteKind.MOVED and failure.stage is Stage.TRANSFER:
+            # It was moved for others' sake, and is replayed as if its replica had died. It is not moved without end:
+            # each replica leaves once.
+            return self
         if isinstance(cause, OtherModel):
             # Nor is this a fault: another part of the request was quicker. From now on this one goes where that went.
             return self

@@ -114,6 +114,15 @@ class Leg:
             num_output_in_prompt=self._base,
         )
 
+    def moved_spec(self) -> GenerationSpec:
+        """What another replica is asked for that goes on with this attempt: the same, without choices that ended."""
+        return replace(self.attempt_spec(), choices=self.going_choices)
+
+    @property
+    def going_choices(self) -> tuple[int, ...]:
+        """Those that have not ended yet, in this attempt either."""
+        return tuple(c for c in self.open_choices if self._choices[c].finish_reason is None)
+
     def take_prompt(self, part: PromptLogprobs) -> None:
         """What the model thought of the prompt's next tokens. Mutates; they are emitted before the first token.
 

@@ -26,6 +26,8 @@ from replicas.messages import (
     ForgetPeerCall,
     GenerateCall,
     GenerateReply,
+    MigrateCall,
+    MigrateReply,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -42,6 +44,7 @@ _REPLIES: dict[type, Decoder[Any]] = {
     PulseCall: Decoder(Pulse),
     ReplayCall: Decoder(ReplayReply),
     ForgetPeerCall: Decoder(NoneType),
+    MigrateCall: Decoder(MigrateReply),
 }
 
 

@@ -94,13 +94,17 @@ class PoolView:
         """By replica id, what each said last."""
         return {name: heard.load for name, heard in self._heard.items()}
 
+    def decode_metadata(self, replica_id: str) -> Mapping[str, Any]:
+        """As decode_peer: all that it has published."""
+        return self._decode_table[replica_id]
+
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Of one of the last candidates. It may have left since: then calls to it say so."""
-        return self._peer(self._decode_table, replica_id)
+        return self.peer(replica_id, self._decode_table[replica_id])
 
     def prefill_peer(self, replica_id: str) -> TransferPeer:
         """Of one of the last candidates. It may have left since: then calls to it say so."""
-        return self._peer(self._prefill_table, replica_id)
+        return self.peer(replica_id, self._prefill_table[replica_id])
 
     def heard(self, frame: Frame) -> None:
         self.heard_load(frame.replica_id, frame.load)
@@ -177,8 +181,9 @@ class PoolView:
                 del known[name]
         self.pairs.left(present)
 
-    def _peer(self, table: ReplicaTable, replica_id: str) -> TransferPeer:
-        peer = TransferPeer.from_metadata(table[replica_id]["peer"])
+    def peer(self, replica_id: str, metadata: Mapping[str, Any]) -> TransferPeer:
+        """Of one that has published this. Mutates: should it die, others are told."""
+        peer = TransferPeer.from_metadata(metadata["peer"])
         self._agent_names[replica_id] = peer.agent_name
         return peer
 

@@ -18,16 +18,19 @@ from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unav
 from cluster.routing.admission_wait import AdmissionWait, AdmissionWaits, MovedOn
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory
+from cluster.routing.attempt_parts import AttemptParts
 from cluster.routing.avoided_pairs import AvoidedPairs
 from cluster.routing.batch_queue import BatchQueue
 from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
+from cluster.routing.decode_side import AttemptMoved
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
 from cluster.routing.failed_attempts import FailedAttempts
 from cluster.routing.frame_intake import FrameIntake
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.moves import Moves
 from cluster.routing.order_book import OrderBook
 from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
@@ -39,7 +42,7 @@ from cluster.routing.router_limits import RouterLimits
 from cluster.routing.slow_transfers import SlowTransferWatch, slowest_reads
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
 from cluster.routing.watched_pool import WatchedPool
-from replicas.messages import CallStatus, Frame
+from replicas.messages import Frame
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
+        self._moves = Moves(self._view, rules, limits.migration, limits.block_size, metrics)
         dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
         self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
@@ -100,6 +104,7 @@ class Router:
 
     async def stop(self) -> None:
         """Close the token channel. After the last generation."""
+        await self._moves.stop()
         for pool in self.pools:
             await pool.stop()
         await self._intake.receiver.stop()
@@ -117,7 +122,9 @@ class Router:
         """The prefill pool is another now. On the router's event loop."""
         self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
-        self._view.left({name for pool in self.pools for name in pool.replicas()})
+        present = {name for pool in self.pools for name in pool.replicas()}
+        self._view.left(present)
+        self._moves.left(present)
         self._forecasts.present(pool.replicas() for pool in self.pools)
         for pool in self.pools:
             self.orders.present(pool.name, pool.staying())
@@ -191,12 +198,18 @@ class Router:
                 await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
                 attempt = self._open_attempt(leg, past, deadline_s, await self._route(leg, past, deadline_s))
             try:
-                await self._run_attempt(attempt, deadline_s)
+                with self._moves.known(attempt, deadline_s):
+                    await attempt.run_until(deadline_s)
                 return
             except MovedOn as moved:
                 attempt = moved.attempt
                 continue
+            except AttemptMoved as moved:
+                assert isinstance(moved.successor, Attempt)
+                attempt = moved.successor
+                continue
             except AttemptFailed as failure:
+                self._moves.failed(attempt)
                 past = self._failures.after(leg, attempt, failure, past, deadline_s)
             attempt = None
             await asyncio.sleep(past.pause_s(self._limits.retry_delay_s))
@@ -216,16 +229,6 @@ class Router:
             # Not `except*`: what that raises is a group again.
             raise errors.exceptions[0] from None
 
-    async def _run_attempt(self, attempt: Attempt, deadline_s: float) -> None:
-        try:
-            # Not `wait_for`: it would run the attempt in a task of its own, which a cancellation can miss.
-            async with asyncio.timeout(deadline_s - time.monotonic()) as limit:
-                await attempt.run()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise AttemptFailed(attempt.stage, CallStatus.TIMEOUT, "the request's time is up", False) from None
-
     def _open_attempt(
         self, leg: Leg, past: AttemptHistory, deadline_s: float, route: Route, before: AdmissionWait | None = None
     ) -> Attempt:
@@ -235,14 +238,9 @@ class Router:
             leg,
             route,
             self._routes.forecast(leg).sent(route),
+            self._parts(),
             request_id=uuid.uuid4().hex,
             deadline_s=deadline_s,
-            decode=self._decode,
-            prefill=self._prefill,
-            view=self._view,
-            mailboxes=self._mailboxes,
-            channel=self._intake.address,
-            limits=self._limits.attempt,
             wait=self._waits.begin(leg, route, decide, go_on, before),
         )
         attempt.open()
@@ -253,6 +251,10 @@ class Router:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
+
+    def _parts(self) -> AttemptParts:
+        limits, channel = self._limits.attempt, self._intake.address
+        return AttemptParts(self._decode, self._prefill, self._view, self._mailboxes, channel, limits)
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -268,8 +270,9 @@ class Router:
     def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
         rules, lost = PulseRules.of(self._limits.frozen_after_s), self._metrics.replica_lost
         return WatchedPool(
-            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name)
-        )
+            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name),
+            lambda replica_id: self._moves.leaving(replica_id),
+        )  # fmt: skip
 
     # -- what the replicas say ---------------------------------------------------------------------
 
@@ -277,6 +280,8 @@ class Router:
         self._view.heard(frame)
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
-        self._decode.heard(frame.replica_id)
+        self._decode.heard(frame.replica_id, frame.load)
+        if frame.load.missing_blocks:
+            self._moves.relieve(frame.replica_id)
         self._mailboxes.deliver(frame)
         self._waits.move_if_due()

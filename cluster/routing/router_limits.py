@@ -19,6 +19,18 @@ class AttemptLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class MigrationLimits:
+    """The config's section `migration`. max_at_once: moves of one router whose old replica has not stopped yet.
+    admit_timeout_s: how long the new replica may take to promise memory.
+    """
+
+    enabled: bool = True
+    relieve_memory: bool = True
+    max_at_once: int = 8
+    admit_timeout_s: float = unconfigured(5.0)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterLimits:
     """retry_delay_s doubles with each retry.
 
@@ -36,3 +48,4 @@ class RouterLimits:
     recovery_timeout_s: float = 30.0
     cold_start_timeout_s: float = 300.0
     settle_s: float = unconfigured(1.0)
+    migration: MigrationLimits = MigrationLimits()

@@ -17,7 +17,7 @@ _CLEAR = 1.25  # so much faster than needed it must be again, so that one on the
 
 @dataclass(frozen=True, slots=True)
 class SlowestRead:
-    """The prefill replica from which this decode replica reads slowest, as it says.
+    """The replica, of prefill or of decode, from which this decode replica reads slowest, as it says.
 
     computed_bytes_per_s: KV that computing a prompt makes; 0.0: nobody has computed one yet.
     """
@@ -33,7 +33,7 @@ class SlowestRead:
 
     def __str__(self) -> str:
         return (
-            f"decode replica {self.reader_id} reads KV from prefill replica {self.source_id} at "
+            f"decode replica {self.reader_id} reads KV from replica {self.source_id} at "
             f"{self.bytes_per_s / 1e9:.3g} GB/s: to compute a prompt again would be faster "
             f"({self.computed_bytes_per_s / 1e9:.3g} GB/s)"
         )

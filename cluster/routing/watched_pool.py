@@ -36,10 +36,12 @@ class WatchedPool(PoolClient):
         on_lost: Callable[[str, Loss], None],
         on_load: Callable[[str, EngineLoad], None],
         keys: KeyFeed | None = None,
+        on_leaving: Callable[[str], None] = lambda _: None,
     ) -> None:
         """on_lost: told of each loss, by pool and kind. on_load: what a replica said of its load when it was asked.
-        keys: takes what replicas have cached; None: nobody wants to know."""
-        self.name, self._keys = name, keys
+        keys: takes what replicas have cached; None: nobody wants to know. on_leaving: told of one that says that it
+        leaves, again and again."""
+        self.name, self._keys, self._on_leaving = name, keys, on_leaving
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
@@ -80,9 +82,11 @@ class WatchedPool(PoolClient):
         """Those that may not, and why."""
         return {name: loss for name, loss in self._lost.items() if name in self._pool.replicas()}
 
-    def heard(self, replica_id: str) -> None:
+    def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A frame of it has come."""
         self._pulses.heard(replica_id)
+        if load.is_leaving:
+            self._says_it_leaves(replica_id)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -164,6 +168,12 @@ class WatchedPool(PoolClient):
             for limit in self._open.pop(replica_id, ()):
                 limit.reschedule(now_s)
 
+    def _says_it_leaves(self, replica_id: str) -> None:
+        """It is not chosen any more, and ends what it has begun."""
+        if replica_id in self._pool.replicas():
+            self._lose(replica_id, Loss.LEAVING)
+        self._on_leaving(replica_id)
+
     def _recover(self, replica_id: str) -> None:
         if self._lost.get(replica_id) not in (None, Loss.LEAVING):
             del self._lost[replica_id]
@@ -187,5 +197,7 @@ class WatchedPool(PoolClient):
             pulse = await self._pool.submit(replica_id, PulseCall(after))
             self._pulses.heard(replica_id, pulse.stalled_s)
             self._on_load(replica_id, pulse.load)
+            if pulse.load.is_leaving:
+                self._says_it_leaves(replica_id)
             if self._keys is None or not self._keys.heard(replica_id, pulse.keys):
                 return

@@ -34,7 +34,7 @@ from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
-from cluster.routing.router_limits import AttemptLimits, RouterLimits
+from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
 from cluster.serving.serve_address import warn_if_elsewhere
@@ -109,6 +109,7 @@ class Ingress:
                 config.kv,
                 config.lifecycle,
                 attempt=by_names(AttemptLimits, config.ingress, config.transfer),
+                migration=by_names(MigrationLimits, config.migration),
             ),
             metrics=self.metrics,
             channel_host=channel_host(config),

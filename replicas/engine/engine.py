@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from replicas.engine.broken_output import broken_requests, tell_damage, without
+from replicas.engine.departures import Departures
 from replicas.engine.engine_parts import EngineParts
 from replicas.engine.engine_watch import Watched
 from replicas.engine.expected_prompts import expect_prompts
@@ -55,7 +56,7 @@ _MAX_IDLE_S = 0.5
 _MAX_LOOP_FAILURES = 3
 
 
-class Engine:
+class Engine(Departures):
     """One engine thread around a scheduler and a runner."""
 
     def __init__(
@@ -75,8 +76,7 @@ class Engine:
         self._grammars = parts.grammars
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load, parts.grammars)
         self._launching = StepLaunch(self.core, self.calls, self._commit)
-        self.steps = StepClock()
-        self._timer = StepTimer()
+        self.steps, self._timer = StepClock(), StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
         self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
         self._inbox = Inbox(self.calls.fail)
@@ -293,7 +293,7 @@ class Engine:
 
     def _load(self) -> EngineLoad:
         steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
-        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs)
+        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs, is_leaving=self._is_leaving)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

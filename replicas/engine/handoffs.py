@@ -3,7 +3,8 @@
 Reading: admitted -> expected -> the handoff arrives -> read -> confirmed -> running.
 Offering: admitted -> its reader is looked for -> computed -> offered under a lease -> released.
 
-A prompt of several chunks is offered, and read, in parts: what is computed of it while the rest is.
+A prompt of several chunks is offered, and read, in parts: what is computed of it while the rest is. What is offered
+while it is decoded: `moves_out.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from replicas.engine.moves_out import MovesOut
 from replicas.engine.open_call import OpenCall
 from replicas.kv.handoff_actions import (
     BlocksDisputed,
@@ -31,7 +33,7 @@ from replicas.kv.handoff_actions import (
 from replicas.messages import CallStatus, Handoff, PrefillCall, Token
 from scheduler.beam_search import Candidate
 from scheduler.memory_budget import num_blocks_for
-from scheduler.outcome import PromptDone, PromptPart
+from scheduler.outcome import Load, PromptDone, PromptPart
 from scheduler.request import Request, RequestState
 from scheduler.scheduler import Scheduler
 
@@ -58,6 +60,7 @@ class Handoffs:
 
     def __init__(self, scheduler: Scheduler, calls: Answers, on_joined: Callable[[OpenCall], None]) -> None:
         self._scheduler, self._calls, self._on_joined = scheduler, calls, on_joined
+        self.moves = MovesOut(scheduler, calls.by_id, lambda: self.transfers)
 
     def admitted(self, opened: OpenCall) -> None:
         """Memory was promised to it: its source, or its reader, is looked for while it waits.
@@ -75,13 +78,16 @@ class Handoffs:
                 request.request_id,
                 source=call.source,
                 prompt_len=request.prompt_len,
-                num_blocks=num_blocks_for(request.prompt_len, self._scheduler.limits.block_size),
+                num_blocks=None if request.num_generated else self._num_prompt_blocks(request),
                 deadline_s=request.deadline_s,
             )
 
     def part_done(self, part: PromptPart) -> None:
         """Blocks of a prompt that goes on are offered. Raises as `prompt_done`."""
         self._offer(self._calls.by_id[part.request_id], part.block_ids, is_last=False)
+
+    def _num_prompt_blocks(self, request: Request) -> int:
+        return num_blocks_for(request.prompt_len, self._scheduler.limits.block_size)
 
     def prompt_done(self, done: PromptDone) -> None:
         """Its blocks are offered, if there are any. Raises what the transfers raise: then these were not offered, and
@@ -129,7 +135,7 @@ class Handoffs:
         request = self._scheduler.get(request_id)
         if request is not None and request.state is RequestState.LEASED:
             # The reader holds the other end: the transfer thread tells it, and reports the release.
-            self.transfers.cancel(request_id)
+            self.transfers.cancel(self.moves.transfer_of(request_id) or request_id)
             return
         self._scheduler.end(request_id, state, time.monotonic())
         if opened is not None and opened.is_kv_read:
@@ -143,6 +149,8 @@ class Handoffs:
 
     def on_event(self, event: Event) -> None:
         """The transfers report."""
+        if self.moves.take(event):
+            return
         match event:
             case HandoffArrived(transfer_id, handoff):
                 self._on_handoff(transfer_id, handoff)
@@ -172,8 +180,19 @@ class Handoffs:
             return  # ended meanwhile; its cancel is on the way to the transfer thread
         if handoff.is_last:
             self._on_last_part(transfer_id, handoff)
-        load = self._scheduler.begin_load(transfer_id, time.monotonic())
+        try:
+            load = self._begin_load(transfer_id, handoff)
+        except ValueError as error:
+            self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
+            return
         self.transfers.read_into(transfer_id, load.block_ids, load.num_kept)
+
+    def _begin_load(self, transfer_id: str, handoff: Handoff) -> Load:
+        """Raises ValueError for what does not fit its request or the memory here."""
+        now_s = time.monotonic()
+        if handoff.moved:
+            return self._scheduler.begin_moved_load(transfer_id, handoff.moved, len(handoff.block_ids), now_s)
+        return self._scheduler.begin_load(transfer_id, now_s)
 
     def _on_last_part(self, transfer_id: str, handoff: Handoff) -> None:
         opened = self._calls.by_id.get(transfer_id)
@@ -190,9 +209,7 @@ class Handoffs:
             return  # it runs when its grammar is there, too
         try:
             self._join_batch(opened.request, opened.handoff)
-            if opened.texts is not None:
-                for token in opened.handoff.first_tokens:
-                    opened.texts.of(token.choice).take(token.token_id)
+            self._take_known(opened, opened.handoff)
         except ValueError as error:  # the handoff's first tokens are not those of this request
             self._calls.end(transfer_id, RequestState.FAILED, CallStatus.KV_LOST, str(error))
             return
@@ -203,8 +220,21 @@ class Handoffs:
         if opened.is_kv_read:
             self._on_kv_ready(opened.request.request_id)
 
+    def _take_known(self, opened: OpenCall, handoff: Handoff) -> None:
+        """Tokens that the source knows are this attempt's, though they are not sent from here."""
+        first = [(token.choice, (token.token_id,)) for token in handoff.first_tokens]
+        for choice, token_ids in [*first, *[(moved.choice, moved.token_ids) for moved in handoff.moved]]:
+            opened.token_ids[choice] += token_ids
+            if opened.texts is not None:
+                text = opened.texts.of(choice)
+                for token_id in token_ids:
+                    text.take(token_id)
+
     def _join_batch(self, request: Request, handoff: Handoff) -> None:
         """Raises ValueError."""
+        if handoff.moved:
+            self._scheduler.moved_in(request.request_id, handoff.moved, time.monotonic())
+            return
         if request.search is not None:
             self._scheduler.beams_ready(request.request_id, handoff.candidates, time.monotonic())
             return

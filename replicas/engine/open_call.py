@@ -39,6 +39,7 @@ class OpenCall:
     handed_over_s: float | None = None  # when that was
     is_kv_read: bool = False  # and so has its KV
     num_sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by choice, in frames
+    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by choice, all known
     # Of a PrefillCall.
     scores: list[bytes] = field(default_factory=list)  # of the prompt's chunks so far, if asked for; as in the reply
     is_reader_checked: bool = False  # nobody would read from it in vain
@@ -126,5 +127,6 @@ def open_call(call: GenerateCall | PrefillCall, now_s: float) -> OpenCall:
         local_prefill=call.source is None,
         has_begun=call.has_begun,
         is_suspect=call.is_suspect,
+        num_generated=min(call.num_generated, call.spec.max_tokens - 1),
     )
     return OpenCall(call, request, router_id=call.channel.router_id)

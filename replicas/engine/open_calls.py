@@ -44,7 +44,7 @@ class OpenCalls:
         self.constrained = ConstrainedRows(grammars, metrics, self.by_id)
         self._compiling: dict[str, float] = {}  # deadlines of those that wait for their grammar, and for nothing else
         self.handoffs = Handoffs(core.scheduler, self, self._joined)
-        self._finished: list[OpenCall] = []  # to be answered after this iteration's frames
+        self._finished: list[tuple[OpenCall, CallStatus]] = []  # to be answered after this iteration's frames
         self._engine, self._core, self._scheduler = engine, core, core.scheduler
         self._metrics, self._frames, self._load = metrics, frames, load
 
@@ -178,7 +178,7 @@ class OpenCalls:
                 self.fail(token.request_id, error)
         for request_id in {token.request_id for token in events.tokens if token.finish_reason}:
             if request_id in self.by_id and self._scheduler.get(request_id) is None:
-                self._finished.append(self.by_id.pop(request_id))
+                self._finished.append((self.by_id.pop(request_id), CallStatus.OK))
         for part in events.parts:
             try:
                 self.handoffs.part_done(part)
@@ -197,6 +197,7 @@ class OpenCalls:
     def _send_token(self, token: Token) -> None:
         opened = self.by_id.get(token.request_id)
         if opened is not None and self._frames is not None:  # else it has failed a token ago
+            opened.token_ids[token.choice].append(token.token_id)
             self._frames.add_token(opened, token)
 
     def _on_prompt_done(self, done: PromptDone) -> None:
@@ -211,10 +212,11 @@ class OpenCalls:
 
     def flush(self, now_s: float) -> None:
         """What this iteration produced leaves; then the replies, which say how many tokens were sent."""
+        self._finished += self.handoffs.moves.offer_stopped(now_s)
         if self._frames is not None:
             self._frames.flush(self._load(), now_s, self._give_up)
-        for opened in self._finished:
-            self.reply(opened, CallStatus.OK, "")
+        for opened, status in self._finished:
+            self.reply(opened, status, "")
         self._finished.clear()
 
     # -- ends --------------------------------------------------------------------------------------
@@ -285,10 +287,11 @@ class OpenCalls:
 
     def answer_all(self, status: CallStatus, detail: str) -> None:
         """Every open call, without a look at the scheduler. Raises nothing."""
-        for opened in self._finished:
+        for opened, _ in self._finished:
             self.by_id.setdefault(opened.request.request_id, opened)
         self._finished.clear()
         self._compiling.clear()
+        self.handoffs.moves.refuse_all(detail)
         while self.by_id:
             request_id, opened = self.by_id.popitem()
             try:

@@ -39,7 +39,7 @@ class TokenFrames:
         self._outbox[opened.router_id].prompts.append(prompt)
 
     def add_token(self, opened: OpenCall, token: Token) -> None:
-        if not opened.num_sent and opened.request.num_cached:
+        if not opened.num_sent and opened.request.num_cached and not opened.request.num_generated:
             self._outbox[opened.router_id].cached.append((opened.request.request_id, opened.request.num_cached))
         opened.num_sent[token.choice] += 1
         if not token.index and opened.first_token_s is None and opened.request.search is None:

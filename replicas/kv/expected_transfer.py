@@ -27,16 +27,18 @@ class TransferPhase(Enum):
 
 @dataclass(slots=True)
 class ExpectedTransfer:
-    """deadline_s: absolute. lease_s: the source's word; None before it was heard. renew_s: when the lease is to be
-    renewed. resend: of the DONE. block_ids: here, of the whole prompt; told_ids: at the source, of what it has told of,
-    and digests of those, if it gave any. num_unchecked: blocks that were read and whose digests are not compared yet.
+    """deadline_s: absolute. is_running: of a request that the source decodes, whose handoff says how many blocks there
+    are. lease_s: the source's word; None before it was heard. renew_s: when the lease is to be renewed. resend: of the
+    DONE. block_ids: here, of the whole prompt; told_ids: at the source, of what it has told of, and digests of those,
+    if it gave any. num_unchecked: blocks that were read and whose digests are not compared yet.
     """
 
     transfer_id: str
     peer: TransferPeer
     prompt_len: int
-    num_blocks: int
+    num_blocks: int | None
     deadline_s: float
+    is_running: bool = False
     phase: TransferPhase = TransferPhase.WAITING
     lease_s: float | None = None
     told_ids: list[int] = field(default_factory=list)
@@ -74,6 +76,8 @@ class ExpectedTransfer:
         if not part.first_block <= self.num_told < part.first_block + len(part.block_ids):
             return False
         num_known = self.num_told - part.first_block
+        if self.num_blocks is None:
+            self.num_blocks = len(part.block_ids)
         self.lease_s = part.lease_s
         self.told_ids += part.block_ids[num_known:]
         if part.digests is not None:
@@ -82,7 +86,7 @@ class ExpectedTransfer:
 
     def give(self, block_ids: tuple[int, ...], num_kept: int) -> None:
         """Memory for it. Mutates. Raises ValueError for what would not fit, or overwrite a kept block."""
-        if len(block_ids) != self.num_blocks:
+        if self.num_blocks is None or len(block_ids) != self.num_blocks:
             raise ValueError(f"{len(block_ids)} blocks for {self.num_blocks}")
         if not 0 <= num_kept <= self.num_blocks:
             raise ValueError(f"{num_kept} of {self.num_blocks} blocks are kept")
@@ -111,9 +115,14 @@ class ExpectedTransfer:
             return f"fingerprint {part.fingerprint}"
         if part.prompt_len != self.prompt_len:
             return f"{part.prompt_len} prompt tokens, not {self.prompt_len}"
-        if not part.block_ids or (end != self.num_blocks if part.is_last else end >= self.num_blocks):
+        if bool(part.moved) != self.is_running:
+            return "a prompt's" if self.is_running else "a running request's"
+        if self.is_running and (part.first_block or not part.is_last):
+            return "a part of a running request's"
+        num_blocks = len(part.block_ids) if self.num_blocks is None else self.num_blocks
+        if not part.block_ids or (end != num_blocks if part.is_last else end >= num_blocks):
             more = "" if part.is_last else " and more to come"
-            return f"blocks {part.first_block} to {end}{more}, of {self.num_blocks}"
+            return f"blocks {part.first_block} to {end}{more}, of {num_blocks}"
         if any(not 0 <= block_id < self.peer.num_blocks for block_id in part.block_ids):
             return f"a block id outside 0..{self.peer.num_blocks - 1}"
         known_ids = self.told_ids[part.first_block : end]

@@ -85,14 +85,17 @@ class HandoffReader:
         transfer_id: str,
         source: TransferPeer,
         prompt_len: int,
-        num_blocks: int,
+        num_blocks: int | None,
         deadline_s: float,
         now_s: float,
     ) -> list[Action]:
-        """Wait for this handoff until deadline_s (absolute). Raises ValueError for an id known already."""
+        """Wait for this handoff until deadline_s (absolute). num_blocks: of a prompt; None: the source decodes the
+        request, and says how many there are when it has stopped. Raises ValueError for an id known already."""
         if transfer_id in self._transfers or transfer_id in self._orphans or transfer_id in self._ended:
             raise ValueError(f"transfer {transfer_id} was expected before")
-        transfer = ExpectedTransfer(transfer_id, source, prompt_len, num_blocks, deadline_s)
+        transfer = ExpectedTransfer(
+            transfer_id, source, prompt_len, num_blocks, deadline_s, is_running=num_blocks is None
+        )
         self._transfers[transfer_id] = transfer
         self._wake(transfer)
         if source.fingerprint != self._fingerprint:

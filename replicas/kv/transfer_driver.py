@@ -130,7 +130,7 @@ class TransferDriver:
             self._perform(actions)
 
     def expect(
-        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int, deadline_s: float
+        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int | None, deadline_s: float
     ) -> None:
         now_s = self._now_s()
         try:

@@ -22,7 +22,7 @@ from replicas.kv.kv_transport import KvTransport
 from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
-from replicas.messages import Handoff, Token, TransferPeer
+from replicas.messages import Handoff, MovedChoice, Token, TransferPeer
 
 _EAGER_POLL_S = 0.0001  # while a read may end any moment
 _BUSY_POLL_S = 0.001  # while a transfer is open on either side
@@ -134,9 +134,11 @@ class TransferThread:
         candidates: Sequence[tuple[int, float]] = (),
         first_block: int = 0,
         is_last: bool = True,
+        moved: Sequence[MovedChoice] = (),
     ) -> None:
         """Hand over these blocks, whose KV is written and visible to the device that reads. They must not change
-        until SourceReleased. deadline_s: when the request ends, on time.monotonic().
+        until SourceReleased. deadline_s: when the request ends, on time.monotonic(). moved: of a request that was
+        decoded here.
 
         They may be a part of the prompt's, from first_block on: the next one goes on where it ends, and the last one
         has the first tokens.
@@ -155,15 +157,16 @@ class TransferThread:
             candidates=tuple(candidates),
             first_block=first_block,
             is_last=is_last,
+            moved=tuple(moved),
         )
         self._commands.put(partial(driver.offer, handoff, reader, deadline_s))
 
     def expect(
-        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int, deadline_s: float
+        self, transfer_id: str, source: TransferPeer, prompt_len: int, num_blocks: int | None, deadline_s: float
     ) -> None:
-        """Wait for a handoff from this source. Give this before anybody tells the source to prefill.
+        """Wait for a handoff from this source. Give this before anybody tells the source to prefill, or to stop.
 
-        deadline_s: when the request ends, on time.monotonic().
+        num_blocks: as `HandoffReader.expect`. deadline_s: when the request ends, on time.monotonic().
         """
         self._commands.put(partial(self._running().expect, transfer_id, source, prompt_len, num_blocks, deadline_s))
 

@@ -60,6 +60,7 @@ def load_of(
     prefill_tokens_per_s: float,
     slowest: PairRate | None = None,
     in_turn: PairRate | None = None,
+    is_leaving: bool = False,
 ) -> EngineLoad:
     """What routers are told. Engine thread only. step_s and prefill_tokens_per_s: as a StepClock has them. slowest: the
     peer from which KV is read slowest; in_turn: one of all of them, another each time."""
@@ -77,4 +78,6 @@ def load_of(
         slowest_read_bytes_per_s=slowest.bytes_per_s if slowest is not None else 0.0,
         read_source=in_turn.replica_id if in_turn is not None else "",
         read_bytes_per_s=in_turn.bytes_per_s if in_turn is not None else 0.0,
+        missing_blocks=scheduler.missing_blocks(),
+        is_leaving=is_leaving,
     )

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from replicas.channels.token_sender import FrameGone
-from replicas.messages import Call, CallStatus, GenerateCall, GenerateReply, ReplayCall, ReplayReply
+from replicas.messages import Call, CallStatus, GenerateCall, GenerateReply, MigrateCall, ReplayCall, ReplayReply
 from replicas.serving.engine_replica import EngineReplica
 
 logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class DecodeReplica(EngineReplica[GenerateCall, GenerateReply]):
     """Also the whole system's only replica when colocated. Tokens travel by the token channel, not in replies."""
 
-    calls = GenerateCall | ReplayCall
+    calls = GenerateCall | ReplayCall | MigrateCall
 
     def _begin(self, call: GenerateCall) -> Future[GenerateReply]:
         return self._engine.generate(call)
@@ -28,6 +28,8 @@ class DecodeReplica(EngineReplica[GenerateCall, GenerateReply]):
         return {**super().record_replica_metadata(), "channel_public_key": self._engine.sender.public_key}
 
     def _take(self, call: Call[Any]) -> Any:
+        if isinstance(call, MigrateCall):  # also of one that leaves: that is what it is for
+            return self._engine.migrate(call)
         return self._replay(call) if isinstance(call, ReplayCall) else super()._take(call)
 
     def _replay(self, call: ReplayCall) -> ReplayReply:

@@ -1,8 +1,8 @@
 """What the Serve replicas of both kinds of engine have in common: start, calls, metadata, health, metrics, drain, end.
 
 How one leaves: Serve takes it off the routers' tables and waits for `__del__`; that takes no new calls, and waits for
-those that are open and for the readers of what it computed. All of it within `drain_timeout_s`, when Serve kills the
-process.
+those that are open and for the readers of what it computed. Routers hear of it in its frames, and move what runs there
+to other replicas. All of it within `drain_timeout_s`, when Serve kills the process.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         gc.collect()
         gc.freeze()
         self._built.start()
-        self._termination = Termination(settings.lifecycle.drain_timeout_s)
+        self._termination = Termination(settings.lifecycle.drain_timeout_s, on_request=self._engine.leave)
         self._termination.watch()
         self._calls = CallServer(node_address(), self.decoder(), self._take, self._engine.cancel)
         self._has_left = False
@@ -130,6 +130,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
     async def _leave(self) -> None:
         """Wait for calls, for the readers of leases, and for frames to leave; then end the engine."""
         self._watch.stop()
+        self._engine.leave()
         begun_s = time.monotonic()
         # Serve's clock began before, and at its end it kills: until then who still waits must be told.
         drain_timeout_s = self._built.settings.lifecycle.drain_timeout_s

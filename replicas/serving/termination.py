@@ -21,9 +21,15 @@ _EXIT_NAME = "raise_sys_exit_with_custom_error_message"
 class Termination:
     """Whether this process was told to go. Serve learns it by the health check, and drains and replaces the replica."""
 
-    def __init__(self, drain_timeout_s: float, end_process: Callable[[int], object] = os._exit) -> None:
-        """end_process: called when the time is up though Serve has not ended the replica meanwhile."""
-        self._drain_timeout_s, self._end_process = drain_timeout_s, end_process
+    def __init__(
+        self,
+        drain_timeout_s: float,
+        end_process: Callable[[int], object] = os._exit,
+        on_request: Callable[[], None] = lambda: None,
+    ) -> None:
+        """end_process: called when the time is up though Serve has not ended the replica meanwhile. on_request: called
+        when the drain begins; does not block."""
+        self._drain_timeout_s, self._end_process, self._on_request = drain_timeout_s, end_process, on_request
         self._requested = threading.Event()
 
     @property
@@ -59,6 +65,7 @@ class Termination:
         """As if SIGTERM had come."""
         logger.warning("SIGTERM: draining", extra={"event": "drain_begun", "drain_timeout_s": self._drain_timeout_s})
         self._requested.set()
+        self._on_request()
         timer = threading.Timer(self._drain_timeout_s, self._end_process, (1,))
         timer.daemon = True
         timer.start()

@@ -64,6 +64,7 @@ def undisturbed(generation: Generation, model: str = MODEL) -> dict[int, list[To
 class Phase(StrEnum):
     """Where a fault strikes: before admission; at decode, before the handoff comes; in the prefill call; after the
     handoff (or, without one, before the first token); after `Fault.steps` frames with tokens; after the last of them.
+    In the call that has it move.
     """
 
     QUEUE = "queue"
@@ -72,6 +73,7 @@ class Phase(StrEnum):
     TRANSFER = "transfer"
     DECODE = "decode"
     REPLY = "reply"
+    MOVE = "move"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from replicas.messages import (
     GenerateCall,
     GenerateReply,
     KeyPosition,
+    MigrateCall,
+    MigrateReply,
     PrefillCall,
     PrefillReply,
     Pulse,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 _LEAVING_S = 1.0  # a replica that leaves is there for so long, like one that drains
+_WHOLE: dict[type, str] = {GenerateCall: "generate", PrefillCall: "prefill", MigrateCall: "migrate"}
 _METHODS: dict[type, str] = {PulseCall: "pulse", ReplayCall: "replay", ForgetPeerCall: "forget_peer"}
 
 
@@ -108,8 +111,8 @@ class FakePool(PoolClient):
 
     async def submit(self, replica_id: str, call: Any) -> Any:
         """As the method of a call's own name, with its fields; a request's as one."""
-        if isinstance(call, GenerateCall | PrefillCall):
-            return await self._call(replica_id, "generate" if isinstance(call, GenerateCall) else "prefill", call)
+        if isinstance(call, GenerateCall | PrefillCall | MigrateCall):
+            return await self._call(replica_id, _WHOLE[type(call)], call)
         return await self._call(replica_id, _METHODS[type(call)], *astuple(call))
 
     async def _call(self, replica_id: str, method: str, *arguments: Any) -> Any:
@@ -215,21 +218,51 @@ class FakeDecode(FakePool):
             await self._strike(replica, script, Phase.REPLY)
         except _Reply as reply:
             status = reply.status
+        finally:
+            self.cluster.running.pop(call.request_id, None)
         sent_of = tuple(sorted(sent.items()))
         return GenerateReply(status, "scripted", sent_of, 0.0, script.transfer_s, 0.0, num_cached=num_cached)
 
+    async def _migrate(self, replica: FakeReplica, call: MigrateCall) -> MigrateReply:
+        """It stops behind its next token, if it still runs then, and the reader has where it was."""
+        running = self.cluster.running
+        if running.get(call.request_id) is not replica:
+            return MigrateReply(CallStatus.REJECTED, "it is over, or was never here")
+        try:
+            await self._strike(replica, self.cluster.scripts[call.request_id], Phase.MOVE)
+        except _Reply as reply:
+            return MigrateReply(reply.status, "scripted")
+        assert call.reader.fingerprint == replica.fingerprint, "KV never goes from one model to another"
+        self.cluster.stops[call.request_id] = call.transfer_id
+        while call.request_id in running:
+            await asyncio.sleep(0)
+        is_stopped = self.cluster.stops.pop(call.request_id, None) is None
+        return MigrateReply(CallStatus.OK if is_stopped else CallStatus.REJECTED, "")
+
+    def _stop(self, call: GenerateCall, index: int) -> None:
+        """If it is to. Its blocks are offered: where it goes on from."""
+        transfer_id = self.cluster.stops.pop(call.request_id, None)
+        if transfer_id is None:
+            return
+        handoff = self.cluster.handoffs.get(transfer_id)
+        if handoff is not None and not handoff.done():
+            handoff.set_result(index)
+        raise _Reply(CallStatus.MOVED)
+
     async def _send_tokens(self, replica: FakeReplica, call: GenerateCall, script: Script, sent: Counter[int]) -> None:
-        tokens = tokens_of(call.spec, replica.fingerprint)
+        tokens, first = tokens_of(call.spec, replica.fingerprint), 0
         if call.source is not None:
             assert call.source.fingerprint == replica.fingerprint, "KV never comes from another model"
             await self._strike(replica, script, Phase.ADMITTED)
-            await self.cluster.handoffs[call.request_id]
+            gone_on = await self.cluster.handoffs[call.request_id]
+            assert (gone_on is not None) == (call.num_generated > 0)
+            first = gone_on or 1
             await asyncio.sleep(script.transfer_s)
         # In a split system it is a handoff that hangs. An engine that does is frozen, which is something else.
         is_local = call.source is None and self.cluster.prefill is not None
         if not is_local or script.fault is None or script.fault.what != "hang":
             await self._strike(replica, script, Phase.TRANSFER)
-        first = 0 if call.source is None else 1
+        self.cluster.running[call.request_id] = replica
         for step, index in enumerate(range(first, max(map(len, tokens.values())))):
             await self._strike(replica, script, Phase.DECODE, step)
             now = [Token(call.request_id, c, index, *t[index]) for c, t in tokens.items() if index < len(t)]
@@ -238,6 +271,8 @@ class FakeDecode(FakePool):
             drafted = tuple((call.request_id, *counts) for counts in script.drafted[step : step + 1])
             await replica.send(call.channel, tokens=tuple(now), cached=cached, drafted=drafted)
             await asyncio.sleep(script.token_s)
+            if index + 1 < max(map(len, tokens.values())):
+                self._stop(call, index + 1)
 
     @asynccontextmanager
     async def _memory(self, replica: FakeReplica, call: GenerateCall) -> AsyncIterator[None]:
@@ -290,7 +325,9 @@ class FakeCluster:
         self.struck: list[Fault] = []
         self.scripts: dict[str, Script] = {}
         self.requests: list[GenerateCall] = []
-        self.handoffs: dict[str, asyncio.Future[None]] = {}
+        self.handoffs: dict[str, asyncio.Future[int | None]] = {}  # of one that moves: how many tokens it has
+        self.running: dict[str, FakeReplica] = {}  # who decodes
+        self.stops: dict[str, str] = {}  # who is to stop, and for which transfer
         self.script: Callable[[GenerateCall], Script] = lambda _: PLAIN
         self.on_wire: Callable[[Frame], Iterable[Frame]] = lambda frame: (frame,)
         self.replay = "ok"

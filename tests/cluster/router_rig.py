@@ -14,7 +14,7 @@ from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.generation import Generation
 from cluster.routing.router import Router
-from cluster.routing.router_limits import AttemptLimits, RouterLimits
+from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from replicas.messages import Token
 from tests.cluster.fake_model import Token as Generated
 from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
@@ -73,6 +73,8 @@ class Rig:
             "prompts": dict(view._prompt_tokens),
             "coming": {ids: state.num_coming for ids, state in view.pairs._states.items() if state.num_coming},
             "handoffs": self.cluster.handoffs,
+            "running": self.cluster.running or self.cluster.stops,
+            "moves": self.router._moves._running or self.router._moves._paused,
             "memory": sum(r.used_blocks + r.num_queued for pool in self.cluster.pools for r in pool.members.values()),
         }
         return {name: value for name, value in every.items() if value}
@@ -101,6 +103,7 @@ async def running_router(
     cold_start_s: float = PATIENCE_S,
     settle_s: float = PATIENCE_S,
     tokenizer: str = "",
+    migrates: bool = True,
 ) -> AsyncIterator[Rig]:
     gc.freeze()  # what is there already need not be searched for tasks that nobody awaited
     metrics = IngressMetrics("model", "1", "2")
@@ -120,6 +123,7 @@ async def running_router(
             recovery_timeout_s=recovery_s,
             cold_start_timeout_s=cold_start_s,
             settle_s=settle_s,
+            migration=MigrationLimits(enabled=migrates),
         ),
         metrics=metrics,
         channel_host="127.0.0.1",

@@ -37,8 +37,7 @@ def test_the_slowest_of_each_is_held_against_what_computing_makes() -> None:
     (read,) = found_of(decode("p1", 0.5))
     assert read == SlowestRead("d0", "p1", 0.5e9, 40_000 * BYTES_PER_TOKEN)
     assert str(read) == (
-        "decode replica d0 reads KV from prefill replica p1 at 0.5 GB/s: to compute a prompt again would be faster "
-        "(5.24 GB/s)"
+        "decode replica d0 reads KV from replica p1 at 0.5 GB/s: to compute a prompt again would be faster (5.24 GB/s)"
     )
 
 

@@ -19,7 +19,16 @@ from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.channels.wire import Decoder, encode
-from replicas.messages import ForgetPeerCall, GenerateCall, Pulse, PulseCall, ReplayCall, ReplayReply
+from replicas.messages import (
+    ForgetPeerCall,
+    GenerateCall,
+    MigrateCall,
+    PrefillCall,
+    Pulse,
+    PulseCall,
+    ReplayCall,
+    ReplayReply,
+)
 from replicas.recent_part import recent_part
 from replicas.serving.engine_builder import BuiltEngine, build_engine
 from replicas.settings import EngineSettings, KvSettings, ModelSettings, TransferSettings
@@ -31,6 +40,7 @@ from scheduler.sampling_params import SamplingParams
 from scheduler.token_logprobs import PromptLogprobs, TokenLogprobs
 from tests.model_folder import CACHE_DIR, model_folder
 
+_METHODS: dict[type, str] = {GenerateCall: "generate", PrefillCall: "prefill", MigrateCall: "migrate"}
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -78,7 +88,7 @@ class LocalPool(PoolClient):
             return ReplayReply(tuple(self.built.engine.sender.replay(call.router_id, call.from_seq)))
         if isinstance(call, ForgetPeerCall):
             return self.built.transfers.forget_peer(call.agent_name)
-        method = "generate" if isinstance(call, GenerateCall) else "prefill"
+        method = _METHODS[type(call)]
         sent = Decoder(type(call))(encode(call))
         try:
             reply = await asyncio.wrap_future(getattr(self.built.engine, method)(sent))

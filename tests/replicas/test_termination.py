@@ -13,12 +13,13 @@ from replicas.serving.termination import ReplicaTerminating, Termination
 def test_the_first_begins_a_drain_and_the_second_ends_the_process() -> None:
     exits: list[tuple[object, ...]] = []
     worker = SimpleNamespace(raise_sys_exit_with_custom_error_message=lambda *a, **kw: exits.append((a, kw)))
-    termination = Termination(60.0, end_process=exits.append)
+    drains: list[bool] = []
+    termination = Termination(60.0, end_process=exits.append, on_request=lambda: drains.append(True))
     termination.install(worker)
     termination.check()
     worker.raise_sys_exit_with_custom_error_message("The process receives a SIGTERM.", exit_code=1)
     assert termination.is_requested
-    assert exits == []
+    assert (exits, drains) == ([], [True])
     with pytest.raises(ReplicaTerminating, match="SIGTERM"):
         termination.check()
     worker.raise_sys_exit_with_custom_error_message("The process receives a SIGTERM.", exit_code=1)

@@ -22,6 +22,7 @@ from replicas.messages import (
     Frame,
     GenerateReply,
     Handoff,
+    MovedChoice,
     NoteKind,
     PrefillReply,
     PromptLogprobs,
@@ -31,6 +32,7 @@ from replicas.messages import (
 )
 
 counts = st.integers(0, 2**63 - 1)
+some_counts = st.lists(counts, max_size=9).map(tuple)
 names = st.text(st.characters(codec="utf-8"), max_size=40)
 finishes = st.sampled_from([None, *FinishReason])
 seconds = st.floats(0, 1e9)
@@ -76,6 +78,7 @@ handoffs = st.builds(
     st.lists(st.tuples(counts, logprobs), max_size=4).map(tuple),
     counts,
     st.booleans(),
+    st.lists(st.builds(MovedChoice, counts, some_counts, some_counts), max_size=3).map(tuple),
 )
 notes = st.builds(TransferNote, st.sampled_from(NoteKind), names, names, names, names, counts)
 disputes = st.builds(Dispute, names, names, names, st.lists(counts, min_size=1, max_size=20).map(tuple))

@@ -1,0 +1,23 @@
+"""What attempts work with: the same for all of one router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.routing.mailboxes import Mailboxes
+from cluster.routing.pool_client import PoolClient
+from cluster.routing.pool_view import PoolView
+from cluster.routing.router_limits import AttemptLimits
+from replicas.messages import ChannelAddress
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptParts:
+    """channel: where tokens come to."""
+
+    decode: PoolClient
+    prefill: PoolClient | None
+    view: PoolView
+    mailboxes: Mailboxes
+    channel: ChannelAddress
+    limits: AttemptLimits
