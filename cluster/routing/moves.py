@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.routing_policy import DecodeCandidate, Need, Route, RouteKind, RoutingRules
 from cluster.routing.attempt import Attempt
+from cluster.routing.decode_side import AttemptMoved
 from cluster.routing.move import Move, MoveOutcome
 from cluster.routing.moved_attempt import MovedAttempt
 from cluster.routing.pairing import choose_decode
@@ -107,6 +108,12 @@ class Moves:
         )
         self._open.add(Move(successor, self._limits.admit_timeout_s, self._on_refused))
         return True
+
+    @staticmethod
+    def successor(moved: AttemptMoved) -> Attempt:
+        """The attempt that goes on."""
+        assert isinstance(moved.successor, Attempt), "only attempts are moved"
+        return moved.successor
 
     def failed(self, attempt: Attempt) -> None:
         """An attempt has: if it was moved and has brought nothing, its KV is lost."""

@@ -204,9 +204,8 @@ class Router:
             except MovedOn as moved:
                 attempt = moved.attempt
                 continue
-            except AttemptMoved as moved:
-                assert isinstance(moved.successor, Attempt)
-                attempt = moved.successor
+            except AttemptMoved as passed_on:
+                attempt = self._moves.successor(passed_on)
                 continue
             except AttemptFailed as failure:
                 self._moves.failed(attempt)
