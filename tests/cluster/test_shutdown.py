@@ -135,8 +135,7 @@ def drained(monkeypatch: pytest.MonkeyPatch, asked: Asked, timeout_s: float = 60
     """What is said."""
     said = io.StringIO()
     monkeypatch.setattr(local_ray, "ingresses", lambda: asked)
-    lifecycle = CONFIG.lifecycle.model_copy(update={"drain_timeout_s": timeout_s})
-    serve_command._drain(CONFIG.model_copy(update={"lifecycle": lifecycle}), Terminal(err=said))
+    serve_command._drain(Terminal(err=said), timeout_s)
     return said.getvalue().replace("splitserve: ", "").splitlines()
 
 
