@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.chaos.burdens import full_disk, scraped, unread
 from tests.chaos.faults import Fault, both, frozen, killed, pointed, rolled, scaled, terminated
 
 # What clients see of their requests when the process that held their connections has gone; and Serve's word for none.
@@ -44,6 +45,9 @@ ROWS = {
         Row("decode 2 to 1 to 2", scaled("decode", 1)),
         Row("KV bit flip", pointed("corrupt.received")),
         Row("KV at 2 MB/s for 20 s", pointed("slow.reads", "2e6", 20.0)),
+        Row("no room for the log for 10 s", full_disk(10.0)),
+        Row("4 clients that read nothing", unread(4, 15.0)),
+        Row("/metrics 100 times a second", scraped(100.0, 10.0)),
         Row("kill ingress", killed("ingress"), LOST_INGRESS),
         Row("freeze ingress 5 s", frozen("ingress", 5.0)),
         Row("kill controller", killed("controller")),
