@@ -81,16 +81,16 @@ def frozen(name: str, for_s: float, num: int = 1) -> Fault:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             wait_until(lambda: all(state_of(pid) == "T" for pid in pids), _SEEN_WITHIN_S)
-            ticks = [cpu_ticks(pid) for pid in pids]
+            ticks = {pid: cpu_ticks(pid) for pid in pids}
             time.sleep(for_s)
-            still = [pid for pid in pids if state_of(pid) == "T"]
-            assert [cpu_ticks(pid) for pid in still] == [t for pid, t in zip(pids, ticks, strict=True) if pid in still]
+            still = [pid for pid in pids if state_of(pid) == "T" and cpu_ticks(pid) == ticks[pid]]
+            ended = [pid for pid in pids if state_of(pid) in ("", "Z")]
+            assert sorted([*still, *ended]) == sorted(pids), f"not all of {_listed(pids)} stood still"
         finally:
             for pid in pids:
                 if state_of(pid) == "T":
                     os.kill(pid, signal.SIGCONT)
         wait_until(lambda: all(state_of(pid) != "T" for pid in pids), _SEEN_WITHIN_S)
-        ended = [pid for pid in pids if pid not in still]
         return Injected(at_s, f"pid {_listed(pids)} in state T for {for_s:g} s" + (", then ended" if ended else ""))
 
     return inject
