@@ -122,7 +122,8 @@ def lost_process() -> str | None:
     """Which of the processes that this Ray can't do without has died; None: none. After it has started."""
     from ray._private import worker
 
-    dead = {name for name, _ in worker._global_node.dead_processes()}
+    node: Any = worker._global_node
+    dead = {name for name, _ in node.dead_processes()}
     return next((name for name in _VITAL if name in dead), None)
 
 
