@@ -27,7 +27,7 @@ _ANSWER_TIMEOUT_S = 10.0
 _PORT_PATIENCE_S = 5.0
 _POLL_S = 0.2
 # Ray's processes give up 60 s after their GCS has gone (gcs_rpc_server_reconnect_timeout_s), this one among them.
-_WITHOUT_RAY_S = 45.0
+_WITHOUT_RAY_S = 40.0
 
 
 def run_server(config: Config) -> int:

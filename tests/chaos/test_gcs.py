@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 ALL_ASKED = some_asked(6)
 PATIENCE_S = 180.0
-# Ray's own: what is not over by then is cut.
-RAY_GIVES_UP_S = 60.0
+# Streams have 40 s of the 60 after which Ray itself gives up, and the last question may take its time.
+ENDS_WITHIN_S, STREAMS_HAVE_S = 90.0, 35.0
 LABELS = {"splitserve.io/pool": "paired"}
 
 
@@ -70,7 +70,7 @@ def test_killed_without_a_store_it_ends_the_server_in_order(name: str, tmp_path:
             wait_until(lambda: len(load.whole_since(0.0)) >= len(ALL_ASKED), PATIENCE_S)
             kill(pid)
             killed_s = time.monotonic()
-            wait_until(lambda: server.process.poll() is not None, RAY_GIVES_UP_S)
+            wait_until(lambda: server.process.poll() is not None, ENDS_WITHIN_S)
             took_s = time.monotonic() - killed_s
             load.stop()
         assert server.process.poll() == 1
@@ -82,7 +82,7 @@ def test_killed_without_a_store_it_ends_the_server_in_order(name: str, tmp_path:
         print({stream.error for stream in [*cut, *refused]})
         assert wrong(judge, load.streams) == []
         if name == "gcs_server":
-            assert cut == [] or took_s > 40.0, "streams that had the time were let end"
+            assert cut == [] or took_s > STREAMS_HAVE_S, "streams that had the time were let end"
             assert any(str(stream.error).startswith("status 503") for stream in refused)
 
 
@@ -114,7 +114,11 @@ def test_with_redis_serving_goes_on_and_a_new_head_takes_over(store: str) -> Non
         ray.wait_for(lambda: ray.is_running, 300)
         judge = Judge(learn_undisturbed(url, ALL_ASKED))
         before = {name: set(ray.replicas(name)) for name in ("ingress", "prefill", "decode")}
-        (head,) = [pid for pid in descendants(os.getpid()) if "--head" in title(pid)]
+        (head,) = [
+            pid
+            for pid in descendants(os.getpid())
+            if "ray.scripts.scripts start --block" in title(pid) and "--head" in title(pid)
+        ]
         with golden_load(url, ALL_ASKED) as load:
             wait_until(lambda: len(load.whole_since(0.0)) >= len(ALL_ASKED), PATIENCE_S)
             (gcs,) = [pid for pid in descendants(head) if Path(title(pid).split(" ")[0]).name == "gcs_server"]
