@@ -15,13 +15,13 @@ import pytest
 
 from cluster.serving.child_processes import descendants
 from tests.chaos.asked import some_asked
-from tests.chaos.chaos_client import Stream
+from tests.chaos.chaos_client import Stream, read_stream
 from tests.chaos.golden_load import golden_load, learn_undisturbed
 from tests.chaos.judge import Judge
 from tests.chaos.redis_store import redis_program, running_redis
 from tests.helm.chart import ALL_VALUES, merged, render
 from tests.server.local_ray import free_port, start_local_ray
-from tests.server.processes import kill, own_processes, state_of, the_program, title, wait_until
+from tests.server.processes import is_ready, kill, own_processes, state_of, the_program, title, wait_until
 from tests.server.running_server import run_server
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
@@ -58,6 +58,25 @@ def test_while_it_stands_still_for_20_s_nobody_notices(tmp_path: Path) -> None:
         assert wrong(judge, load.streams) == []
         assert others <= set(own_processes(server)), "nobody was replaced"
         server.wait_for_baseline(30.0)
+
+
+def test_an_idle_server_answers_while_it_stands_still(tmp_path: Path) -> None:
+    """After a silence: nothing that Ray remembers only while a request is open is asked for then."""
+    with run_server("local.yaml", tmp_path) as server:
+        judge = Judge(learn_undisturbed(server.url, ALL_ASKED))
+        server.wait_for_baseline(30.0)
+        pid = the_program(server, "gcs_server")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_until(lambda: state_of(pid) == "T", 10.0)
+            time.sleep(2.0)
+            streams = [read_stream(server.url, asked, f"idle {asked.name}") for asked in ALL_ASKED[:2]]
+            assert is_ready(server)
+            assert state_of(pid) == "T"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [stream.error for stream in streams] == [None, None]
+        assert wrong(judge, streams) == []
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])
