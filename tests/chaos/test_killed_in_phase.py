@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.chaos.asked import Asked, all_asked
+from tests.chaos.asked import all_asked
 from tests.chaos.chaos_client import Stream, read_stream
 from tests.chaos.golden_load import learn_undisturbed
 from tests.chaos.judge import Judge
@@ -23,13 +23,11 @@ from tests.server.running_server import RunningServer
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 PATIENCE_S = 120.0
-# A prompt of several steps at prefill and several blocks; three choices, one of which ends at prefill's token or none.
-GREEDY = max((asked for asked in all_asked() if asked.kind == "greedy"), key=lambda asked: len(_prompt(asked)))
+# A prompt of several steps at prefill and of several blocks; and three choices.
+GREEDY = max(
+    (asked for asked in all_asked() if asked.golden), key=lambda asked: asked.golden and len(asked.golden.prompt_ids)
+)
 CHOICES = next(asked for asked in all_asked() if asked.kind == "choices")
-
-
-def _prompt(asked: Asked) -> list[int]:
-    return [] if asked.golden is None else asked.golden.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)
