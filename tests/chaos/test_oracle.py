@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -20,7 +21,10 @@ import pytest
 from tests.chaos import faults
 from tests.chaos.asked import Asked, all_asked, some_asked
 from tests.chaos.chaos_client import Choice, Stream, read_stream
+from tests.chaos.growth import Growth, Held
 from tests.chaos.judge import Judge, Undisturbed
+from tests.chaos.rows import ROWS
+from tests.chaos.soak import Faults, Happened
 from tests.server.processes import cpu_ticks, state_of
 
 ASKED = Asked("two", "choices", "/v1/completions", {"prompt": "a", "n": 2})
@@ -174,3 +178,29 @@ def test_one_that_somebody_wakes_has_not_stood_still(
 def test_what_is_not_there_can_not_be_killed(child: subprocess.Popen[bytes]) -> None:
     with pytest.raises(AssertionError, match="only 1 processes"):
         faults.killed("decode", 2)(SERVER)
+
+
+# -- the soak --------------------------------------------------------------------------------------
+
+
+def grown(amounts: list[float], what: str, num: int = 2) -> list[str]:
+    samples = [(float(at), {"decode": Held("decode", num, {what: amount})}) for at, amount in enumerate(amounts)]
+    return Growth(samples).lines({"decode": 2})[1]
+
+
+def test_what_grows_is_told_and_what_moves_is_not() -> None:
+    assert grown([900.0 + 30 * (at % 3) for at in range(40)], "MiB") == []
+    assert grown([900.0 + 10 * at for at in range(40)], "MiB") == ["decode: 945 -> 1245 MiB"]
+    assert grown([200.0 + at for at in range(80)], "files") == ["decode: 210 -> 270 files"]
+    assert grown([50.0] * 4, "threads", num=1) == ["decode: hardly ever all were there"], "half of them say nothing"
+
+
+def test_an_error_is_allowed_while_its_fault_is_felt_and_only_its_own() -> None:
+    cut = Happened(ROWS["kill proxy"], 100.0, 110.0, "")
+    soak = Faults(SERVER, 30.0, random.Random(1), [cut, Happened(ROWS["kill decode"], 200.0, 210.0, "")])
+    assert soak.allow("connection cut", 95.0, 101.0)
+    assert soak.allow("connection refused", 105.0, 105.1)
+    assert not soak.allow("connection cut", 95.0, 99.0), "it had failed before"
+    assert not soak.allow("connection cut", 150.0, 160.0), "long after"
+    assert not soak.allow("error event internal_error", 95.0, 101.0)
+    assert not soak.allow("connection cut", 195.0, 205.0), "a decode replica's death cuts nobody"
