@@ -47,8 +47,13 @@ class LocalRay:
             "RAY_ADDRESS": f"127.0.0.1:{self.gcs_port}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",
-            **({} if self.redis_address is None else {"RAY_REDIS_ADDRESS": self.redis_address}),
+            **({} if self.redis_address is None else self._of_a_store(self.redis_address)),
         }
+
+    @staticmethod
+    def _of_a_store(redis_address: str) -> dict[str, str]:
+        """With the patience that KubeRay gives workers then: a new head may take longer than Ray's own minute."""
+        return {"RAY_REDIS_ADDRESS": redis_address, "RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
     def start_head(self) -> subprocess.Popen[bytes]:
         options = ["--head", f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--num-cpus=0"]
