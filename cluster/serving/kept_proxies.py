@@ -3,7 +3,7 @@
 For each HTTP request Serve has its replica look up the proxy, by name, to read the body from. Ray remembers names of
 actors only while something refers to them. So the first request after a silence asks the GCS, and that blocks the
 event loop: while the GCS stands still, or a cluster's head is being replaced, all that this ingress does would stand
-still. Ray is pinned; tests/chaos/test_gcs.py covers this.
+still. Ray is pinned; tests/server/test_gcs.py covers this.
 """
 
 from __future__ import annotations
