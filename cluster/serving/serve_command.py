@@ -157,7 +157,7 @@ def _wait_for_the_end(terminal: Terminal, stop: threading.Event) -> None:
         local_ray.kill_ray()
         raise UserError(
             f"Ray's {lost} has died (killed, or out of memory?), and the server with it: start it again. "
-            "Where serving must outlive it: docs/reliability.md"
+            "docs/reliability.md says what goes on without it, and what does not"
         )
 
 
