@@ -117,7 +117,7 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.mark.xfail(reason="while there is no head the workers' processes neither send nor answer: docs/reliability.md")
+@pytest.mark.xfail(reason="Ray blocks an ingress that streams to a proxy of the dead head: docs/reliability.md")
 def test_with_redis_serving_goes_on_and_a_new_head_takes_over(store: str) -> None:
     """As on Kubernetes: the head's pod ends when its GCS does, and another comes. Streams through the head's own proxy
     are cut with it; the chart's service leaves that one out.
