@@ -23,7 +23,7 @@ export PYTHONPATH := $(CURDIR)
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench
+.PHONY: help setup serve test lint bench chaos soak
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -74,3 +74,14 @@ bench: export HF_HUB_OFFLINE := 1
 bench: export NIXL_LOG_LEVEL := WARN
 bench: $(STAMP) ## run the CPU benchmarks: make bench ARGS='engine --full'
 	$(BIN)/python -m benchmarks $(ARGS)
+
+chaos soak: export OMP_NUM_THREADS := 1
+chaos soak: export HF_HUB_OFFLINE := 1
+chaos soak: export RAY_AUTH_MODE := disabled
+chaos soak: export RAY_memory_monitor_refresh_ms := 0
+
+chaos: $(STAMP) ## put faults into a real server, one by one, under load: make chaos ARGS='kill --clients 16'
+	$(BIN)/python tests/loopback_only.py $(BIN)/python -m tests.chaos $(ARGS)
+
+soak: $(STAMP) ## random faults for 20 minutes at 70 % load: make soak ARGS='--minutes 5'
+	$(BIN)/python tests/loopback_only.py $(BIN)/python -m tests.chaos.soak $(ARGS)

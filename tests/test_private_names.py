@@ -18,6 +18,7 @@ NAMED_TUPLE = {"_replace", "_fields", "_asdict", "_make", "_field_defaults"}
 # Of libraries, for want of a public way.
 FOREIGN = {
     "handle._init": "Ray Serve: a handle that works without an event loop of its own",
+    "worker._global_node": "Ray: which of its own processes have ended",
     "ray.serve.context._get_global_client": "Ray Serve: deploys a whole config with an application's policy",
     "ray.serve.autoscaling_policy._apply_autoscaling_config": "Ray Serve: its default policy as its controller runs it",
     "_AsyncioAuthenticator__task": "pyzmq: whether those that connect are still let in",

@@ -6,13 +6,13 @@ costs nothing: tokens follow admission without waiting for prefill, so what is m
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import Empty
 
 from replicas.channels.token_sender import TokenSender
 from replicas.messages import (
@@ -23,6 +23,7 @@ from replicas.messages import (
     GenerateReply,
     Token,
 )
+from replicas.timed_queue import TimedQueue
 
 NUM_BLOCKS = 1_000_000
 _IDLE_FRAME_S = 0.5
@@ -44,7 +45,7 @@ class StubDecodeEngine:
     def __init__(self, sender: TokenSender, step_s: float) -> None:
         self.sender = sender
         self._step_s = step_s
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: TimedQueue[Callable[[], None]] = TimedQueue()
         self._running: dict[str, _Running] = {}
         self._last_sent_s: dict[str, float] = {}  # by router
         self._thread = threading.Thread(target=self._run, name="stub-engine", daemon=True)
@@ -80,10 +81,10 @@ class StubDecodeEngine:
         if self.sender.has_unsent:
             timeout_s = min(timeout_s, _UNSENT_POLL_S)
         try:
-            self._inbox.get(timeout=max(0.0, timeout_s))()
+            self._inbox.get(max(0.0, timeout_s))()
             while True:
                 self._inbox.get_nowait()()
-        except queue.Empty:
+        except Empty:
             return
 
     def _admit(self, running: _Running) -> None:

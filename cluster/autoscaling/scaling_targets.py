@@ -12,6 +12,8 @@ from typing import Any
 from cluster.config.root import Config
 from cluster.monitoring.ingress_metrics import IngressMetrics
 
+_PATIENCE_S = 10.0
+
 logger = logging.getLogger(__name__)
 
 _HASTE = 5
@@ -75,7 +77,9 @@ async def _targets(app_name: str) -> dict[str, int]:
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-    controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    details = await controller.get_serve_instance_details.remote()
+    async with asyncio.timeout(_PATIENCE_S):
+        # On a thread: without a GCS it blocks until Ray's own patience is over, and with it all that this ingress does.
+        controller: Any = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+        details = await controller.get_serve_instance_details.remote()
     deployments = details["applications"][app_name]["deployments"]
     return {name: int(deployment["target_num_replicas"]) for name, deployment in deployments.items()}

@@ -37,6 +37,7 @@ from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.serving.checkpoint_parts import answer_parser, grammar_compiler, load_defaults
+from cluster.serving.kept_proxies import keep_proxies
 from cluster.serving.serve_address import warn_if_elsewhere
 from cluster.text.no_torch import no_torch
 from cluster.text.tokenizer import Tokenizer
@@ -69,6 +70,7 @@ class Ingress:
         """
         import ray
         from ray import serve
+        from ray.serve._private.common import StreamingHTTPRequest
 
         from replicas.gguf.conversion import resolve_source
         from replicas.hub_model import refuse_unavailable
@@ -87,6 +89,7 @@ class Ingress:
         self.started_at = int(time.time())
         self._termination = Termination(config.lifecycle.drain_timeout_s)
         self._termination.watch()
+        keep_proxies(StreamingHTTPRequest)
         self.metrics = IngressMetrics(config.model.name, VERSION, ray.__version__, config.routing.policy)
         self.drain = IngressDrain(self.metrics)
         bound_connections(self.metrics.slow_readers.add)  # of those that it takes itself, behind HAProxy

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from cluster.config.root import Config
 from cluster.http.serve_proxy import proxy_here
+from cluster.serving.child_processes import descendants
 from cluster.serving.serve_config import APP_NAME, serve_config, serve_logging
 from cluster.user_error import UserError
 
 _LOOPBACK = "127.0.0.1"
+# What Ray can't do without: who knows of everybody (it keeps that in its memory), and whose children all replicas are.
+_VITAL = ("gcs_server", "raylet")
 
 
 def set_environment(config: Config, variables: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -110,6 +116,33 @@ def ingresses() -> Any:
     if not handle.is_initialized:
         handle._init(_run_router_in_separate_loop=True)
     return handle
+
+
+def lost_process() -> str | None:
+    """Which of the processes that this Ray can't do without has died; None: none. After it has started."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    dead = {name for name, _ in node.dead_processes()}
+    return next((name for name in _VITAL if name in dead), None)
+
+
+def stop_listening() -> None:
+    """To what replicas say. Without a GCS the threads that listen would take a whole core for asking in vain."""
+    from ray._private import worker
+
+    worker.global_worker.threads_stopped.set()
+
+
+def kill_ray() -> None:
+    """At once, with all that it has started. For one whose vital process has died: an orderly end would wait for that
+    one, for as long as Ray's own patience lasts, and leave its agents behind."""
+    import ray
+
+    atexit.unregister(ray.shutdown)
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def stop_serve() -> None:

@@ -22,8 +22,10 @@ async def warn_if_elsewhere(wanted: ServerConfig) -> None:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     try:
-        controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-        found = await asyncio.wait_for(controller.get_http_config.remote(), _TIMEOUT_S)
+        async with asyncio.timeout(_TIMEOUT_S):
+            # On a thread: without a GCS it blocks.
+            controller: Any = await asyncio.to_thread(ray.get_actor, SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
+            found = await controller.get_http_config.remote()
     except (ValueError, ray.exceptions.RayError, TimeoutError) as error:  # it is starting anew: serve all the same
         logger.warning("Serve's address unknown", extra={"event": "address_unknown", "reason": repr(error)})
         return

@@ -26,6 +26,8 @@ from cluster.user_error import UserError
 _ANSWER_TIMEOUT_S = 10.0
 _PORT_PATIENCE_S = 5.0
 _POLL_S = 0.2
+# Ray's processes give up 60 s after their GCS has gone (gcs_rpc_server_reconnect_timeout_s), this one among them.
+_WITHOUT_RAY_S = 40.0
 
 
 def run_server(config: Config) -> int:
@@ -79,10 +81,10 @@ def _serve(config: Config, terminal: Terminal, file: LogFile) -> int:
             is_ready = True
             terminal.say(f"ready after {time.monotonic() - started_s:.0f} s", "ready")
             terminal.block(ready_lines(config, description))
-            signals.requested.wait()
+            _wait_for_the_end(terminal, signals.requested)
         terminal.say("stopping", "stopping")
         if description is not None:
-            _drain(config, terminal)
+            _drain(terminal, config.lifecycle.drain_timeout_s)
         local_ray.stop_serve()
     except KeyboardInterrupt:
         terminal.end_steps()
@@ -141,13 +143,31 @@ def _last_line(status: Any) -> str:
     return str(status.message)
 
 
-def _drain(config: Config, terminal: Terminal) -> None:
-    """Every ingress refuses new requests, and its streams end. Blocks, at most for the drain's time."""
-    num_left = wait_for_streams(_ask_ingresses, config.lifecycle.drain_timeout_s, terminal.say)
+def _wait_for_the_end(terminal: Terminal, stop: threading.Event) -> None:
+    """Until a signal asks for it. Raises UserError when Ray itself has died: what runs goes on for a while, but nobody
+    could replace it, nor stop it in order. So streams may end first, while new requests are refused.
+    """
+    while not stop.wait(_POLL_S):
+        if (lost := local_ray.lost_process()) is None:
+            continue
+        local_ray.stop_listening()
+        terminal.say(f"Ray's {lost} has died: nothing can be started any more, so the server stops", "ray_lost")
+        if lost != "raylet":  # with that one all replicas end
+            _drain(terminal, _WITHOUT_RAY_S, "the time that Ray leaves for it")
+        local_ray.kill_ray()
+        raise UserError(
+            f"Ray's {lost} has died (killed, or out of memory?), and the server with it: start it again. "
+            "docs/reliability.md says what goes on without it, and what does not"
+        )
+
+
+def _drain(terminal: Terminal, timeout_s: float, bound: str = "lifecycle.drain_timeout_s") -> None:
+    """Every ingress refuses new requests, and its streams end. Blocks, at most for so long. bound: what says so."""
+    num_left = wait_for_streams(_ask_ingresses, timeout_s, terminal.say)
     if num_left is None:
-        terminal.say("an ingress did not answer until lifecycle.drain_timeout_s was over: requests may be cut")
+        terminal.say(f"an ingress did not answer until {bound} was over: requests may be cut")
     elif num_left:
-        terminal.say(f"{num_left} requests are cut: lifecycle.drain_timeout_s is over")
+        terminal.say(f"{num_left} requests are cut: {bound} is over")
 
 
 def _ask_ingresses() -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable
+from queue import Empty
 from typing import NamedTuple
+
+from replicas.timed_queue import TimedQueue
 
 
 class _Action(NamedTuple):
@@ -18,7 +20,7 @@ class Inbox:
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
         """fail: told of the request whose action raised, on the engine's thread."""
         self._fail = fail
-        self._actions: queue.SimpleQueue[_Action] = queue.SimpleQueue()
+        self._actions: TimedQueue[_Action] = TimedQueue()
 
     def put(self, run: Callable[[], None], request_id: str | None = None) -> None:
         """Does not block. request_id: whom it is for; None: for all of them."""
@@ -29,15 +31,15 @@ class Inbox:
         while True:
             try:
                 action = self._actions.get_nowait()
-            except queue.Empty:
+            except Empty:
                 return
             self._act(action)
 
     def wait(self, longest_s: float) -> None:
         """Blocks until something comes, and runs it, at most longest_s. Raises as `run`."""
         try:
-            action = self._actions.get(timeout=longest_s)
-        except queue.Empty:
+            action = self._actions.get(longest_s)
+        except Empty:
             return
         self._act(action)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 from replicas.kv.block_digests import DigestBlocks
 from replicas.kv.handoff_actions import Event, HandoffTiming
@@ -23,6 +23,7 @@ from replicas.kv.pair_rate import PairRate
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.kv.transfer_faults import TransferFaults
 from replicas.messages import Handoff, MovedChoice, Token, TransferPeer
+from replicas.timed_queue import TimedQueue
 
 _EAGER_POLL_S = 0.0001  # while a read may end any moment
 _BUSY_POLL_S = 0.001  # while a transfer is open on either side
@@ -76,7 +77,7 @@ class TransferThread:
             make_transport(), on_event, timing, max_bytes_in_flight, digest_blocks, faults
         )
         self._timing = timing
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: TimedQueue[Callable[[], None]] = TimedQueue()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._started = threading.Event()
         self._stop_by_s: float | None = None
@@ -240,11 +241,12 @@ class TransferThread:
         """Wait for a command, at most wait_s; then do all that is due."""
         commands: list[Callable[[], None]] = []
         with suppress(Empty):
-            commands.append(self._commands.get(timeout=wait_s))
+            commands.append(self._commands.get(wait_s))
         self.last_poll_s = time.monotonic()
         mail = driver.collect()  # before the commands are taken: see there
-        while not self._commands.empty():
-            commands.append(self._commands.get())
+        with suppress(Empty):
+            while True:
+                commands.append(self._commands.get_nowait())
         for command in commands:
             try:
                 command()

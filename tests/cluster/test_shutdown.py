@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.config.root import Config
 from cluster.lifecycle.shutdown import StopSignals, num_open_of, wait_for_streams
 from cluster.serving import local_ray, serve_command
+from cluster.serving.child_processes import descendants
 from cluster.terminal.terminal import Terminal
 from cluster.user_error import UserError
 
@@ -135,8 +138,7 @@ def drained(monkeypatch: pytest.MonkeyPatch, asked: Asked, timeout_s: float = 60
     """What is said."""
     said = io.StringIO()
     monkeypatch.setattr(local_ray, "ingresses", lambda: asked)
-    lifecycle = CONFIG.lifecycle.model_copy(update={"drain_timeout_s": timeout_s})
-    serve_command._drain(CONFIG.model_copy(update={"lifecycle": lifecycle}), Terminal(err=said))
+    serve_command._drain(Terminal(err=said), timeout_s)
     return said.getvalue().replace("splitserve: ", "").splitlines()
 
 
@@ -165,3 +167,37 @@ def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_any_ingress_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drained(monkeypatch, Asked(DeploymentUnavailableError(DeploymentID("ingress", "splitserve")))) == []
     assert drained(monkeypatch, Asked([])) == []
+
+
+@pytest.mark.parametrize(("lost", "asked"), [("gcs_server", ["begin_drain"] * 2), ("raylet", [])])
+def test_when_ray_itself_has_died_streams_end_if_they_can_and_all_is_ended(
+    monkeypatch: pytest.MonkeyPatch, lost: str, asked: list[str]
+) -> None:
+    said, ingresses, looks, done = io.StringIO(), Asked([1], [0]), iter([None, None, lost]), list[str]()
+    monkeypatch.setattr(local_ray, "lost_process", lambda: next(looks))
+    monkeypatch.setattr(local_ray, "ingresses", lambda: ingresses)
+    monkeypatch.setattr(local_ray, "stop_listening", lambda: done.append("listens no more"))
+    monkeypatch.setattr(local_ray, "kill_ray", lambda: done.append("killed"))
+    with pytest.raises(UserError, match=f"Ray's {lost} has died"):
+        serve_command._wait_for_the_end(Terminal(err=said), threading.Event())
+    assert ingresses.methods == asked
+    assert done == ["listens no more", "killed"]
+    assert f"Ray's {lost} has died" in said.getvalue()
+
+
+def test_a_signal_ends_it_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "lost_process", lambda: None)
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    serve_command._wait_for_the_end(Terminal(err=io.StringIO()), stop)
+
+
+def test_who_has_been_started_by_whom() -> None:
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as shell:
+        assert shell.stdout is not None
+        grandchild = int(shell.stdout.readline())
+        found = descendants(os.getpid())
+        assert found.index(shell.pid) < found.index(grandchild)
+        assert descendants(grandchild) == []
+        os.kill(grandchild, signal.SIGKILL)
+    assert not {shell.pid, grandchild} & set(descendants(os.getpid()))

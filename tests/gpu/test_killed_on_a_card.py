@@ -13,7 +13,7 @@ import pytest
 
 from tests.golden.golden_set import load_goldens
 from tests.gpu.served_place import PLACES, Place, serving
-from tests.server.processes import descendants, kill, replicas, wait_until
+from tests.server.processes import kill, own_processes, replicas, wait_until
 from tests.server.running_server import RunningServer
 from tests.server.steady_streams import SteadyStreams, steady_streams
 
@@ -39,7 +39,7 @@ def device_bytes(server: RunningServer) -> int:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
     except FileNotFoundError:
         return 0
-    ours = set(descendants(server.process.pid))
+    ours = set(own_processes(server))
     held = [line.split(",") for line in lines if line.strip()]
     return sum(int(mib) * _MIB for pid, mib in held if int(pid) in ours)
 

@@ -33,6 +33,7 @@ class LocalRay:
     folder: Path
     stack: ExitStack
     labels: Mapping[str, str]
+    redis_address: str | None = None  # where its GCS keeps its state; None: in its memory
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     gcs_port: int = field(default_factory=free_port)
     dashboard_port: int = field(default_factory=free_port)
@@ -46,24 +47,32 @@ class LocalRay:
             "RAY_ADDRESS": f"127.0.0.1:{self.gcs_port}",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_memory_monitor_refresh_ms": "0",
+            **({} if self.redis_address is None else self._of_a_store(self.redis_address)),
         }
 
-    def start_head(self) -> None:
+    @staticmethod
+    def _of_a_store(redis_address: str) -> dict[str, str]:
+        """With the patience that KubeRay gives workers then: a new head may take longer than Ray's own minute."""
+        return {"RAY_REDIS_ADDRESS": redis_address, "RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+
+    def start_head(self) -> subprocess.Popen[bytes]:
         options = ["--head", f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--num-cpus=0"]
-        self._start("head", *options, "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}/r")
+        process = self._start("head", *options, "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}/r")
         self.wait_for(lambda: self.applications() is not None, 120)
+        return process
 
-    def start_worker(self, name: str) -> None:
+    def start_worker(self, name: str) -> subprocess.Popen[bytes]:
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
-        self._start(name, f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=4", f"--labels={labels}")
+        return self._start(name, f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=4", f"--labels={labels}")
 
-    def _start(self, name: str, *options: str) -> None:
-        log = self.stack.enter_context((self.folder / f"{name}.log").open("wb"))
+    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        log = self.stack.enter_context((self.folder / f"{name}.log").open("ab"))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
         command += ["--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}", *options]
         environment = {k: v for k, v in {**os.environ, **self.environment}.items() if k != "RAY_ADDRESS"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
         self.stack.callback(self._stop, process)
+        return process
 
     @staticmethod
     def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -110,10 +119,10 @@ class LocalRay:
             time.sleep(0.5)
 
 
-def start_local_ray(stack: ExitStack, labels: Mapping[str, str]) -> LocalRay:
+def start_local_ray(stack: ExitStack, labels: Mapping[str, str], redis_address: str | None = None) -> LocalRay:
     """With a head of no CPUs. labels: of the workers' nodes."""
     # Ray's sockets need short paths.
     folder = tempfile.TemporaryDirectory(prefix="ssr", dir="/tmp", ignore_cleanup_errors=True)
-    ray = LocalRay(Path(stack.enter_context(folder)), stack, labels)
+    ray = LocalRay(Path(stack.enter_context(folder)), stack, labels, redis_address)
     ray.start_head()
     return ray

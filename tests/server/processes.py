@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from cluster.serving.child_processes import descendants
 from tests.server.running_server import ROOT, RunningServer
 
 # How the titles of Ray's processes begin.
@@ -27,7 +28,12 @@ def replicas(server: RunningServer, pool: str) -> list[int]:
 
 def processes(server: RunningServer, title_start: str) -> list[int]:
     """Process ids of the server's processes whose title begins so."""
-    return sorted(pid for pid in descendants(server.process.pid) if title(pid).startswith(title_start))
+    return sorted(pid for pid in own_processes(server) if title(pid).startswith(title_start))
+
+
+def own_processes(server: RunningServer) -> list[int]:
+    """All of them, the command's own first."""
+    return [server.process.pid, *descendants(server.process.pid)]
 
 
 def the_one(server: RunningServer, title_start: str) -> int:
@@ -36,9 +42,15 @@ def the_one(server: RunningServer, title_start: str) -> int:
     return pid
 
 
+def the_program(server: RunningServer, name: str) -> int:
+    """The only process that runs a program of this file name."""
+    (pid,) = programs(server, name)
+    return pid
+
+
 def programs(server: RunningServer, name: str) -> list[int]:
     """Process ids of the server's processes that run a program of this file name."""
-    return sorted(pid for pid in descendants(server.process.pid) if Path(title(pid).split(" ")[0]).name == name)
+    return sorted(pid for pid in own_processes(server) if Path(title(pid).split(" ")[0]).name == name)
 
 
 def ray_address(server: RunningServer) -> str:
@@ -53,17 +65,6 @@ def redeploy(server: RunningServer, *changes: str) -> None:
     config = server.log_file.parent / "config.yaml"
     command = [sys.executable, "-m", "tests.server.redeploy", ray_address(server), str(config), *changes]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=120, capture_output=True)
-
-
-def descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (fields := stat(int(folder.name))):
-            children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found = [pid]
-    for parent in found:
-        found += children.get(parent, [])
-    return found
 
 
 def kill(pid: int) -> None:

@@ -86,7 +86,9 @@ class RunningServer:
 
 
 @contextmanager
-def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = None) -> Iterator[RunningServer]:
+def run_server(
+    config_file: str, folder: Path, changes: dict[str, Any] | None = None, exit_code: int = 0
+) -> Iterator[RunningServer]:
     """Start with a shipped config, changed by dotted keys; stop and check that it stopped cleanly."""
     config = yaml.safe_load((ROOT / "configs" / config_file).read_text())
     fault_dir = folder / "faults"
@@ -101,16 +103,16 @@ def run_server(config_file: str, folder: Path, changes: dict[str, Any] | None = 
         section[name] = value
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    with run_serve([str(path)], folder) as server:
+    with run_serve([str(path)], folder, exit_code=exit_code) as server:
         yield server
 
 
 @contextmanager
 def run_serve(
-    arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None
+    arguments: list[str], folder: Path, variables: Mapping[str, str] | None = None, exit_code: int = 0
 ) -> Iterator[RunningServer]:
     """Likewise, with what is typed behind `splitserve serve`. folder: its log; and if it is told of
-    them its replicas' log and its faults.
+    them its replicas' log and its faults. exit_code: with which it is to end.
     """
     port = free_port()
     log_file, replica_log, fault_dir = (folder / name for name in ("server.log", "replicas.log", "faults"))
@@ -135,7 +137,7 @@ def run_serve(
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    assert code == 0, server.log()[-3000:]
+    assert code == exit_code, server.log()[-3000:]
 
 
 def _wait_until_ready(server: RunningServer) -> None:
