@@ -18,6 +18,11 @@ class Capabilities:
     offers: bool = False
     reads: bool = False
 
+    @property
+    def does_both(self) -> bool:
+        """Whether it may generate, and compute prompts for others."""
+        return self.decodes and self.offers
+
     def missing(self, request: Request) -> str | None:
         """What a request asks for that is not here, or None."""
         if not (self.computes if request.local_prefill else self.reads):
@@ -29,3 +34,4 @@ class Capabilities:
 
 PREFILL = Capabilities(computes=True, offers=True)
 DECODE = Capabilities(computes=True, decodes=True, reads=True)
+BOTH = Capabilities(computes=True, decodes=True, offers=True, reads=True)

@@ -96,7 +96,7 @@ class Ingress:
         self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
         parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
-        self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
+        self._rules = by_names(RoutingRules, config.routing, config.slo, has_prefill_pool=prefill is not None)
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),

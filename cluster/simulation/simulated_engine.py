@@ -154,7 +154,12 @@ class SimulatedEngine:
     def load(self) -> EngineLoad:
         """As an engine reports it, but for the step time, which is that of one sequence: to the policies it settles
         ties, and says how long a request stays."""
-        return load_of(self.scheduler, self._device.steps.step_s(1, 0), self._device.prefill_tokens_per_s)
+        steps, rate = self._device.steps, self._device.prefill_tokens_per_s
+        if not self.scheduler.capabilities.does_both:
+            return load_of(self.scheduler, steps.step_s(1, 0), rate)
+        mixture = self._device.mixture
+        share = mixture.prompt_share(self._queue.now_s)
+        return load_of(self.scheduler, steps.step_s(1, 0), rate, row_step_s=mixture.row_step_s, prompt_share=share)
 
     @property
     def num_used_blocks(self) -> int:

@@ -22,6 +22,7 @@ class SimulatedPool:
     kv_bytes_per_token: int
     steps: StepModel
     make_scheduler: Callable[[PrefixOptions | None], Scheduler]
+    may_also: bool = False
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)
     table: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -34,6 +35,7 @@ class SimulatedPool:
             "num_prefix_blocks": engine.scheduler.num_prefix_blocks,
             "step_tokens": limits.max_step_tokens,
             "peer": peer,
+            "may_also": self.may_also,
         }
         self.engines[engine.replica_id], self.table[engine.replica_id] = engine, told
 

@@ -60,9 +60,12 @@ def load_of(
     prefill_tokens_per_s: float,
     slowest: PairRate | None = None,
     in_turn: PairRate | None = None,
+    row_step_s: float = 0.0,
+    prompt_share: float = 0.0,
 ) -> EngineLoad:
     """What routers are told. Engine thread only. step_s and prefill_tokens_per_s: as a StepClock has them. slowest: the
-    peer from which KV is read slowest; in_turn: one of all of them, another each time."""
+    peer from which KV is read slowest; in_turn: one of all of them, another each time. row_step_s, prompt_share: as a
+    MixtureClock has them, of an engine that may do both phases."""
     return EngineLoad(
         num_running=scheduler.num_running,
         num_queued=scheduler.num_queued,
@@ -77,4 +80,6 @@ def load_of(
         slowest_read_bytes_per_s=slowest.bytes_per_s if slowest is not None else 0.0,
         read_source=in_turn.replica_id if in_turn is not None else "",
         read_bytes_per_s=in_turn.bytes_per_s if in_turn is not None else 0.0,
+        row_step_s=row_step_s if len(scheduler.batch) else 0.0,
+        prompt_share=prompt_share,
     )
