@@ -14,6 +14,7 @@ from scheduler.lane import Lane
 from scheduler.memory_budget import blocks_needed, num_blocks_for
 from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
 from scheduler.request import Request, RequestState, Sequence
+from scheduler.waiting_queue import WaitingQueue
 
 # Of a request whose prompt is computed here, until it is decoded or its KV handed over.
 _STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
@@ -37,17 +38,18 @@ class Residents(Holdings):
         if (missing := self.capabilities.missing(request)) is not None:
             raise NotCapable(request.request_id, missing)
         needed = blocks_needed(request, self.limits.block_size)
-        if not self.budget.fits_ever(needed):
-            block_size = self.limits.block_size
-            raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
-        num_slots = len(request.slot_choices)
-        if num_slots > self.limits.max_sequences:
-            raise NeverFits("sequence slots", num_slots, self.limits.max_sequences)
+        reserved_blocks, reserved_slots = self._reserved_from(request)
+        if not self.budget.fits_ever(needed, hands_over=request.hands_over):
+            block_size, num_blocks = self.limits.block_size, self.budget.num_blocks - reserved_blocks
+            raise NeverFits("tokens of KV memory", needed * block_size, num_blocks * block_size)
+        num_slots, most_slots = len(request.slot_choices), self.limits.max_sequences - reserved_slots
+        if num_slots > most_slots:
+            raise NeverFits("sequence slots", num_slots, most_slots)
         if self.prefixes is not None:
             self.prefixes.submitted(request)
         request.may_draft = self.drafts is not None and not request.hands_over and self.drafts.may_draft(request)
         request.entered_s[RequestState.QUEUED] = now_s
-        self._queue.add(request, self._cost(request))
+        self._queue_of(request).add(request, self._cost(request))
         self._requests[request.request_id] = request
         self._deadlines.add(request.request_id, request.deadline_s)
 
@@ -59,24 +61,43 @@ class Residents(Holdings):
         return request.prompt_len + num_choices * min(most, self.expected_tokens or most)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates."""
+        """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates.
+
+        Where requests are decoded here and prompts computed for other engines, the latter go first, and have memory and
+        a slot that nobody else gets: requests that are admitted here and wait for their prompts' KV may wait for an
+        engine whose own requests wait for these prompts.
+        """
         self._project_from_now()
 
         def lets_in(request: Request) -> bool:
-            if len(request.slot_choices) > len(self._free_slots) or (found := self._promise(request)) is None:
+            num_free = len(self._free_slots) - self._reserved_from(request)[1]
+            if len(request.slot_choices) > num_free or (found := self._promise(request)) is None:
                 return False
             self._let_in(request, found, now_s)
             return True
 
-        return self._queue.admit(lets_in, self._max_overtakes)
+        if not len(self._handovers) or self._handovers is self._queue:
+            return self._queue.admit(lets_in, self._max_overtakes)
+        first = self._handovers.admit(lets_in, self._max_overtakes)
+        return (*first, *self._queue.admit(lets_in, self._max_overtakes))
+
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self._handovers if request.hands_over else self._queue
+
+    def _reserved_from(self, request: Request) -> tuple[int, int]:
+        """Blocks and slots that it may not have."""
+        if request.hands_over or not self.capabilities.does_both:
+            return 0, 0
+        return self.limits.num_reserved_blocks, 1
 
     def _promise(self, request: Request) -> list[int] | None:
         """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here
         already and hold the beginning of its prompt."""
-        if self.preemption:
+        if self.preemption and not request.hands_over:
             return None  # who gave way comes back first
         num_prompt_blocks = num_blocks_for(request.prompt_len, self.limits.block_size)
-        room = self._num_available - self.preemption.num_protected_blocks()
+        protected_blocks = 0 if request.hands_over else self.preemption.num_protected_blocks()
+        room = self._num_available - protected_blocks
         if self.prefixes is None:
             return [] if num_prompt_blocks <= room and self.budget.promise(request) else None
         # Many ask in vain, and again in the next turn: they are answered by what is cheap to know.
@@ -164,7 +185,7 @@ class Residents(Holdings):
         self._unloaded.pop(request.request_id, None)
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
-        self._queue.discard(request.request_id)
+        self._queue_of(request).discard(request.request_id)
         self.prompts.discard(request)
         if self.host_tier is not None:
             self.host_tier.discard(request)

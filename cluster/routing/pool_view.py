@@ -59,12 +59,12 @@ class PoolView:
 
     def decode_candidates(self) -> list[DecodeCandidate]:
         """Mutates: `decode_peer` finds those of this moment, whoever leaves meanwhile (tables change on any thread)."""
-        known, self._decode_table = self._candidates, {**self._decodes(), **_able(self._prefills())}
+        known, self._decode_table = self._candidates, {**self._decodes(), **able(self._prefills())}
         return [known.get(name) or self._decode_candidate(name, of) for name, of in self._decode_table.items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
         """Mutates: as decode_candidates, for `prefill_peer`."""
-        self._prefill_table = {**self._prefills(), **_able(self._decodes())}
+        self._prefill_table = {**self._prefills(), **able(self._decodes())}
         return [self._prefill_candidate(name, metadata) for name, metadata in self._prefill_table.items()]
 
     @property
@@ -95,6 +95,11 @@ class PoolView:
     def loads(self) -> dict[str, EngineLoad]:
         """By replica id, what each said last."""
         return {name: heard.load for name, heard in self._heard.items()}
+
+    def was_of_prefill(self, replica_id: str) -> bool:
+        """Of one of the last candidates."""
+        metadata = self._prefill_table.get(replica_id) or self._decode_table.get(replica_id) or {}
+        return metadata.get("pool") == "prefill"
 
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Of one of the last candidates. It may have left since: then calls to it say so."""
@@ -270,7 +275,7 @@ class PoolView:
         return heard.load.prompt_share * math.exp(-(self._clock() - heard.at_s) / PROMPT_SHARE_S)
 
 
-def _able(table: ReplicaTable) -> ReplicaTable:
+def able(table: ReplicaTable) -> ReplicaTable:
     """Those of another pool that may do the work of this one too."""
     return {name: metadata for name, metadata in table.items() if metadata.get("may_also", False)}
 

@@ -23,11 +23,11 @@ from cluster.routing.cold_start import ColdStart
 from cluster.routing.dead_replicas import DeadReplicas
 from cluster.routing.demand_meter import DemandMeter
 from cluster.routing.detached_tasks import start_detached
-from cluster.routing.frame_intake import FrameIntake
+from cluster.routing.frame_intake import FrameIntake, senders
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.pool_client import PoolClient
-from cluster.routing.pool_view import PoolView
+from cluster.routing.pool_view import PoolView, able
 from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
@@ -65,6 +65,7 @@ class Router:
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        self._decode_table: ReplicaTable = {}
         self._same = SameTokenizer(tokenizer)
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._slow = SlowTransferWatch(metrics.slow_transfers.set)
@@ -78,7 +79,7 @@ class Router:
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
             channel_host,
-            self._decode,
+            self._client_of,
             self._mailboxes,
             on_frame=self._on_frame,
             on_gap=lambda: metrics.retried("frames"),
@@ -103,11 +104,13 @@ class Router:
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
-        self._intake.admit(decodes)
+        self._decode_table = decodes
         self.prefill_changed()
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
+        others = senders(self._prefill.replicas()) if self._prefill is not None else {}
+        self._intake.admit({**others, **self._decode_table})
         self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
         self._view.left({name for pool in self.pools for name in pool.replicas()})
@@ -117,6 +120,11 @@ class Router:
     def usable(self, pool_name: str) -> ReplicaTable:
         """Of this pool those that requests may be sent to; none of a pool that is not deployed."""
         return next((self._same.of(pool.usable()) for pool in self.pools if pool.name == pool_name), {})
+
+    def num_able(self, pool_name: str) -> int:
+        """Replicas of the other pool that may do this one's work too."""
+        others = [name for pool in self.pools if pool.name != pool_name for name in able(self.usable(pool.name))]
+        return len(others)
 
     @property
     def unlike(self) -> tuple[UnlikeReplica, ...]:
@@ -226,8 +234,8 @@ class Router:
             self._routes.forecast(leg).sent(route),
             request_id=uuid.uuid4().hex,
             timeout_s=max(0.0, deadline_s - time.monotonic()),
-            decode=self._decode,
-            prefill=self._prefill,
+            decode=self._client_of(route.decode_id),
+            prefill=self._client_of(route.prefill_id) if route.prefill_id is not None else None,
             view=self._view,
             mailboxes=self._mailboxes,
             channel=self._intake.address,
@@ -236,11 +244,23 @@ class Router:
         attempt.open()
         leg.generation.binding.lean(route.model)
         self._metrics.routed(route.kind)
+        self._note_roles(route)
         self._avoided.note(route, self._view.pairs)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
+
+    def _client_of(self, replica_id: str) -> WatchedPool:
+        """The pool that it is in, or was: where nobody knows it, calls say that it has gone."""
+        if self._prefill is not None and replica_id not in self._decode.replicas():
+            if replica_id in self._prefill.replicas() or self._view.was_of_prefill(replica_id):
+                return self._prefill
+        return self._decode
+
+    def _note_roles(self, route: Route) -> None:
+        self._metrics.played(self._client_of(route.decode_id).name, "decode")
+        self._metrics.played(self._client_of(route.prefill_id or route.decode_id).name, "prefill")
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -290,5 +310,5 @@ class Router:
         self._view.heard(frame)
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
-        self._decode.heard(frame.replica_id)
+        self._client_of(frame.replica_id).heard(frame.replica_id)
         self._mailboxes.deliver(frame)

@@ -193,6 +193,7 @@ class Ingress:
                 num_lost=len(pool.lost),
                 num_strangers=len(pool.usable()) - len(self._router.usable(pool.name)),
                 can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
+                num_able=self._router.num_able(pool.name),
             )
             for pool in self._router.pools
         }

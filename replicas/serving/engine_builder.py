@@ -46,7 +46,7 @@ from replicas.serving.kv_pool_size import limits_of, log_numbers
 from replicas.settings import EngineSettings
 from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
-from scheduler.capabilities import DECODE, PREFILL
+from scheduler.capabilities import BOTH, DECODE, PREFILL
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
@@ -102,7 +102,9 @@ class BuiltEngine:
         """Plain data for the router and the start-up lines."""
         return {
             "peer": self.peer.to_metadata(),
-            "num_blocks": self.peer.num_blocks,
+            "num_blocks": self.peer.num_blocks - self.engine.scheduler.limits.num_reserved_blocks,
+            "pool": self.settings.pool,
+            "may_also": self.settings.may_also,
             "num_prefix_blocks": self.engine.scheduler.num_prefix_blocks,
             "step_tokens": self.engine.scheduler.limits.max_step_tokens,
             "block_size": self.layout.block_size,
@@ -148,7 +150,7 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     """For settings.pool. Blocks for seconds to minutes; logs progress. Raises as model_loader and model_runner do."""
     base = _Base(settings, replica_id)
-    capabilities = PREFILL if settings.pool == "prefill" else DECODE
+    capabilities = BOTH if settings.may_also else PREFILL if settings.pool == "prefill" else DECODE
     frames = None
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)
