@@ -80,8 +80,7 @@ class Budget(ABC):
         return None if self.estimator is None else self.estimator.estimate(1)
 
     def fits_ever(self, num_blocks: int, *, hands_over: bool = False) -> bool:
-        """Whether a request that needs so many could be admitted if it were alone. hands_over: its KV, when it has it.
-        """
+        """Whether a request that needs so many could be admitted alone. hands_over: its KV, when it has it."""
         return num_blocks <= self.num_blocks
 
     @abstractmethod

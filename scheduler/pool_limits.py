@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """max_step_tokens bounds prompt tokens plus rows of one step. num_reserved_blocks: of an engine that does both phases,
-    kept for prompts that it computes for others (`Residents.admit`)."""
+    """max_step_tokens bounds prompt tokens plus rows of one step. num_reserved_blocks: of an engine that does both
+    phases, kept for prompts that it computes for others (`Residents.admit`)."""
 
     num_blocks: int
     block_size: int

@@ -38,7 +38,7 @@ WAIT_SHARE = 0.5
 LATE = 10.0
 # What a second counts that a stream waits within its objective, and in which its tokens come.
 WITHIN = 0.1
-# The other role costs so much.
+# The other role costs so much: a prompt at most as much as it takes twice.
 AWAY_S = 0.1
 # What a second counts that others of a replica lose by a stream that joins them: they have got some of their tokens.
 OTHERS = 0.2
@@ -95,7 +95,13 @@ def _prompt_s(
     prompt_s = need.uncached_at(found.replica_id) / tokens_per_s
     card = _Card.of(found, rules, known_rate)
     wait_s = found.queued_tokens / tokens_per_s + read_s
-    return _first_token_s(wait_s, prompt_s, rules) + card.stalled_s(prompt_s)
+    away_s = 0.0 if _is_at_home(found) else min(AWAY_S, 2.0 * prompt_s)
+    return _first_token_s(wait_s, prompt_s, rules) + card.stalled_s(prompt_s) + away_s
+
+
+def _is_at_home(found: DecodeCandidate | PrefillCandidate) -> bool:
+    """Whether to compute prompts is its role."""
+    return found.is_away == isinstance(found, DecodeCandidate)
 
 
 def _rate(*candidates: DecodeCandidate | PrefillCandidate) -> float:
@@ -107,8 +113,6 @@ def _rate(*candidates: DecodeCandidate | PrefillCandidate) -> float:
 def _read_s(need: Need, decode: DecodeCandidate, pair: Pair) -> float:
     """The KV's way from one replica to another."""
     token_s = decode.block_bytes / (need.block_size * pair.bytes_per_s) if pair.bytes_per_s else 0.0
-    coming = pair.coming_tokens * token_s
-    del coming
     return need.uncached_at(decode.replica_id) * token_s + MESSAGES_S + pair.penalty_s + need.num_lost * LOST_S
 
 
@@ -122,11 +126,11 @@ def decode_costs(
     """One that admits it at once, if any does; of these the one where it and others lose the least, its prompt computed
     where that costs least. Equal ones by the room that they have."""
     known_rate = _rate(*candidates, *prefills)
-    sources = sorted([(_prompt_s(need, p, rules, known_rate) + AWAY_S * p.is_away, p) for p in prefills], key=_cost)
+    sources = sorted([(_prompt_s(need, p, rules, known_rate), p) for p in prefills], key=_cost)
 
     def cost_s(found: DecodeCandidate) -> float:
         card = _Card.of(found, rules, known_rate)
-        ways_s = [_prompt_s(need, found, rules, known_rate) + AWAY_S * (not found.is_away)]
+        ways_s = [_prompt_s(need, found, rules, known_rate)]
         for source_s, source in sources:
             if source.replica_id != found.replica_id and source.fingerprint == found.fingerprint:
                 ways_s.append(source_s + _read_s(need, found, pairs(found.replica_id, source.replica_id)))
@@ -134,9 +138,7 @@ def decode_costs(
         num_tokens = found.expected_rows(need) * need.num_choices
         return min(ways_s) + card.slow_s(num_tokens, rules) + AWAY_S * found.is_away
 
-    return [
-        (found.must_wait(need), cost_s(found), -found.free_blocks, found.num_in_flight) for found in candidates
-    ]
+    return [(found.must_wait(need), cost_s(found), -found.free_blocks, found.num_in_flight) for found in candidates]
 
 
 def _cost(costed: tuple[float, PrefillCandidate]) -> float:
@@ -149,8 +151,9 @@ def prefill_costs(
     known_rate = _rate(decode, *candidates)
     return [
         (
-            _prompt_s(need, found, rules, known_rate, _read_s(need, decode, pairs(decode.replica_id, found.replica_id)))
-            + AWAY_S * found.is_away,
+            _prompt_s(
+                need, found, rules, known_rate, _read_s(need, decode, pairs(decode.replica_id, found.replica_id))
+            ),
             found.queued_tokens,
         )
         for found in candidates
@@ -161,9 +164,11 @@ def why_local(
     need: Need, prefill: PrefillCandidate, decode: DecodeCandidate, rules: RoutingRules, pair: Pair
 ) -> RouteKind | None:
     known_rate = _rate(decode, prefill)
-    there_s = _prompt_s(need, prefill, rules, known_rate, _read_s(need, decode, pair)) + AWAY_S * prefill.is_away
-    here_s = _prompt_s(need, decode, rules, known_rate) + AWAY_S * (not decode.is_away)
-    return RouteKind.MIXED if here_s < there_s else None
+    there_s = _prompt_s(need, prefill, rules, known_rate, _read_s(need, decode, pair))
+    here_s = _prompt_s(need, decode, rules, known_rate)
+    if there_s <= here_s:
+        return None
+    return RouteKind.FAILED_PAIR if need.num_lost or pair.penalty_s else RouteKind.MIXED
 
 
 ROLES_BY_COST = RoutingPolicy(decode_costs=decode_costs, prefill_costs=prefill_costs, why_local=why_local)

@@ -73,8 +73,9 @@ class DecodeCandidate(NamedTuple):
     its last frame; whoever comes now waits too. step_s: its moving average. fingerprint: who shares it can exchange KV.
     num_rows: streams there, anybody's, those included whose prompt is yet to come. queued_tokens: of prompts that it is
     to compute itself, this router's own included; tokens_per_s: how fast, 0.0: not known yet. step_tokens: the most
-    in a step, rows included; 0: no limit. block_bytes: of KV. row_step_s, prompt_share: as EngineLoad has them, the latter
-    as of now. is_away: it is of the prefill pool, and may also generate.
+    in a step, rows included; 0: no limit. block_bytes: of KV. row_step_s, prompt_share: as EngineLoad has them,
+    the latter as of now; least_row_step_s: of a step with next to nobody in it. is_away: it is of the prefill pool, and
+    may also generate.
     """
 
     replica_id: str

@@ -253,10 +253,10 @@ class Router:
 
     def _client_of(self, replica_id: str) -> WatchedPool:
         """The pool that it is in, or was: where nobody knows it, calls say that it has gone."""
-        if self._prefill is not None and replica_id not in self._decode.replicas():
-            if replica_id in self._prefill.replicas() or self._view.was_of_prefill(replica_id):
-                return self._prefill
-        return self._decode
+        if self._prefill is None or replica_id in self._decode.replicas():
+            return self._decode
+        is_known = replica_id in self._prefill.replicas() or self._view.was_of_prefill(replica_id)
+        return self._prefill if is_known else self._decode
 
     def _note_roles(self, route: Route) -> None:
         self._metrics.played(self._client_of(route.decode_id).name, "decode")

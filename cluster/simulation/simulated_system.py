@@ -92,9 +92,7 @@ class SimulatedSystem:
         self._machine, self._may_skip = SharedMachine(), may_skip
         token_bytes = costs.kv_bytes_per_token
         make = partial(make_decode, shape)
-        decode = SimulatedPool(
-            "decode", shape.decode.limits, token_bytes, costs.decode, make, shape.decode.may_also
-        )
+        decode = SimulatedPool("decode", shape.decode.limits, token_bytes, costs.decode, make, shape.decode.may_also)
         self.pools = {decode.name: decode}
         prefill = None
         if shape.prefill is not None:

@@ -26,7 +26,8 @@ _MEASURED_PROCESSORS = 132
 @dataclass(frozen=True, slots=True)
 class PoolShape:
     """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
-    ways to divide a replica's card. chooser: of one of them. drafts: None: none. may_also: they may do the other pool's work too."""
+    ways to divide a replica's card. chooser: of one of them. drafts: None: none. may_also: they may do the other
+    pool's work too."""
 
     num_replicas: int
     limits: PoolLimits

@@ -1,4 +1,4 @@
-"""What an engine's rows wait for prompts: how long its steps of rows alone take, and how much of its time prompts have."""
+"""How an engine's time is divided: how long its steps of rows alone take, and how much of its time prompts have."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class MixtureClock:
         self._share_at_s = 0.0
 
     def count(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
-        """A step has taken so long, and ended now. Mutates. What it took more than one of its rows alone is the prompts'
-        time."""
+        """A step has taken so long, and ended now. Mutates. What it took more than one of rows alone is the prompts'."""
         num_rows, has_prompts = plan.num_rows, plan.num_rows < len(plan.slices)
         if num_rows and not has_prompts:
             self.row_step_s += (duration_s - self.row_step_s) * (_SMOOTHING if self.row_step_s else 1.0)

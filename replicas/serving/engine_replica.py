@@ -89,8 +89,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
 
     @classmethod
     def decoder(cls, may_also: bool = False) -> Decoder[Call[Any]]:
-        """Of all calls that this kind of replica takes; any other is malformed. may_also: those of the other kind too.
-        """
+        """Of all calls that this kind of replica takes, and with may_also the other kind; any other is malformed."""
         kinds = GenerateCall | ReplayCall | PrefillCall if may_also else cls.calls
         return Decoder(kinds | PulseCall | ForgetPeerCall)
 

@@ -6,25 +6,29 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.policy_table import POLICIES
-from cluster.policies.routing_policy import Costs, RouteKind, RoutingPolicy, RoutingRules
-from cluster.routing.generation import Generation
+from cluster.policies.routing_policy import Costs, Route, RouteKind, RoutingPolicy, RoutingRules
+from cluster.routing.attempt import Attempt
+from cluster.routing.generation import Generation, Leg
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.serving.engine_builder import BuiltEngine, build_engine
+from scheduler.generation_spec import GenerationSpec
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_pools import ManyLocal
-from tests.engines.local_system import Generated, LocalSystem, collect, settings
+from tests.engines.local_system import Generated, collect, settings
 
-NAMES = ("decode-0", "decode-1", "prefill-0", "prefill-1")
+NAMES = ("decode-0", "prefill-0")
+NUM_GENERATIONS = 40
 
 
 class MixedSystem:
-    """Two engines a pool, all of which may do both."""
+    """An engine a pool, both of which may do both."""
 
     def __init__(self) -> None:
         self.engines: dict[str, BuiltEngine] = {}
@@ -38,13 +42,13 @@ class MixedSystem:
         for built in self.engines.values():
             built.stop()
 
-    def run(self, generations: Sequence[Generation], policy: str, num_at_once: int = 1000) -> list[Generated]:
-        """Side by side. Blocks."""
-        return asyncio.run(self._run(generations, policy, num_at_once))
+    def run(self, generations: Sequence[Generation], policy: str, names: Sequence[str] = NAMES) -> list[Generated]:
+        """Side by side. names: of the engines that there are. Blocks."""
+        return asyncio.run(self._run(generations, policy, names))
 
-    async def _run(self, generations: Sequence[Generation], policy: str, num_at_once: int) -> list[Generated]:
+    async def _run(self, generations: Sequence[Generation], policy: str, names: Sequence[str]) -> list[Generated]:
         decode, prefill = (
-            ManyLocal({name: built for name, built in self.engines.items() if name.startswith(pool)})
+            ManyLocal({name: self.engines[name] for name in names if name.startswith(pool)})
             for pool in ("decode", "prefill")
         )
         router = Router(
@@ -57,14 +61,8 @@ class MixedSystem:
         )
         await router.start()
         router.pools_changed(decode.replicas())
-        places = asyncio.Semaphore(num_at_once)
-
-        async def collected(generation: Generation) -> Generated:
-            async with places:
-                return await collect(router, generation)
-
         try:
-            return await asyncio.gather(*map(collected, generations))
+            return await asyncio.gather(*(collect(router, generation) for generation in generations))
         finally:
             await router.stop()
             await self._wait_for_baseline()
@@ -89,67 +87,78 @@ def mixed() -> Iterator[MixedSystem]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[LocalSystem]:
-    """What texts are compared with: one engine that does everything."""
-    system = LocalSystem(settings("decode"), None)
-    yield system
-    system.close()
+def expected(mixed: MixedSystem) -> list[Generated]:
+    """What one engine makes of them that does everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        routes = note_routes(patch)
+        patch.setitem(POLICIES, "alone", RoutingPolicy(decode_first, decode_first, lambda *_: RouteKind.MIXED))
+        generated = mixed.run(generations(), "alone")
+    assert routes == {("decode-0", "decode-0"): NUM_GENERATIONS}
+    return generated
 
 
-@pytest.fixture
-def by_chance(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
-    """A policy that sends every part anywhere. Counted: who generated, and who computed the prompt."""
-    rng = random.Random(1)
+def decode_first(need: object, candidates: Sequence[Any], *_: object) -> Costs:
+    return [(candidate.replica_id != "decode-0",) for candidate in candidates]
+
+
+def note_routes(patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    """Of all attempts from now on: who generates, and who computes the prompt."""
     routes: Counter[tuple[str, str]] = Counter()
-
-    def costs(need: object, candidates: Sequence[object], *_: object) -> Costs:
-        return [(rng.random(),) for _ in candidates]
-
-    def why_local(need: object, prefill: object, decode: object, *_: object) -> RouteKind | None:
-        return RouteKind.MIXED if rng.random() < 0.3 else None
-
-    monkeypatch.setitem(POLICIES, "chance", RoutingPolicy(costs, costs, why_local))  # type: ignore[arg-type]
     open_attempt = Router._open_attempt
 
-    def noted(self: Router, leg: object, route: object, deadline_s: float) -> object:
-        routes[route.decode_id, route.prefill_id or route.decode_id] += 1  # type: ignore[attr-defined]
-        return open_attempt(self, leg, route, deadline_s)  # type: ignore[arg-type]
+    def noted(self: Router, leg: Leg, route: Route, deadline_s: float) -> Attempt:
+        routes[route.decode_id, route.prefill_id or route.decode_id] += 1
+        return open_attempt(self, leg, route, deadline_s)
 
-    monkeypatch.setattr(Router, "_open_attempt", noted)
+    patch.setattr(Router, "_open_attempt", noted)
     return routes
 
 
-def generations_of(system: LocalSystem, count: int) -> list[Generation]:
+def generations() -> list[Generation]:
     """Greedy, seeded and of several choices; of one step and of several."""
     made: list[Generation] = []
-    for number in range(count):
+    for number in range(NUM_GENERATIONS):
         rng = random.Random(number)
-        prompt_ids = [rng.randrange(1, 200) for _ in range(rng.choice((5, 40, 300)))]
+        prompt_ids = tuple(rng.randrange(1, 200) for _ in range(rng.choice((5, 40, 300))))
         sampling = SamplingParams(temperature=0.0 if number % 3 == 0 else 0.8, seed=number)
-        made.append(system.generation(prompt_ids, rng.choice((1, 4, 24)), sampling, num_choices=1 + (number % 4 == 1)))
+        choices = (0, 1) if number % 4 == 1 else (0,)
+        spec = GenerationSpec(prompt_ids, choices, rng.choice((1, 4, 24)), frozenset(), sampling)
+        made.append(Generation(f"generation-{number}", spec, 300.0))
     return made
 
 
 def test_texts_do_not_depend_on_who_plays_which_role(
-    mixed: MixedSystem, alone: LocalSystem, by_chance: Counter[tuple[str, str]]
+    mixed: MixedSystem, expected: list[Generated], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generations = generations_of(alone, 60)
-    expected = alone.run(generations)
-    got = mixed.run(generations, "chance")
-    for of_alone, of_mixed in zip(expected, got, strict=True):
+    rng = random.Random(1)
+
+    def costs(need: object, candidates: Sequence[object], *_: object) -> Costs:
+        return [(rng.random(),) for _ in candidates]
+
+    def why_local(*_: object) -> RouteKind | None:
+        return RouteKind.MIXED if rng.random() < 0.3 else None
+
+    monkeypatch.setitem(POLICIES, "chance", RoutingPolicy(costs, costs, why_local))
+    routes = note_routes(monkeypatch)
+    for of_alone, of_mixed in zip(expected, mixed.run(generations(), "chance"), strict=True):
         assert of_mixed.token_ids == of_alone.token_ids
         assert of_mixed.finish_reasons == of_alone.finish_reasons
-    assert sum(by_chance.values()) == 60, "nothing was tried again"
-    pools = Counter((decode.split("-")[0], prefill.split("-")[0]) for decode, prefill in by_chance.elements())
-    assert set(pools) == {(one, other) for one in ("decode", "prefill") for other in ("decode", "prefill")}
-    assert any(decode == prefill for decode, prefill in by_chance), "some computed their prompts themselves"
+    assert sum(routes.values()) == NUM_GENERATIONS, "something was tried again"
+    assert set(routes) == {(one, other) for one in NAMES for other in NAMES}
     for pool in ("decode", "prefill"):
         for role in ("decode", "prefill"):
             assert mixed.metrics.roles_played.value(of_pool=pool, role=role) > 0
 
 
-def test_the_shipped_policy_serves_as_one_engine_does(mixed: MixedSystem, alone: LocalSystem) -> None:
-    generations = generations_of(alone, 30)
-    expected = alone.run(generations)
-    got = mixed.run(generations, "roles_by_cost")
-    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
+def test_the_shipped_policy_serves_as_one_engine_does(mixed: MixedSystem, expected: list[Generated]) -> None:
+    assert [one.token_ids for one in mixed.run(generations(), "roles_by_cost")] == [one.token_ids for one in expected]
+
+
+def test_the_prefill_pool_serves_alone(
+    mixed: MixedSystem, expected: list[Generated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when all decode replicas have died: what may do both does."""
+    routes = note_routes(monkeypatch)
+    got = mixed.run(generations()[:6], "roles_by_cost", names=("prefill-0",))
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected[:6]]
+    assert routes == {("prefill-0", "prefill-0"): 6}
