@@ -55,7 +55,9 @@ class MixedSystem:
             decode=decode,
             prefill=prefill,
             rules=RoutingRules(True, 0, False, policy=policy),
-            limits=RouterLimits(AttemptLimits(300.0, 60.0), max_queued_requests=1000, max_retries=2, block_size=16),
+            limits=RouterLimits(
+                attempt=AttemptLimits(300.0, 60.0), max_queued_requests=1000, max_retries=2, block_size=16
+            ),
             metrics=self.metrics,
             channel_host="127.0.0.1",
         )
