@@ -23,8 +23,10 @@ from scheduler.sampling_params import SamplingParams
 from tests.engines.local_pools import ManyLocal
 from tests.engines.local_system import Generated, collect, settings
 
+pytestmark = pytest.mark.timeout(900)  # on a machine that does much else
+
 NAMES = ("decode-0", "prefill-0")
-NUM_GENERATIONS = 40
+NUM_GENERATIONS = 16
 
 
 class MixedSystem:
@@ -71,7 +73,7 @@ class MixedSystem:
 
     async def _wait_for_baseline(self) -> None:
         """Nothing is held anywhere."""
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(120.0):
             while not all(built.is_drained for built in self.engines.values()):
                 await asyncio.sleep(0.01)
         for name, built in self.engines.items():
@@ -121,10 +123,10 @@ def generations() -> list[Generation]:
     made: list[Generation] = []
     for number in range(NUM_GENERATIONS):
         rng = random.Random(number)
-        prompt_ids = tuple(rng.randrange(1, 200) for _ in range(rng.choice((5, 40, 300))))
+        prompt_ids = tuple(rng.randrange(1, 200) for _ in range(rng.choice((5, 40, 140))))
         sampling = SamplingParams(temperature=0.0 if number % 3 == 0 else 0.8, seed=number)
         choices = (0, 1) if number % 4 == 1 else (0,)
-        spec = GenerationSpec(prompt_ids, choices, rng.choice((1, 4, 24)), frozenset(), sampling)
+        spec = GenerationSpec(prompt_ids, choices, rng.choice((1, 3, 8)), frozenset(), sampling)
         made.append(Generation(f"generation-{number}", spec, 300.0))
     return made
 
@@ -161,6 +163,6 @@ def test_the_prefill_pool_serves_alone(
 ) -> None:
     """As when all decode replicas have died: what may do both does."""
     routes = note_routes(monkeypatch)
-    got = mixed.run(generations()[:6], "roles_by_cost", names=("prefill-0",))
-    assert [one.token_ids for one in got] == [one.token_ids for one in expected[:6]]
-    assert routes == {("prefill-0", "prefill-0"): 6}
+    got = mixed.run(generations()[:4], "roles_by_cost", names=("prefill-0",))
+    assert [one.token_ids for one in got] == [one.token_ids for one in expected[:4]]
+    assert routes == {("prefill-0", "prefill-0"): 4}
