@@ -114,6 +114,15 @@ class Holdings:
         num_free = self.allocator.num_free
         return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
 
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self._handovers if request.hands_over else self._queue
+
+    def _reserved_from(self, request: Request) -> tuple[int, int]:
+        """Blocks and slots that it may not have."""
+        if request.hands_over or not self.capabilities.does_both:
+            return 0, 0
+        return self.limits.num_reserved_blocks, 1
+
     # -- load, as policies see it ------------------------------------------------------------------
 
     @property

@@ -14,7 +14,6 @@ from scheduler.lane import Lane
 from scheduler.memory_budget import blocks_needed, num_blocks_for
 from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
 from scheduler.request import Request, RequestState, Sequence
-from scheduler.waiting_queue import WaitingQueue
 
 # Of a request whose prompt is computed here, until it is decoded or its KV handed over.
 _STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
@@ -80,15 +79,6 @@ class Residents(Holdings):
             return self._queue.admit(lets_in, self._max_overtakes)
         first = self._handovers.admit(lets_in, self._max_overtakes)
         return (*first, *self._queue.admit(lets_in, self._max_overtakes))
-
-    def _queue_of(self, request: Request) -> WaitingQueue:
-        return self._handovers if request.hands_over else self._queue
-
-    def _reserved_from(self, request: Request) -> tuple[int, int]:
-        """Blocks and slots that it may not have."""
-        if request.hands_over or not self.capabilities.does_both:
-            return 0, 0
-        return self.limits.num_reserved_blocks, 1
 
     def _promise(self, request: Request) -> list[int] | None:
         """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here

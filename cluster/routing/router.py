@@ -27,7 +27,8 @@ from cluster.routing.frame_intake import FrameIntake, senders
 from cluster.routing.generation import ChoiceState, Generation, GenerationItem, Leg
 from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.pool_client import PoolClient
-from cluster.routing.pool_view import PoolView, able
+from cluster.routing.pool_finder import PoolFinder
+from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
@@ -70,6 +71,7 @@ class Router:
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._slow = SlowTransferWatch(metrics.slow_transfers.set)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
+        self._finder = PoolFinder(self._decode, self._prefill, self._view, metrics)
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
@@ -79,7 +81,7 @@ class Router:
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
             channel_host,
-            self._client_of,
+            self._finder.of,
             self._mailboxes,
             on_frame=self._on_frame,
             on_gap=lambda: metrics.retried("frames"),
@@ -120,11 +122,6 @@ class Router:
     def usable(self, pool_name: str) -> ReplicaTable:
         """Of this pool those that requests may be sent to; none of a pool that is not deployed."""
         return next((self._same.of(pool.usable()) for pool in self.pools if pool.name == pool_name), {})
-
-    def num_able(self, pool_name: str) -> int:
-        """Replicas of the other pool that may do this one's work too."""
-        others = [name for pool in self.pools if pool.name != pool_name for name in able(self.usable(pool.name))]
-        return len(others)
 
     @property
     def unlike(self) -> tuple[UnlikeReplica, ...]:
@@ -234,8 +231,8 @@ class Router:
             self._routes.forecast(leg).sent(route),
             request_id=uuid.uuid4().hex,
             timeout_s=max(0.0, deadline_s - time.monotonic()),
-            decode=self._client_of(route.decode_id),
-            prefill=self._client_of(route.prefill_id) if route.prefill_id is not None else None,
+            decode=self._finder.of(route.decode_id),
+            prefill=self._finder.of(route.prefill_id) if route.prefill_id is not None else None,
             view=self._view,
             mailboxes=self._mailboxes,
             channel=self._intake.address,
@@ -244,23 +241,12 @@ class Router:
         attempt.open()
         leg.generation.binding.lean(route.model)
         self._metrics.routed(route.kind)
-        self._note_roles(route)
+        self._finder.note(route)
         self._avoided.note(route, self._view.pairs)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
             logger.warning("no prefill replica of its model: decode computes the prompt", extra=extra)
         return attempt
-
-    def _client_of(self, replica_id: str) -> WatchedPool:
-        """The pool that it is in, or was: where nobody knows it, calls say that it has gone."""
-        if self._prefill is None or replica_id in self._decode.replicas():
-            return self._decode
-        is_known = replica_id in self._prefill.replicas() or self._view.was_of_prefill(replica_id)
-        return self._prefill if is_known else self._decode
-
-    def _note_roles(self, route: Route) -> None:
-        self._metrics.played(self._client_of(route.decode_id).name, "decode")
-        self._metrics.played(self._client_of(route.prefill_id or route.decode_id).name, "prefill")
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -310,5 +296,5 @@ class Router:
         self._view.heard(frame)
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
-        self._client_of(frame.replica_id).heard(frame.replica_id)
+        self._finder.heard(frame.replica_id)
         self._mailboxes.deliver(frame)

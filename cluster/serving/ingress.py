@@ -31,6 +31,7 @@ from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
 from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
+from cluster.routing.pool_view import able
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
@@ -187,20 +188,21 @@ class Ingress:
 
     def readiness(self) -> Readiness:
         """Whether requests can be served now, and if not, why."""
-        pools = {
+        pools = self._router.pools
+        health = {
             pool.name: PoolHealth(
                 fingerprints=tuple(of["peer"]["fingerprint"] for of in self._router.usable(pool.name).values()),
                 num_lost=len(pool.lost),
                 num_strangers=len(pool.usable()) - len(self._router.usable(pool.name)),
                 can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
-                num_able=self._router.num_able(pool.name),
+                num_able=sum(len(able(self._router.usable(other.name))) for other in pools if other is not pool),
             )
-            for pool in self._router.pools
+            for pool in pools
         }
         is_draining = self.drain.is_draining or self._termination.is_requested
         slow = self._router.slow_transfers
         faulty = [*self._router.unlike, *slow.found]
-        return readiness(pools, self._rules, is_draining, faulty, slow.slowest)
+        return readiness(health, self._rules, is_draining, faulty, slow.slowest)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""

@@ -154,12 +154,9 @@ class SimulatedEngine:
     def load(self) -> EngineLoad:
         """As an engine reports it, but for the step time, which is that of one sequence: to the policies it settles
         ties, and says how long a request stays."""
-        steps, rate = self._device.steps, self._device.prefill_tokens_per_s
-        if not self.scheduler.capabilities.does_both:
-            return load_of(self.scheduler, steps.step_s(1, 0), rate)
-        mixture = self._device.mixture
-        share = mixture.prompt_share(self._queue.now_s)
-        return load_of(self.scheduler, steps.step_s(1, 0), rate, row_step_s=mixture.row_step_s, prompt_share=share)
+        device = self._device
+        mixture = device.mixture.at(self._queue.now_s)
+        return load_of(self.scheduler, device.steps.step_s(1, 0), device.prefill_tokens_per_s, mixture=mixture)
 
     @property
     def num_used_blocks(self) -> int:

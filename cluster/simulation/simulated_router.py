@@ -136,10 +136,9 @@ class SimulatedRouter:
         self._open.pop(client.job.index).close()
 
     def _decide(self, need: Need) -> Route | NeverFits | Unavailable:
-        started = time.thread_time()
-        view = self.view
-        decodes, prefills = view.decode_candidates(), view.prefill_candidates()
-        route = choose_route(need, decodes, prefills, self._rules, pairs=view.pairs.of)
+        started, view = time.thread_time(), self.view
+        candidates = view.decode_candidates(), view.prefill_candidates()
+        route = choose_route(need, *candidates, self._rules, pairs=view.pairs.of)
         self.counts.decision_s += time.thread_time() - started
         self.counts.num_decisions += 1
         return route

@@ -39,7 +39,6 @@ from replicas.engine.token_frames import TokenFrames
 from replicas.kv.handoff_actions import Event
 from replicas.messages import CallStatus, EngineLoad, GenerateCall, GenerateReply, PrefillCall, PrefillReply
 from replicas.metrics.engine_status import EngineStatus, StepClock, load_of
-from replicas.metrics.mixture_clock import MixtureClock
 from replicas.model.model_runner import StepHandle
 from scheduler.engine_core import EngineCore
 from scheduler.lane import Lane
@@ -79,7 +78,6 @@ class Engine:
         self.calls = OpenCalls(name, self.core, parts.metrics, frames, self._known_load, parts.grammars)
         self._launching = StepLaunch(self.core, self.calls, self._commit)
         self.steps = StepClock()
-        self._mixture = MixtureClock()
         self._timer = StepTimer()
         self._slowest_pair: Callable[[], PairRate | None] = lambda: None  # until there are transfers
         self._pair_in_turn: Callable[[], PairRate | None] = lambda: None
@@ -233,8 +231,7 @@ class Engine:
         return handle
 
     def _count(self, plan: StepPlan, duration_s: float) -> None:
-        self.steps.count(plan, duration_s)
-        self._mixture.count(plan, duration_s, time.monotonic())
+        self.steps.count(plan, duration_s, time.monotonic())
         self.metrics.step_done(duration_s)
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
@@ -295,11 +292,11 @@ class Engine:
         self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
-        mixture: tuple[float, ...] = ()
-        if self.scheduler.capabilities.does_both:
-            mixture = self._mixture.row_step_s, self._mixture.prompt_share(time.monotonic())
-        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs, *mixture)
+        steps, of_steps = (
+            self.steps,
+            (self._slowest_pair(), self._pair_in_turn(), self.steps.mixture.at(time.monotonic())),
+        )
+        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *of_steps)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

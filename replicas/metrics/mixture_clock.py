@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from replicas.messages import PROMPT_SHARE_S
 from scheduler.plan import StepPlan
 
 _SMOOTHING = 0.1
 _STEPS = 64  # of a share: a load that is told again and again changes only by so much
+
+
+class Mixture(NamedTuple):
+    """As `EngineLoad` has them."""
+
+    row_step_s: float = 0.0
+    prompt_share: float = 0.0
+
+
+NO_MIXTURE = Mixture()
 
 
 class MixtureClock:
@@ -20,7 +31,7 @@ class MixtureClock:
         self._share_at_s = 0.0
 
     def count(self, plan: StepPlan, duration_s: float, now_s: float) -> None:
-        """A step has taken so long, and ended now. Mutates. What it took more than one of rows alone is the prompts'."""
+        """A step has taken so long, and ended now. Mutates. What one of rows alone takes less is the prompts'."""
         num_rows, has_prompts = plan.num_rows, plan.num_rows < len(plan.slices)
         if num_rows and not has_prompts:
             self.row_step_s += (duration_s - self.row_step_s) * (_SMOOTHING if self.row_step_s else 1.0)
@@ -28,6 +39,10 @@ class MixtureClock:
             prompts_s = max(0.0, duration_s - (self.row_step_s if num_rows else 0.0))
             self._share = 1.0 - (1.0 - self._share_now(now_s - prompts_s)) * math.exp(-prompts_s / PROMPT_SHARE_S)
             self._share_at_s = max(now_s, self._share_at_s)
+
+    def at(self, now_s: float) -> Mixture:
+        """As of then."""
+        return Mixture(self.row_step_s, self.prompt_share(now_s))
 
     def prompt_share(self, now_s: float) -> float:
         """Of the last PROMPT_SHARE_S, the older the less; in 64ths."""
