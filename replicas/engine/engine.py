@@ -292,11 +292,8 @@ class Engine:
         self.calls.answer_all(CallStatus.ERROR, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        steps, of_steps = (
-            self.steps,
-            (self._slowest_pair(), self._pair_in_turn(), self.steps.mixture.at(time.monotonic())),
-        )
-        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *of_steps)
+        pairs, mixture = (self._slowest_pair(), self._pair_in_turn()), self.steps.mixture.at(time.monotonic())
+        return load_of(self.scheduler, *self.steps.means, *pairs, mixture)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

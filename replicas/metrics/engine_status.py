@@ -50,6 +50,11 @@ class StepClock:
             self._recent_s += duration_s - SMOOTHING * self._recent_s
             self.prefill_tokens_per_s = self._recent_tokens / self._recent_s
 
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of a step's time, and of the rate of prompts."""
+        return self.mean_s, self.prefill_tokens_per_s
+
     def due_for_status(self, now_s: float) -> bool:
         """Whether the published status is old enough to be replaced. Mutates when it is."""
         if now_s < self._status_due_s:
