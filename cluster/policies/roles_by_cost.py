@@ -79,8 +79,8 @@ class _Card:
 
 
 def _first_token_s(wait_s: float, prompt_s: float, rules: RoutingRules) -> float:
-    """prompt_s: what it takes by itself, which no replica can change."""
-    return wait_s + prompt_s + LATE * max(0.0, wait_s - WAIT_SHARE * rules.ttft_s)
+    """prompt_s: what it takes by itself, which no replica can change: a long one may wait for twice as long."""
+    return wait_s + prompt_s + LATE * max(0.0, wait_s - max(WAIT_SHARE * rules.ttft_s, 2.0 * prompt_s))
 
 
 def _prompt_s(
