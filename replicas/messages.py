@@ -115,6 +115,10 @@ class Dispute(Struct, tag=f"dispute-{WIRE_VERSION}", array_like=True, forbid_unk
     block_ids: Annotated[tuple[Count, ...], Meta(min_length=1)]  # the source's
 
 
+# The time over which `EngineLoad.prompt_share` is a mean: what is so old counts a third.
+PROMPT_SHARE_S = 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """State of an engine as the router's policies see it."""
@@ -135,6 +139,10 @@ class EngineLoad:
     read_bytes_per_s: Amount = 0.0
     missing_blocks: Count = 0  # by the projection: more than 0, and somebody gives way sooner or later, or has done so
     is_leaving: bool = False  # the replica takes nothing new, and ends when nobody waits for anything of it
+    # Of an engine that may do both phases (`metrics.mixture_clock`): how long its steps of rows alone take, and which
+    # part of its time goes to prompts; 0.0: not known, and none.
+    row_step_s: Amount = 0.0
+    prompt_share: Amount = 0.0
 
 
 class Pulse(Struct, frozen=True, omit_defaults=True):

@@ -23,6 +23,9 @@ class PoolKeys(Protocol):
     @property
     def max_batch_tokens(self) -> int: ...
 
+    @property
+    def may_also(self) -> bool: ...
+
 
 class PoolTooSmall(ValueError):
     """Its KV cache does not hold one request of full length."""
@@ -38,12 +41,18 @@ def pool_limits(
         num_bytes = memory_bytes if pool.kv_memory_bytes is None else pool.kv_memory_bytes
         assert num_bytes is not None, "the config gives one of the three"
         num_blocks = num_bytes // block_bytes
+    num_reserved = -(-max_model_len // block_size) if pool.may_also else 0
+    if num_reserved and num_blocks < 2 * num_reserved:
+        raise PoolTooSmall(
+            f"a KV cache of {num_blocks * block_size} tokens is less than twice model.max_model_len {max_model_len}, "
+            "which may_also needs: a prompt for another replica has room of its own; give it more memory"
+        )
     if num_blocks * block_size < max_model_len:
         raise PoolTooSmall(
             f"a KV cache of {num_blocks * block_size} tokens ({block_bytes // block_size} bytes each) is less than "
             f"model.max_model_len {max_model_len}; give it more memory"
         )
-    return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens)
+    return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens, num_reserved)
 
 
 def keeps_prefixes_on_host(pool: str, layout: str) -> bool:

@@ -124,6 +124,7 @@ class EngineSettings:
     max_batch_tokens: int
     lag: int
     has_prefix_cache: bool = True
+    may_also: bool = False  # do the other pool's work too
     layout: str = "split"  # "two_lanes": prompts are computed beside the rows, where the device can do that
     # Host memory for requests that give way, and for cached blocks (None: as the admission needs it).
     host_memory_bytes: int | None = None

@@ -42,10 +42,17 @@ class ProjectedBudget(Budget):
     """Keeps the projection in step with the requests. lag: steps that may be in flight when one is planned."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, policy: AdmissionPolicy, lag: int, max_drafts: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        policy: AdmissionPolicy,
+        lag: int,
+        max_drafts: int = 0,
+        num_reserved: int = 0,
     ) -> None:
-        """max_drafts: of a row."""
+        """max_drafts: of a row. num_reserved: blocks that only requests that hand over may have."""
         super().__init__(num_blocks)
+        self._num_reserved = num_reserved
         self.projection = MemoryProjection(block_size)
         self.estimator = None if policy.quantile is None else LengthEstimator(policy.quantile, policy.min_samples)
         self.limit = num_blocks - int(policy.watermark_fraction * num_blocks)
@@ -68,8 +75,12 @@ class ProjectedBudget(Budget):
 
     def start_of(self, request: Request) -> int | None:
         """O(log requests)."""
-        room = self.limit - self.num_shared - self.newcomer(request).peak(self._block_size)
+        limit = self.num_blocks if request.hands_over else self.limit - self._num_reserved
+        room = limit - self.num_shared - self.newcomer(request).peak(self._block_size)
         return self.projection.falls_to(room, self.step)
+
+    def fits_ever(self, num_blocks: int, *, hands_over: bool = False) -> bool:
+        return num_blocks <= self.num_blocks - (0 if hands_over else self._num_reserved)
 
     def num_ahead(self) -> int:
         """Blocks by which the highest use may rise if requests get further than was projected. Alone one may hold what
@@ -84,7 +95,7 @@ class ProjectedBudget(Budget):
         profile = self.newcomer(request)
         for request_id, num_blocks in joined.items():  # they stay when those end whose they were
             self._give_to_shared(request_id, num_blocks)
-        if not self._fits(profile):
+        if not self._fits(profile, request.hands_over):
             for request_id, num_blocks in joined.items():
                 self._give_to_shared(request_id, -num_blocks)
             return False
@@ -92,7 +103,7 @@ class ProjectedBudget(Budget):
         return True
 
     def fits(self, request: Request) -> bool:
-        return self._fits(self.newcomer(request))
+        return self._fits(self.newcomer(request), request.hands_over)
 
     def _give_to_shared(self, request_id: str, num_blocks: int) -> None:
         profile = self.projection.get(request_id)
@@ -150,13 +161,14 @@ class ProjectedBudget(Budget):
             if profile is not None and profile.until < step:
                 self.shrink(request_id, profile.peak(self._block_size))
 
-    def _fits(self, newcomer: Profile) -> bool:
-        return self.projection.fits(newcomer, self.step, self._limit_now - self.num_shared)
+    def _fits(self, newcomer: Profile, hands_over: bool = False) -> bool:
+        limit = self.num_blocks if hands_over else self._limit_now
+        return self.projection.fits(newcomer, self.step, limit - self.num_shared)
 
     @property
     def _limit_now(self) -> int:
         # Alone it need not leave anything free: whatever can fit does get in.
-        return self.limit if len(self.projection) else self.num_blocks
+        return (self.limit if len(self.projection) else self.num_blocks) - self._num_reserved
 
     def _worst_case(self, request: Request) -> Profile:
         """Of a beam search, from its admission to its end: when it has rows depends on the lag, what its beams share on

@@ -18,6 +18,16 @@ class Capabilities:
     offers: bool = False
     reads: bool = False
 
+    @property
+    def does_both(self) -> bool:
+        """Whether it may generate, and compute prompts for others."""
+        return self.decodes and self.offers
+
+    @property
+    def num_reserved_slots(self) -> int:
+        """Of an engine that does both: kept for prompts that it computes for others."""
+        return int(self.does_both)
+
     def missing(self, request: Request) -> str | None:
         """What a request asks for that is not here, or None."""
         if not (self.computes if request.local_prefill else self.reads):
@@ -29,3 +39,4 @@ class Capabilities:
 
 PREFILL = Capabilities(computes=True, offers=True)
 DECODE = Capabilities(computes=True, decodes=True, reads=True)
+BOTH = Capabilities(computes=True, decodes=True, offers=True, reads=True)

@@ -64,7 +64,9 @@ class Holdings:
         most_in_flight = lag + has_two_lanes
         if capabilities.decodes:
             max_drafts = 0 if self.drafts is None else self.drafts.max_drafts
-            self.budget = ProjectedBudget(num_blocks, block_size, admission, most_in_flight, max_drafts)
+            num_reserved = limits.num_reserved_blocks if capabilities.offers else 0
+            facts = num_blocks, block_size, admission, most_in_flight, max_drafts, num_reserved
+            self.budget = ProjectedBudget(*facts)
             self._max_overtakes = admission.max_overtakes
         else:
             self.budget = MemoryBudget(num_blocks, block_size)
@@ -94,6 +96,8 @@ class Holdings:
         self._num_admitted = 0
         self._queue = WaitingQueue()
         self._suspects = Suspects()
+        # Prompts for other engines, where requests are decoded too: these may wait for those, but never the other way.
+        self._handovers = WaitingQueue() if capabilities.does_both else self._queue
         self._free_slots = list(range(limits.max_sequences))
         self._transfers: dict[str, tuple[int, ...]] = {}  # blocks that a transfer holds, by request
         self._unloaded: dict[str, int] = {}  # prompt blocks of admitted requests that are kept free for their read
@@ -116,6 +120,15 @@ class Holdings:
         num_free = self.allocator.num_free
         return num_free - sum(self._unloaded.values()) if self._unloaded else num_free
 
+    def _queue_of(self, request: Request) -> WaitingQueue:
+        return self._handovers if request.hands_over else self._queue
+
+    def _reserved_from(self, request: Request) -> tuple[int, int]:
+        """Blocks and slots that it may not have."""
+        if request.hands_over or not self.capabilities.does_both:
+            return 0, 0
+        return self.limits.num_reserved_blocks, self.capabilities.num_reserved_slots
+
     # -- load, as policies see it ------------------------------------------------------------------
 
     @property
@@ -125,7 +138,11 @@ class Holdings:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return sum([len(queue) for queue in self._queues])
+
+    @property
+    def _queues(self) -> tuple[WaitingQueue, ...]:
+        return (self._queue,) if self._handovers is self._queue else (self._queue, self._handovers)
 
     @property
     def num_running(self) -> int:
@@ -135,7 +152,7 @@ class Holdings:
     @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens yet to be computed here, queued ones included."""
-        num_waiting = self._queue.num_prompt_tokens + self.prompts.num_pending_tokens
+        num_waiting = self.prompts.num_pending_tokens + sum([queue.num_prompt_tokens for queue in self._queues])
         return num_waiting if self.host_tier is None else num_waiting + self.host_tier.num_pending_tokens
 
     @property
@@ -175,9 +192,9 @@ class Holdings:
             blocks=self.allocator.counts(),
             promised_blocks=self.budget.promised,
             budget_blocks=self.budget.num_blocks,
-            num_queued=len(self._queue),
+            num_queued=self.num_queued,
             queued_prompt_tokens=self.queued_prompt_tokens,
-            num_active=len(states) - len(self._queue) - num_leased - num_over,
+            num_active=len(states) - self.num_queued - num_leased - num_over,
             num_leased=num_leased,
             num_ending=num_over,
             used_slots=self.limits.max_sequences - len(self._free_slots),

@@ -89,8 +89,8 @@ class Budget(ABC):
         """What a choice that starts now is taken to generate, or None: as many as its max_tokens."""
         return None if self.estimator is None else self.estimator.estimate(1)
 
-    def fits_ever(self, num_blocks: int) -> bool:
-        """Whether a request that needs so many could be admitted if it were alone."""
+    def fits_ever(self, num_blocks: int, *, hands_over: bool = False) -> bool:
+        """Whether a request that needs so many could be admitted alone. hands_over: its KV, when it has it."""
         return num_blocks <= self.num_blocks
 
     @abstractmethod

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """max_step_tokens bounds prompt tokens plus rows of one step."""
+    """max_step_tokens bounds prompt tokens plus rows of one step. num_reserved_blocks: of an engine that does both
+    phases, kept for prompts that it computes for others (`Residents.admit`)."""
 
     num_blocks: int
     block_size: int
     max_sequences: int
     max_step_tokens: int
+    num_reserved_blocks: int = 0

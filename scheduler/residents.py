@@ -14,6 +14,7 @@ from scheduler.lane import Lane
 from scheduler.memory_budget import blocks_for_generation, blocks_needed, num_blocks_for, tokens_moved_in
 from scheduler.outcome import DuplicateRequest, NeverFits, NotCapable
 from scheduler.request import Request, RequestState, Sequence
+from scheduler.waiting_queue import WaitingQueue
 
 # Of a request whose prompt is computed here, until it is decoded or its KV handed over.
 _STATES_OF_PROMPTS = (RequestState.ADMITTED, RequestState.PREFILLING, RequestState.LEASED)
@@ -37,17 +38,18 @@ class Residents(Holdings):
         if (missing := self.capabilities.missing(request)) is not None:
             raise NotCapable(request.request_id, missing)
         needed = blocks_needed(request, self.limits.block_size)
-        if not self.budget.fits_ever(needed):
-            block_size = self.limits.block_size
-            raise NeverFits("tokens of KV memory", needed * block_size, self.budget.num_blocks * block_size)
-        num_slots = len(request.slot_choices)
-        if num_slots > self.limits.max_sequences:
-            raise NeverFits("sequence slots", num_slots, self.limits.max_sequences)
+        reserved_blocks, reserved_slots = self._reserved_from(request)
+        if not self.budget.fits_ever(needed, hands_over=request.hands_over):
+            block_size, num_blocks = self.limits.block_size, self.budget.num_blocks - reserved_blocks
+            raise NeverFits("tokens of KV memory", needed * block_size, num_blocks * block_size)
+        num_slots, most_slots = len(request.slot_choices), self.limits.max_sequences - reserved_slots
+        if num_slots > most_slots:
+            raise NeverFits("sequence slots", num_slots, most_slots)
         if self.prefixes is not None:
             self.prefixes.submitted(request)
         request.may_draft = self.drafts is not None and not request.hands_over and self.drafts.may_draft(request)
         request.entered_s[RequestState.QUEUED] = now_s
-        self._queue.add(request, self._cost(request))
+        self._queue_of(request).add(request, self._cost(request))
         self._requests[request.request_id] = request
         self._deadlines.add(request.request_id, request.deadline_s)
 
@@ -59,18 +61,30 @@ class Residents(Holdings):
         return request.prompt_len + num_choices * min(most, self.expected_tokens or most)
 
     def admit(self, now_s: float) -> tuple[Request, ...]:
-        """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates."""
+        """Promise memory and slots to queued requests, in the queue's order and with its overtakers. Mutates.
+
+        Where requests are decoded here and prompts computed for other engines, the latter go first, and have memory and
+        a slot that nobody else gets: requests that are admitted here and wait for their prompts' KV may wait for an
+        engine whose own requests wait for these prompts.
+        """
         self._project_from_now()
-        if self.preemption or not self._free_slots:
-            return ()  # who gave way comes back first
+        if not self._free_slots:
+            return ()
 
         def lets_in(request: Request) -> bool:
-            if len(request.slot_choices) > len(self._free_slots) or (found := self._promise(request)) is None:
+            num_free = len(self._free_slots) - self._reserved_from(request)[1]
+            if len(request.slot_choices) > num_free or (found := self._promise(request)) is None:
                 return False
             self._let_in(request, found, now_s)
             return True
 
-        return self._queue.admit(lets_in, self._max_overtakes, self._ends_first, self._suspects.must_wait)
+        def admit_from(queue: WaitingQueue) -> tuple[Request, ...]:
+            return queue.admit(lets_in, self._max_overtakes, self._ends_first, self._suspects.must_wait)
+
+        for_others = () if self._handovers is self._queue or not len(self._handovers) else admit_from(self._handovers)
+        if self.preemption:
+            return for_others  # who gave way comes back first
+        return (*for_others, *admit_from(self._queue))
 
     def _ends_first(self, request: Request, waiting: Request) -> bool:
         """Whether `request`, let in now, is projected to be over before `waiting` could be let in."""
@@ -84,7 +98,9 @@ class Residents(Holdings):
         """Promise memory if there is any for it; mutates only then. None: there is not; else blocks that are here
         already and hold the beginning of its prompt."""
         num_prompt_blocks = self._num_first_blocks(request)
-        room = self._num_available - self.preemption.num_protected_blocks()
+        # Prompts for others do not wait for who gave way: that may wait for an engine that waits for these.
+        num_protected = 0 if request.hands_over else self.preemption.num_protected_blocks()
+        room = self._num_available - num_protected
         if self.prefixes is None:
             return [] if num_prompt_blocks <= room and self.budget.promise(request) else None
         # Many ask in vain, and again in the next turn: they are answered by what is cheap to know.
@@ -180,7 +196,7 @@ class Residents(Holdings):
         self._unloaded.pop(request.request_id, None)
         request.enter(state, now_s)
         self._deadlines.discard(request.request_id)
-        self._queue.discard(request.request_id)
+        self._queue_of(request).discard(request.request_id)
         self.prompts.discard(request)
         if self.host_tier is not None:
             self.host_tier.discard(request)

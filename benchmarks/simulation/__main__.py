@@ -22,6 +22,8 @@ from benchmarks.simulation.h100_system import AZURE_CONVERSATION, MOONCAKE_CONVE
 from benchmarks.simulation.lanes import LOADS, RULES, SimulatedCard, print_measured, print_rule, with_noise
 from benchmarks.simulation.parts import STEP_TOKENS, compare_parts
 from benchmarks.simulation.prefix_setups import SETUPS, compare_prefix_routing, prefix_routing_table
+from benchmarks.simulation.roles import LOADS as ROLE_LOADS
+from benchmarks.simulation.roles import layouts_of, print_goodputs
 from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
@@ -66,8 +68,15 @@ def main() -> int:
     parts = what.add_parser("parts", help="a long prompt's handoff in parts: its second token")
     parts.add_argument("--prompt-tokens", type=int, default=32_768)
     parts.add_argument("--step-tokens", type=int, nargs="+", default=STEP_TOKENS)
+    roles = what.add_parser(
+        "roles", help="cards that do both phases, beside every fixed split, colocation and two lanes"
+    )
+    roles.add_argument("--cards", type=int, default=2)
+    roles.add_argument("--loads", nargs="+", default=list(ROLE_LOADS), choices=ROLE_LOADS)
+    roles.add_argument("--part", type=float, default=1.0, help="of the time that loads last")
+    roles.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
-    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts", "bursts") else []
+    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts", "bursts", "roles") else []
     if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
         traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
@@ -85,6 +94,7 @@ def main() -> int:
         "lanes": _lanes,
         "drafts": _drafts,
         "parts": _parts,
+        "roles": _roles,
     }
     run = runs[options.what]
     if traces:
@@ -138,6 +148,18 @@ def _prefixes(options: argparse.Namespace) -> dict[str, Any]:
     result = compare_prefix_routing(options.trace, options.only, _say)
     print(prefix_routing_table(result))
     return result
+
+
+def _roles(options: argparse.Namespace) -> dict[str, Any]:
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        _say(line)
+
+    layouts = list(layouts_of(options.cards))
+    print_goodputs(options.cards, options.loads, layouts, options.seeds, options.part, say)
+    return {"lines": said}
 
 
 def _lanes(options: argparse.Namespace) -> dict[str, Any]:

@@ -110,6 +110,44 @@ def batch_conflicts(limits: LimitsConfig, pools: PoolsConfig) -> Iterator[Confli
         yield Conflict(tokens_key, reason, (tokens_key, sequences_key))
 
 
+def role_conflicts(layout: str, policy: str, model: ModelConfig, pools: PoolsConfig) -> Iterator[Conflict]:
+    """Replicas that may do the other pool's work need what that needs."""
+    policy_key = "routing.policy"
+    able = {f"pools.{name}": pool for name, pool in pools.deployed().items() if pool.may_also}
+    for key, pool in able.items():
+        also = f"{key}.may_also"
+        if layout != "split":
+            reason = (
+                f"true means the other pool's work, and layout {layout} has one pool: remove it, or set layout: split"
+            )
+            yield Conflict(also, reason, (also, "layout"))
+        if policy != "roles_by_cost":
+            reason = f"true needs {policy_key} roles_by_cost, which is {policy}: only that weighs both kinds of work"
+            yield Conflict(also, reason, (also, policy_key))
+        if pool.max_batch_tokens <= pool.max_running_sequences:
+            most = f"{key}.max_running_sequences"
+            reason = (
+                f"{pool.max_batch_tokens} leaves no room for prompts beside {most} {pool.max_running_sequences}, one "
+            )
+            reason += f"token each, and with {also} there are both; expected more than that"
+            yield Conflict(f"{key}.max_batch_tokens", reason, (f"{key}.max_batch_tokens", most, also))
+        capacity, longest = pool.kv_capacity_tokens, model.max_model_len
+        if capacity is not None and capacity < 2 * longest:
+            reason = (
+                f"{capacity} tokens are less than twice model.max_model_len {longest}, and with {also} a prompt for "
+            )
+            reason += "another replica has room of its own; expected at least that"
+            yield Conflict(
+                f"{key}.kv_capacity_tokens", reason, (f"{key}.kv_capacity_tokens", "model.max_model_len", also)
+            )
+    if len({pool.device for pool in pools.deployed().values()}) > 1:
+        for key in able:
+            reason = "true, but the pools compute on different devices: what a prompt costs is taken to be alike"
+            yield Conflict(
+                f"{key}.may_also", reason, (f"{key}.may_also", "pools.prefill.device", "pools.decode.device")
+            )
+
+
 def timeout_conflicts(ingress: IngressConfig, transfer: TransferConfig) -> Iterator[Conflict]:
     """Nothing waits, and no lease lasts, longer than a whole request may live."""
     whole_key, whole_s = "ingress.request_timeout_s", ingress.request_timeout_s

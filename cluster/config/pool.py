@@ -59,6 +59,11 @@ class PoolConfig(Section):
         description="Host memory of each replica for the prefix cache: what goes from its KV cache stays there a "
         "while. null: none",
     )
+    may_also: bool = Field(
+        default=False,
+        description="Let its replicas do the other pool's work too, where routing.policy roles_by_cost finds that "
+        "cheaper: of prefill, generate; of decode, compute prompts for others. For pools of equal cards",
+    )
     num_cpus: Cpus = Field(default=1.0, description="Logical CPUs Ray reserves for each replica; limits nothing")
     num_gpus: Gpus = Field(
         default=0.0,

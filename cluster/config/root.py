@@ -22,6 +22,7 @@ from cluster.config.conflicts import (
     limit_conflicts,
     proxy_conflicts,
     resource_conflicts,
+    role_conflicts,
     size_conflicts,
     timeout_conflicts,
 )
@@ -55,6 +56,7 @@ class Config(ServingConfig):
             size_conflicts(self.model, self.kv, self.pools),
             device_conflicts(self.pools),
             batch_conflicts(self.limits, self.pools),
+            role_conflicts(self.layout, self.routing.policy, self.model, self.pools),
             timeout_conflicts(self.ingress, self.transfer),
             limit_conflicts(self.model, self.limits),
             lifecycle_conflicts(self.lifecycle),

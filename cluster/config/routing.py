@@ -16,7 +16,9 @@ class RoutingConfig(Section):
     policy: Annotated[str, OneOf(POLICIES)] = Field(
         default="memory_then_queue",
         description="Which of the replicas that could take a request does. memory_then_queue: decode by the memory "
-        "that is free there, prefill by the wait for the prompt's end; both by what their prefix caches have of it",
+        "that is free there, prefill by the wait for the prompt's end; both by what their prefix caches have of it. "
+        "roles_by_cost: both by the seconds that requests lose, within the objectives of section slo; for pools with "
+        "may_also",
     )
     local_prefill_max_tokens: int = Field(
         default=0,

@@ -16,6 +16,7 @@ class PoolHealth:
     """One pool as an ingress sees it.
 
     fingerprints: of each replica that may be chosen, of its model and KV layout: two with the same can exchange KV.
+    num_able: replicas of the other pool that may do this one's work too.
     num_strangers: replicas with another tokenizer than this ingress, which are not used.
     num_lost: replicas that Serve lists and that are frozen, dead or leaving. can_cold_start: it has been scaled to
     zero, and a request will start a replica.
@@ -25,10 +26,11 @@ class PoolHealth:
     num_lost: int = 0
     num_strangers: int = 0
     can_cold_start: bool = False
+    num_able: int = 0
 
     @property
     def is_served(self) -> bool:
-        return bool(self.fingerprints) or self.can_cold_start
+        return bool(self.fingerprints) or self.num_able > 0 or self.can_cold_start
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ DECISIONS = (
     "remote",
     "fallback_aggregated",
     "local_cached",
+    "local_mixed",
     "local_busy_prefill",
     "local_slow_pair",
     "local_failed_pair",
@@ -43,6 +44,7 @@ MOVE_CAUSES = ("leaving", "memory")
 MOVE_OUTCOMES = ("moved", "refused", "lost")
 POOLS = ("prefill", "decode", "ingress")
 ENGINE_POOLS = ("prefill", "decode")
+ROLES = ("prefill", "decode")
 LOSSES = ("dead", "unreachable", "frozen", "leaving")
 UNLIKENESS = ("tokenizer", "no_partner")
 PREFIX_TOKENS = ("predicted", "found")
@@ -70,6 +72,10 @@ class IngressMetrics(MetricSet):
     def routed(self, result: str) -> None:
         """A prompt was routed; result: one of DECISIONS."""
         self.router_decisions.add(result=result)
+
+    def played(self, of_pool: str, role: str) -> None:
+        """A replica of this pool was given a part of a request; role: one of ROLES."""
+        self.roles_played.add(of_pool=of_pool, role=role)
 
     def retried(self, stage: str) -> None:
         """Something is tried again; stage: one of RETRY_STAGES."""
@@ -154,6 +160,11 @@ class IngressMetrics(MetricSet):
             "Where prompts were prefilled",
             {"result": DECISIONS},
             fixed={"policy": policy},
+        )
+        self.roles_played = self.counter(
+            "splitserve_router_roles",
+            "Parts of requests given to replicas of a pool: a prompt to compute, or tokens to generate",
+            {"of_pool": ENGINE_POOLS, "role": ROLES},
         )
         self.retries = self.counter("splitserve_retries", "Attempts made again", {"stage": RETRY_STAGES})
         self.migrations = self.counter(

@@ -17,6 +17,7 @@ from cluster.monitoring.ingress_metrics import (
     CALL_RESULTS,
     DECISIONS,
     ENDPOINTS,
+    ENGINE_POOLS,
     FINISH_REASONS,
     GRAMMAR_CHECKS,
     GRAMMAR_REFUSALS,
@@ -30,6 +31,7 @@ from cluster.monitoring.ingress_metrics import (
     PROMPT_ROUTES,
     REJECTIONS,
     RETRY_STAGES,
+    ROLES,
     SPAN_ENDS,
     UNLIKENESS,
 )
@@ -130,6 +132,7 @@ _REQUEST_COUNTERS: dict[str, Labels] = {
     "slo_requests": {"slo": OBJECTIVES},
     "slo_violations": {"slo": OBJECTIVES},
     "router_decisions": {"policy": None, "result": DECISIONS},
+    "router_roles": {"of_pool": ENGINE_POOLS, "role": ROLES},
     "retries": {"stage": RETRY_STAGES},
     "prompt_tokens": {},
     "routed_prompt_tokens": {"route": PROMPT_ROUTES},

@@ -77,6 +77,8 @@ class DecodeCandidate(NamedTuple):
     num_rows: streams there, anybody's, those included whose prompt is yet to come. queued_tokens: of prompts that it is
     to compute itself, this router's own included; tokens_per_s: how fast, 0.0: not known yet. step_tokens: the most
     in a step, rows included; 0: no limit. block_bytes: of KV. max_rows: the most streams at once; 0: no limit.
+    row_step_s, prompt_share: as EngineLoad has them, the latter as of now; least_row_step_s: of a step with next to
+    nobody in it. is_away: it is of the prefill pool, and may also generate.
     """
 
     replica_id: str
@@ -95,6 +97,10 @@ class DecodeCandidate(NamedTuple):
     step_tokens: int = 0
     block_bytes: int = 0
     max_rows: int = 0
+    row_step_s: float = 0.0
+    least_row_step_s: float = 0.0
+    prompt_share: float = 0.0
+    is_away: bool = False
 
     @property
     def model(self) -> str:
@@ -132,7 +138,9 @@ class DecodeCandidate(NamedTuple):
 class PrefillCandidate(NamedTuple):
     """One prefill replica. queued_tokens: prompt tokens not yet computed, this router's own included.
 
-    tokens_per_s: how fast it computes them, measured; 0.0: not known yet.
+    tokens_per_s: how fast it computes them, measured; 0.0: not known yet. num_rows, row_step_s, prompt_share: as a
+    DecodeCandidate has them, of one that may also generate. is_away: it is of the decode pool, and may also compute
+    prompts for others.
     """
 
     replica_id: str
@@ -141,6 +149,11 @@ class PrefillCandidate(NamedTuple):
     tokens_per_s: float = 0.0
     node_id: str = ""
     fingerprint: str = ""
+    num_rows: int = 0
+    row_step_s: float = 0.0
+    least_row_step_s: float = 0.0
+    prompt_share: float = 0.0
+    is_away: bool = False
 
 
 class Pair(NamedTuple):
@@ -172,6 +185,7 @@ class RouteKind(StrEnum):
     LOCAL = "local"  # the decode replica: colocated, or a short prompt, or what it does not have of it is short
     FALLBACK = "fallback_aggregated"  # the decode replica, because no prefill replica that is like it lives
     CACHED = "local_cached"  # the decode replica, because it has so much of it that the rest costs less time there
+    MIXED = "local_mixed"  # the replica that generates, which has time for it within the objectives
     # The decode replica, because that costs less time:
     BUSY_PREFILL = "local_busy_prefill"  # than what waits at the prefill pool
     SLOW_PAIR = "local_slow_pair"  # than the KV's way from the prefill replica
@@ -225,6 +239,7 @@ class RoutingRules:
     the pair has been measured. policy: a name in `policies.policy_table`. local_by_cost: decode computes what that
     costs less. itl_budget_s: for so long a stream's next token may take beside a prompt without its counting.
     quarantine_after_deaths: of replicas that died while they computed a request, without its getting any further.
+    ttft_s, tpot_s: the objectives, of the section `slo`.
     """
 
     has_prefill_pool: bool
@@ -235,6 +250,8 @@ class RoutingRules:
     local_by_cost: bool = True
     itl_budget_s: float = 0.0
     quarantine_after_deaths: int = 3
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
 
 
 Costs = Sequence[tuple[float, ...]]

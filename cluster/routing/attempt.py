@@ -148,12 +148,11 @@ class Attempt(DecodeSide):
     async def _run_prefill(
         self, prefill_id: str, wait: AdmissionWait, generate: asyncio.Task[GenerateReply], handoff_by_s: float
     ) -> None:
-        assert self.parts.prefill is not None
         assert self._reader is not None
         self._view.prompt_sent(prefill_id, self._computed_tokens)
         facts = self._deadline_s - time.monotonic(), self._reader, self.leg.has_begun
         prefill = PrefillCall(self.request_id, self._spec, *facts)
-        call = start_detached(self.parts.prefill.submit(prefill_id, prefill))
+        call = start_detached(self.parts.pool_of(prefill_id).submit(prefill_id, prefill))
         try:
             began_s = handoff_by_s - self._limits.handoff_timeout_s
             await wait.for_prompt(call, generate, prefill_id, self._computed_tokens, began_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.routing.mailboxes import Mailboxes
@@ -13,10 +14,9 @@ from replicas.messages import ChannelAddress
 
 @dataclass(frozen=True, slots=True)
 class AttemptParts:
-    """channel: where tokens come to."""
+    """pool_of: that a replica is in. channel: where tokens come to."""
 
-    decode: PoolClient
-    prefill: PoolClient | None
+    pool_of: Callable[[str], PoolClient]
     view: PoolView
     mailboxes: Mailboxes
     channel: ChannelAddress

@@ -49,7 +49,8 @@ class DecodeSide:
         self.stage = Stage.QUEUE  # where it is now
         self.move: Move | None = None  # on its way to another replica
         self._spec, self._deadline_s = leg.attempt_spec(), deadline_s
-        self._decode, self._view, self._limits = parts.decode, parts.view, parts.limits
+        self._view, self._limits = parts.view, parts.limits
+        self.decode = parts.pool_of(route.decode_id)  # also when the replica is no more in it
         self._source: TransferPeer | None = None
         self._generate: asyncio.Task[GenerateReply] | None = None
         self._num_from_prefill = 0  # tokens of each choice: none of a beam search that goes on
@@ -66,7 +67,7 @@ class DecodeSide:
             self.request_id, self._spec, self._deadline_s - time.monotonic(), self.parts.channel, self._source,
             has_begun=self.leg.has_begun, is_suspect=self.route.kind is RouteKind.SUSPECT, num_generated=num_generated,
         )  # fmt: skip
-        self._generate = start_detached(self._decode.submit(self.route.decode_id, call))
+        self._generate = start_detached(self.decode.submit(self.route.decode_id, call))
         for tell in tell_ended:
             self._generate.add_done_callback(tell)
         return self._generate

@@ -27,15 +27,15 @@ class FrameIntake:
         self,
         router_id: str,
         host: str,
-        decode: PoolClient,
+        pool_of: Callable[[str], PoolClient],
         mailboxes: Mailboxes,
         *,
         on_frame: Callable[[Frame], None],
         on_gap: Callable[[], None],
         replay_timeout_s: float,
     ) -> None:
-        """on_gap: something is missing and is being fetched."""
-        self._router_id, self._decode, self._mailboxes = router_id, decode, mailboxes
+        """pool_of: of a replica. on_gap: something is missing and is being fetched."""
+        self._router_id, self._pool_of, self._mailboxes = router_id, pool_of, mailboxes
         self._on_gap, self._replay_timeout_s = on_gap, replay_timeout_s
         self._replays: set[asyncio.Task[None]] = set()
         self._admitted: ReplicaTable = {}
@@ -73,7 +73,7 @@ class FrameIntake:
         logger.warning("frames missing", extra={"event": "frame_gap", "replica": replica_id, "from_seq": from_seq})
         try:
             async with asyncio.timeout(self._replay_timeout_s):
-                reply = await self._decode.submit(replica_id, ReplayCall(self._router_id, from_seq))
+                reply = await self._pool_of(replica_id).submit(replica_id, ReplayCall(self._router_id, from_seq))
             frames = await _decoded(reply.frames)
             if not any(frame.epoch == epoch and frame.seq == from_seq for frame in frames):
                 raise LookupError("the replay does not begin there")

@@ -77,7 +77,7 @@ class MovedAttempt(Attempt):
         self.ordered_s = time.monotonic()
         self._handoff_by_s = self.ordered_s + limit_s
         migrate = MigrateCall(self.old.request_id, self.request_id, self._reader, limit_s)
-        call = start_detached(self._decode.submit(self.old.route.decode_id, migrate))
+        call = start_detached(self.old.decode.submit(self.old.route.decode_id, migrate))
         await wait_for_any(call, timeout_s=None)
         reply: MigrateReply = self._result(call, Stage.TRANSFER)
         return "" if reply.status is CallStatus.OK else reply.detail or reply.status

@@ -66,6 +66,8 @@ def choose_route(
             if why is not None:
                 return route(why, avoided_id=prefill.replica_id)
         return route(RouteKind.REMOTE, prefill.replica_id)
+    if isinstance(prefill, Unavailable) and any(p.replica_id == decode.replica_id for p in prefills):
+        return route(RouteKind.MIXED)  # there is nobody else
     if isinstance(prefill, Unavailable) and (rules.fallback_to_decode or prefills):
         return route(RouteKind.FALLBACK)
     return prefill
@@ -127,7 +129,7 @@ def choose_prefill(
     pairs: Pairs = unknown_pairs,
 ) -> PrefillCandidate | NeverFits | Unavailable:
     """Who computes the prompt for this decode replica: one of those that are like it."""
-    alike = [prefill for prefill in candidates if prefill.fingerprint == decode.fingerprint]
+    alike = [p for p in candidates if p.fingerprint == decode.fingerprint and p.replica_id != decode.replica_id]
     policy = POLICIES[rules.policy]
 
     def costs(those: Sequence[PrefillCandidate]) -> Costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 from cluster.policies.routing_policy import DecodeCandidate, PrefillCandidate
 from cluster.routing.pair_table import PairTable
 from cluster.routing.replica_registry import ReplicaTable
-from replicas.messages import EngineLoad, Frame, TransferPeer
+from replicas.messages import PROMPT_SHARE_S, EngineLoad, Frame, TransferPeer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,17 @@ class PoolView:
         self._prompt_tokens: Counter[str] = Counter()  # sent to prefill, not yet answered
         self._newer_tokens: Counter[str] = Counter()  # of these, sent since it last told its load
         self._coming_tokens: Counter[str] = Counter()  # to be sent there as soon as decode has admitted them
+        self._least_row_step_s = 0.0  # of all that were ever heard: what a step takes with next to nobody in it
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
     def decode_candidates(self) -> list[DecodeCandidate]:
         """Mutates: `decode_peer` finds those of this moment, whoever leaves meanwhile (tables change on any thread)."""
-        known, self._decode_table = self._candidates, self._decodes()
+        known, self._decode_table = self._candidates, {**self._decodes(), **able(self._prefills())}
         return [known.get(name) or self._decode_candidate(name, of) for name, of in self._decode_table.items()]
 
     def prefill_candidates(self) -> list[PrefillCandidate]:
         """Mutates: as decode_candidates, for `prefill_peer`."""
-        self._prefill_table = self._prefills()
+        self._prefill_table = {**self._prefills(), **able(self._decodes())}
         return [self._prefill_candidate(name, metadata) for name, metadata in self._prefill_table.items()]
 
     @property
@@ -98,6 +100,11 @@ class PoolView:
         """As decode_peer: all that it has published."""
         return self._decode_table[replica_id]
 
+    def was_of_prefill(self, replica_id: str) -> bool:
+        """Of one of the last candidates."""
+        metadata = self._prefill_table.get(replica_id) or self._decode_table.get(replica_id) or {}
+        return metadata.get("pool") == "prefill"
+
     def decode_peer(self, replica_id: str) -> TransferPeer:
         """Of one of the last candidates. It may have left since: then calls to it say so."""
         return self.peer(replica_id, self._decode_table[replica_id])
@@ -112,6 +119,8 @@ class PoolView:
     def heard_load(self, replica_id: str, load: EngineLoad) -> None:
         """It replied, or was asked."""
         self._heard[replica_id] = _Heard(load, self._clock())
+        if load.row_step_s:
+            self._least_row_step_s = min(load.row_step_s, self._least_row_step_s or load.row_step_s)
         self._candidates.pop(replica_id, None)
         self._newer_tokens.pop(replica_id, None)
         if load.read_source:
@@ -188,12 +197,15 @@ class PoolView:
         return peer
 
     def _decode_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> DecodeCandidate:
-        """Remembers it. Mutates."""
+        """Remembers it, unless what prompts take of its time counts, which changes all the time. Mutates."""
         total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         unheard, num_in_flight = self._unheard_blocks[replica_id], self._in_flight[replica_id]
         local_tokens = self._unheard_tokens[replica_id]
         step_tokens, block_bytes = metadata.get("step_tokens", 0), metadata["peer"]["block_bytes"]
         max_rows = metadata.get("max_sequences", 0)
+        may_also = metadata.get("may_also", False)
+        if may_also:
+            local_tokens += self._newer_tokens[replica_id] + self._coming_tokens[replica_id]
         heard = self._heard.get(replica_id)
         if heard is None:
             free_blocks = total_blocks - unheard
@@ -209,6 +221,7 @@ class PoolView:
                 step_tokens=step_tokens,
                 block_bytes=block_bytes,
                 max_rows=max_rows,
+                is_away=may_also and replica_id not in self._decodes(),
             )
         else:
             candidate = DecodeCandidate(
@@ -228,24 +241,51 @@ class PoolView:
                 step_tokens=step_tokens,
                 block_bytes=block_bytes,
                 max_rows=max_rows,
+                row_step_s=heard.load.row_step_s or self._least_row_step_s,
+                least_row_step_s=self._least_row_step_s,
+                prompt_share=self._share_now(heard),
+                is_away=may_also and replica_id not in self._decodes(),
             )
-        self._candidates[replica_id] = candidate
+        if not may_also:
+            self._candidates[replica_id] = candidate
         return candidate
 
     def _prefill_candidate(self, replica_id: str, metadata: Mapping[str, Any]) -> PrefillCandidate:
         total_blocks, node_id = metadata["num_blocks"], metadata.get("node_id", "")
         ours, coming = self._prompt_tokens[replica_id], self._coming_tokens[replica_id]
+        may_also = metadata.get("may_also", False)
+        if may_also:
+            coming += self._unheard_tokens[replica_id]  # of its own requests
+        fingerprint, is_away = _fingerprint(metadata), may_also and replica_id not in self._prefills()
         heard = self._heard.get(replica_id)
         if heard is None:
-            queued = ours + coming
-            return PrefillCandidate(
-                replica_id, total_blocks, queued, node_id=node_id, fingerprint=_fingerprint(metadata)
-            )
-        rate = heard.load.prefill_tokens_per_s
+            return PrefillCandidate(replica_id, total_blocks, ours + coming, 0.0, node_id, fingerprint, is_away=is_away)
+        load = heard.load
+        rate = load.prefill_tokens_per_s
         done = int(rate * (self._clock() - heard.at_s))
         # Others send there too. What it said covers ours but for those that have gone out since.
-        queued = max(heard.load.queued_prompt_tokens + self._newer_tokens[replica_id] - done, ours) + coming
-        return PrefillCandidate(replica_id, total_blocks, queued, rate, node_id, _fingerprint(metadata))
+        queued = max(load.queued_prompt_tokens + self._newer_tokens[replica_id] - done, ours) + coming
+        candidate = PrefillCandidate(replica_id, total_blocks, queued, rate, node_id, fingerprint)
+        if not may_also:
+            return candidate
+        num_rows = max(load.num_running, self._in_flight[replica_id])
+        share = self._share_now(heard)
+        return candidate._replace(
+            num_rows=num_rows,
+            row_step_s=load.row_step_s or self._least_row_step_s,
+            least_row_step_s=self._least_row_step_s,
+            prompt_share=share,
+            is_away=is_away,
+        )
+
+    def _share_now(self, heard: _Heard) -> float:
+        """What it said of the time that prompts have had, which is longer ago by now."""
+        return heard.load.prompt_share * math.exp(-(self._clock() - heard.at_s) / PROMPT_SHARE_S)
+
+
+def able(table: ReplicaTable) -> ReplicaTable:
+    """Those of another pool that may do the work of this one too."""
+    return {name: metadata for name, metadata in table.items() if metadata.get("may_also", False)}
 
 
 def _fingerprint(metadata: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.moves import Moves
 from cluster.routing.order_book import OrderBook
 from cluster.routing.pool_client import PoolClient
+from cluster.routing.pool_finder import PoolFinder
 from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
@@ -71,10 +72,12 @@ class Router:
         self._decode = self._watched("decode", decode)
         self._prefill = self._watched("prefill", prefill) if prefill else None
         self.pools = [pool for pool in (self._decode, self._prefill) if pool is not None]
+        self._decode_table: ReplicaTable = {}
         self._same = SameTokenizer(tokenizer)
         self._unlike = UnlikeWatch(self._same, metrics.unlike)
         self._slow = SlowTransferWatch(metrics.slow_transfers.set)
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
+        self._finder = PoolFinder(self._decode, self._prefill, self._view, metrics)
         self._avoided = AvoidedPairs()
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._moves = Moves(self._view, rules, limits.migration, limits.block_size, metrics)
@@ -89,7 +92,7 @@ class Router:
         self._intake = FrameIntake(
             f"router-{uuid.uuid4().hex[:12]}",
             channel_host,
-            self._decode,
+            self._finder.of,
             self._mailboxes,
             on_frame=self._on_frame,
             on_gap=lambda: metrics.retried("frames"),
@@ -115,11 +118,12 @@ class Router:
 
     def pools_changed(self, decodes: ReplicaTable) -> None:
         """The decode pool is this now. On the router's event loop."""
-        self._intake.admit(decodes)
+        self._decode_table = decodes
         self.prefill_changed()
 
     def prefill_changed(self) -> None:
         """The prefill pool is another now. On the router's event loop."""
+        self._intake.admit({**self._finder.away(), **self._decode_table})
         self._unlike.look({pool.name: pool.replicas() for pool in self.pools})
         # Of those that left something may still be open here: then they are forgotten at the next change.
         present = {name for pool in self.pools for name in pool.replicas()}
@@ -176,7 +180,7 @@ class Router:
             self._waits.move()  # who waits goes before who comes
             # Decided and counted before anything more waits: of requests that come together each sees those before it.
             route = await self._route(leg, AttemptHistory(), deadline_s)
-            self._waits.check_room(route, self.num_waiting, len(self._decode.replicas()))
+            self._waits.check_room(route, self.num_waiting, len(self._decode.replicas()) + len(self._finder.away()))
             first = self._open_attempt(leg, AttemptHistory(), deadline_s, route)
             run = start_detached(self._run_leg(leg, deadline_s, AttemptHistory(), first))
             run.add_done_callback(lambda _: first.close())  # it may be cancelled before it begins
@@ -245,6 +249,7 @@ class Router:
         attempt.open()
         leg.generation.binding.lean(route.model)
         self._metrics.routed(route.kind)
+        self._finder.note(route)
         self._avoided.note(route, self._view.pairs)
         if route.kind is RouteKind.FALLBACK:
             extra = {"event": "fallback", "generation": leg.generation.generation_id, "decode": route.decode_id}
@@ -253,7 +258,7 @@ class Router:
 
     def _parts(self) -> AttemptParts:
         limits, channel = self._limits.attempt, self._intake.address
-        return AttemptParts(self._decode, self._prefill, self._view, self._mailboxes, channel, limits)
+        return AttemptParts(self._finder.of, self._view, self._mailboxes, channel, limits)
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -279,7 +284,7 @@ class Router:
         self._view.heard(frame)
         if self._slow.is_due(time.monotonic()):
             self._slow.look(slowest_reads(self.usable("decode"), self._view.loads(), self._view.prefill_loads()))
-        self._decode.heard(frame.replica_id, frame.load)
+        self._finder.heard(frame.replica_id, frame.load)
         if frame.load.missing_blocks:
             self._moves.relieve(frame.replica_id)
         self._mailboxes.deliver(frame)

@@ -32,6 +32,7 @@ from cluster.policies.routing_policy import RoutingRules
 from cluster.routing.detached_tasks import start_detached
 from cluster.routing.pool_changes import PoolChanges
 from cluster.routing.pool_client import ServePool
+from cluster.routing.pool_view import able
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
@@ -101,7 +102,7 @@ class Ingress:
         self.sampling_defaults = await asyncio.to_thread(load_defaults, folder, config, tokenizer)
         parser = answer_parser(config, tokenizer)
         self._pools = {name: ServePool(name) for name in ("decode", "prefill") if name in self._handles}
-        self._rules = by_names(RoutingRules, config.routing, has_prefill_pool=prefill is not None)
+        self._rules = by_names(RoutingRules, config.routing, config.slo, has_prefill_pool=prefill is not None)
         self._router = Router(
             decode=self._pools["decode"],
             prefill=self._pools.get("prefill"),
@@ -196,19 +197,21 @@ class Ingress:
 
     def readiness(self) -> Readiness:
         """Whether requests can be served now, and if not, why."""
-        pools = {
+        pools = self._router.pools
+        health = {
             pool.name: PoolHealth(
                 fingerprints=tuple(of["peer"]["fingerprint"] for of in self._router.usable(pool.name).values()),
                 num_lost=len(pool.lost),
                 num_strangers=len(pool.usable()) - len(self._router.usable(pool.name)),
                 can_cold_start=pool.name in self._may_be_empty and not pool.staying(),
+                num_able=sum(len(able(self._router.usable(other.name))) for other in pools if other is not pool),
             )
-            for pool in self._router.pools
+            for pool in pools
         }
         is_draining = self.drain.is_draining or self._termination.is_requested
         slow = self._router.slow_transfers
         faulty = [*self._router.unlike, *slow.found]
-        return readiness(pools, self._rules, is_draining, faulty, slow.slowest)
+        return readiness(health, self._rules, is_draining, faulty, slow.slowest)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""

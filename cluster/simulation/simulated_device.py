@@ -11,6 +11,7 @@ from cluster.simulation.engine_counts import EngineCounts
 from cluster.simulation.shared_machine import SharedMachine
 from cluster.simulation.step_model import StepModel
 from replicas.metrics.engine_status import StepClock
+from replicas.metrics.mixture_clock import MixtureClock
 from scheduler.plan import BlockSwap, StepPlan
 from scheduler.step_shape import StepShape
 
@@ -51,6 +52,7 @@ class SimulatedDevice:
         self._costs, self._block_size = costs, block_size
         self._drafts = drafts is not None
         self._prompt_clock = StepClock()  # only steps that compute prompts
+        self.mixture = MixtureClock()
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -63,11 +65,14 @@ class SimulatedDevice:
         step_s = self._step_s(plan, shape)
         start_s = max(now_s, self.free_s)
         end_s = start_s + step_s
+        if shape.num_rows:  # exactly: many of the steps of rows alone are never launched here
+            self.mixture.row_step_s = self.steps.step_s(shape.num_rows, shape.num_context_tokens)
         if self.is_shared:
             end_s = self._machine.launch(self._key, self._pool, start_s, step_s, self.steps.contention, goes_on)
         self.free_s = end_s
         if shape.num_prompt_tokens:
             self._prompt_clock.count(plan, end_s - start_s)
+            self.mixture.count(plan, end_s - start_s, end_s)
         return self._until(end_s, plan, shape, end_s - start_s)
 
     def _until(self, end_s: float, plan: StepPlan, shape: StepShape, step_s: float) -> StepInFlight:

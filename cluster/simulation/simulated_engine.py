@@ -155,7 +155,9 @@ class SimulatedEngine:
     def load(self) -> EngineLoad:
         """As an engine reports it, but for the step time, which is that of one sequence: to the policies it settles
         ties, and says how long a request stays."""
-        return load_of(self.scheduler, self._device.steps.step_s(1, 0), self._device.prefill_tokens_per_s)
+        device = self._device
+        mixture = device.mixture.at(self._queue.now_s)
+        return load_of(self.scheduler, device.steps.step_s(1, 0), device.prefill_tokens_per_s, mixture=mixture)
 
     @property
     def num_used_blocks(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import MutableMapping
 
 from cluster.simulation.client import Attempt, Client
 from cluster.simulation.cost_model import CostModel
@@ -22,14 +23,14 @@ class SimulatedNetwork:
         self,
         queue: EventQueue,
         costs: CostModel,
-        decodes: Mapping[str, SimulatedEngine],
-        prefills: Mapping[str, SimulatedEngine],
+        decodes: MutableMapping[str, SimulatedEngine],
+        prefills: MutableMapping[str, SimulatedEngine],
     ) -> None:
         """decodes, prefills: all that there are or were."""
         self.routers: list[SimulatedRouter] = []
         self.gaps = GapHistogram()
         self._queue, self._costs = queue, costs
-        self._decodes, self._prefills = decodes, prefills
+        self._engines = ChainMap(decodes, prefills)
 
     def router_of(self, client: Client) -> SimulatedRouter:
         """Requests go to routers in turn."""
@@ -42,7 +43,7 @@ class SimulatedNetwork:
         heard_s = now_s + self._costs.control.frame_s
         for attempt in frame.first_tokens:
             _first_token(attempt, heard_s + self._costs.control.stream_s)
-        key = self._decodes[replica_id].key
+        key = self._engines[replica_id].key
         self._queue.at(heard_s, Order.MESSAGE, key, lambda at_s: self._deliver(replica_id, frame, at_s))
 
     def _deliver(self, replica_id: str, frame: SimulatedFrame, now_s: float) -> None:
@@ -73,20 +74,20 @@ class SimulatedNetwork:
             lambda at_s: router.prompt_done(attempt, load, is_over, at_s),
         )
         if not is_over:
-            decode = self._decodes[attempt.route.decode_id]
+            decode = self._engines[attempt.route.decode_id]
             self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, None, at_s))
 
     # -- from engines to engines -------------------------------------------------------------------
 
     def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
         """To its decode replica."""
-        decode, num_blocks = self._decodes[attempt.route.decode_id], len(part.block_ids)
+        decode, num_blocks = self._engines[attempt.route.decode_id], len(part.block_ids)
         self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, num_blocks, at_s))
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         """The source is told."""
         assert attempt.route.prefill_id is not None
-        prefill = self._prefills[attempt.route.prefill_id]
+        prefill = self._engines[attempt.route.prefill_id]
         self.router_of(attempt.client).handed_over(attempt)
         self._notify(prefill, now_s, lambda at_s: prefill.lease_ended(attempt.request_id, at_s))
 

@@ -22,6 +22,7 @@ class SimulatedPool:
     kv_bytes_per_token: int
     steps: StepModel
     make_scheduler: Callable[[PrefixOptions | None], Scheduler]
+    may_also: bool = False
     engines: dict[str, SimulatedEngine] = field(default_factory=dict)
     table: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -30,11 +31,12 @@ class SimulatedPool:
         limits = self.limits
         peer = {"fingerprint": "", "block_bytes": limits.block_size * self.kv_bytes_per_token}
         told = {
-            "num_blocks": limits.num_blocks,
+            "num_blocks": limits.num_blocks - limits.num_reserved_blocks,
             "num_prefix_blocks": engine.scheduler.num_prefix_blocks,
             "step_tokens": limits.max_step_tokens,
-            "max_sequences": limits.max_sequences,
+            "max_sequences": limits.max_sequences - engine.scheduler.capabilities.num_reserved_slots,
             "peer": peer,
+            "may_also": self.may_also,
         }
         self.engines[engine.replica_id], self.table[engine.replica_id] = engine, told
 

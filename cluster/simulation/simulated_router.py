@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 
 from cluster.policies.routing_policy import Need, NeverFits, Route, RouteKind, RoutingRules, Unavailable
 from cluster.routing.demand_meter import DemandMeter, OpenDemand
@@ -43,7 +44,7 @@ class SimulatedRouter:
         self.counts = RouterCounts()
         self._index, self._block_size, self._rules, self._times = index, block_size, rules, times
         self._costs, self._queue = costs, queue
-        self._decodes, self._prefills = decode.engines, prefill.engines if prefill else {}
+        self._engines = ChainMap(decode.engines, prefill.engines if prefill else {})
         self._tables = {pool.name: pool.table for pool in (decode, prefill) if pool is not None}
         self.view = PoolView(lambda: decode.table, lambda: prefill.table if prefill else {}, lambda: queue.now_s)
         self.forecasts = PrefixForecasts(has_prefix_cache, block_size, self.counts.found, lambda: queue.now_s)
@@ -94,7 +95,7 @@ class SimulatedRouter:
             # A pair is measured as soon as it meets.
             self.view.pairs.measured(route.decode_id, [(route.prefill_id, self._costs.transfer.bytes_per_s)])
         deadline_s = job.arrival_s + self._times.request_timeout_s
-        decode = self._decodes[route.decode_id]
+        decode = self._engines[route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.generate(attempt, deadline_s, at_s))
         attempt.prompt.tell()
         self.waits.enter(attempt, now_s)
@@ -167,7 +168,7 @@ class SimulatedRouter:
             reply = PrefillReply(CallStatus.OK, "", (), 0.0, 0.0, load, num_cached=attempt.prefill_found)
             attempt.prompt.prefilled(reply)
         if is_over and not attempt.is_closed:
-            decode = self._decodes[attempt.route.decode_id]
+            decode = self._engines[attempt.route.decode_id]
             self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
             self._finish(attempt, now_s)
 
@@ -194,7 +195,7 @@ class SimulatedRouter:
             self.view.prompt_sent(prefill_id, attempt.computed_tokens)
             attempt.is_prefilling = True
             self.waits.prompt_sent(attempt, now_s)
-            prefill, times = self._prefills[prefill_id], self._times
+            prefill, times = self._engines[prefill_id], self._times
             over_s, lost_s = attempt.client.job.arrival_s + times.request_timeout_s, now_s + times.handoff_timeout_s
             self._call(attempt, now_s, lambda at_s: prefill.prefill(attempt, over_s, at_s))
             self._at(lost_s, attempt.client, lambda at_s: self._time_out_handoff(attempt, now_s, at_s))
@@ -257,11 +258,11 @@ class SimulatedRouter:
         self._cancel(attempt, now_s)
 
     def _cancel(self, attempt: Attempt, now_s: float) -> None:
-        decode = self._decodes[attempt.route.decode_id]
+        decode = self._engines[attempt.route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
         if attempt.is_prefilling:
             assert attempt.route.prefill_id is not None
-            prefill = self._prefills[attempt.route.prefill_id]
+            prefill = self._engines[attempt.route.prefill_id]
             self._call(attempt, now_s, lambda at_s: prefill.cancel(attempt.request_id, at_s))
         self._close(attempt)
 

@@ -25,7 +25,8 @@ from cluster.simulation.simulated_pool import SimulatedPool
 from cluster.simulation.simulated_router import SimulatedRouter
 from cluster.simulation.system_shape import PoolShape, SystemShape
 from replicas.pool_size import keeps_prefixes_on_host
-from scheduler.capabilities import DECODE, PREFILL
+from scheduler.admission import AdmissionPolicy
+from scheduler.capabilities import BOTH, DECODE, PREFILL
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
@@ -62,11 +63,16 @@ def shipped_decode(shape: SystemShape, prefixes: PrefixOptions | None) -> Schedu
     has_two_lanes, num_host_blocks = shape.decode.lanes is not None, shape.num_host_blocks
     limits, lag = shape.decode.limits, shape.decode.lag
     speculation = None if shape.decode.drafts is None else shape.decode.drafts.speculation()
-    return Scheduler(limits, DECODE, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes, speculation)
+    capabilities = BOTH if shape.decode.may_also else DECODE
+    return Scheduler(limits, capabilities, shape.admission, lag, num_host_blocks, has_two_lanes, prefixes, speculation)
 
 
-def _shipped_prefill(pool: PoolShape, num_host_blocks: int, prefixes: PrefixOptions | None) -> Scheduler:
+def _shipped_prefill(
+    pool: PoolShape, admission: AdmissionPolicy, num_host_blocks: int, prefixes: PrefixOptions | None
+) -> Scheduler:
     num_host_blocks = num_host_blocks if prefixes is not None else 0
+    if pool.may_also:
+        return Scheduler(pool.limits, BOTH, admission, pool.lag, num_host_blocks, prefixes=prefixes)
     return Scheduler(pool.limits, PREFILL, None, pool.lag, num_host_blocks, prefixes=prefixes)
 
 
@@ -85,12 +91,15 @@ class SimulatedSystem:
         self.queue = EventQueue()
         self._machine, self._may_skip = SharedMachine(), may_skip
         token_bytes = costs.kv_bytes_per_token
-        decode = SimulatedPool("decode", shape.decode.limits, token_bytes, costs.decode, partial(make_decode, shape))
+        make = partial(make_decode, shape)
+        decode = SimulatedPool("decode", shape.decode.limits, token_bytes, costs.decode, make, shape.decode.may_also)
         self.pools = {decode.name: decode}
         prefill = None
         if shape.prefill is not None:
-            make_prefill = partial(_shipped_prefill, shape.prefill, shape.num_prefill_host_blocks)
-            prefill = SimulatedPool("prefill", shape.prefill.limits, token_bytes, costs.prefill, make_prefill)
+            may_also = shape.prefill.may_also
+            make = partial(_shipped_prefill, shape.prefill, shape.admission, shape.num_prefill_host_blocks)
+            steps = costs.decode if may_also else costs.prefill
+            prefill = SimulatedPool("prefill", shape.prefill.limits, token_bytes, steps, make, may_also)
             self.pools[prefill.name] = prefill
         # All that there ever were.
         self.decodes: Mapping[str, SimulatedEngine] = decode.engines
@@ -180,8 +189,8 @@ class SimulatedSystem:
             if was_collecting:
                 gc.enable()
         run.gaps.merge(self.network.gaps)
-        for decode in self.decodes.values():
-            run.gaps.merge(decode.calls.gaps)
+        for engine in (*self.decodes.values(), *self.prefills.values()):
+            run.gaps.merge(engine.calls.gaps)
         return run
 
     # -- arrivals and samples ----------------------------------------------------------------------

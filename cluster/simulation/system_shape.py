@@ -26,7 +26,8 @@ _MEASURED_PROCESSORS = 132
 @dataclass(frozen=True, slots=True)
 class PoolShape:
     """Equal replicas. lag: as in the config. lanes: of two, what their division aims at; None: there is one. shares:
-    ways to divide a replica's card. chooser: of one of them. drafts: None: none."""
+    ways to divide a replica's card. chooser: of one of them. drafts: None: none. may_also: they may do the other
+    pool's work too."""
 
     num_replicas: int
     limits: PoolLimits
@@ -35,6 +36,7 @@ class PoolShape:
     shares: tuple[LaneShare, ...] = ()
     chooser: ShareChooser = choose_share
     drafts: DraftShape | None = None
+    may_also: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def shape_of(
         admission=policy,
         num_host_blocks=num_host_blocks(host_bytes, policy, block_bytes, decode.limits.num_blocks),
         max_model_len=config.model.max_model_len,
-        rules=by_names(RoutingRules, config.routing, has_prefill_pool=pools.prefill is not None),
+        rules=by_names(RoutingRules, config.routing, config.slo, has_prefill_pool=pools.prefill is not None),
         times=by_names(RouterTimes, config.ingress, config.transfer),
         has_prefix_cache=config.prefix_cache.enabled,
         num_prefill_host_blocks=kept_bytes // block_bytes,
@@ -110,4 +112,4 @@ def _pool_shape(
         limits = pool_limits(pool, config.kv.block_size, block_bytes, config.model.max_model_len)
     except PoolTooSmall as error:
         raise ConfigError(f"pools.{name}: {error}, by --kv-tokens PREFILL DECODE") from error
-    return PoolShape(num_replicas, limits, pool.lag)
+    return PoolShape(num_replicas, limits, pool.lag, may_also=pool.may_also)

@@ -231,7 +231,7 @@ class Engine(Departures):
         return handle
 
     def _count(self, plan: StepPlan, duration_s: float) -> None:
-        self.steps.count(plan, duration_s)
+        self.steps.count(plan, duration_s, time.monotonic())
         self.metrics.step_done(duration_s)
 
     def _commit(self, handle: StepHandle | StepOutput) -> None:
@@ -292,8 +292,8 @@ class Engine(Departures):
         self.calls.answer_all(CallStatus.ENGINE_FAILED, "the engine has failed and waits to be replaced")
 
     def _load(self) -> EngineLoad:
-        steps, pairs = self.steps, (self._slowest_pair(), self._pair_in_turn())
-        return load_of(self.scheduler, steps.mean_s, steps.prefill_tokens_per_s, *pairs, is_leaving=self._is_leaving)
+        pairs, mixture = (self._slowest_pair(), self._pair_in_turn()), self.steps.mixture.at(time.monotonic())
+        return load_of(self.scheduler, *self.steps.means, *pairs, is_leaving=self._is_leaving, mixture=mixture)
 
     def _known_load(self) -> EngineLoad:
         """As long as the books can be trusted, as of now."""

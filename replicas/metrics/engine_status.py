@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from replicas.kv.pair_rate import PairRate
 from replicas.messages import EngineLoad
+from replicas.metrics.mixture_clock import NO_MIXTURE, Mixture, MixtureClock
 from scheduler.outcome import Ledger
 from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
@@ -32,9 +33,12 @@ class StepClock:
         self.prefill_tokens_per_s = 0.0  # moving average, long steps count for more
         self._recent_tokens = self._recent_s = 0.0  # of steps that compute prompts, the older the less
         self._status_due_s = 0.0
+        self.mixture = MixtureClock()
 
-    def count(self, plan: StepPlan, duration_s: float) -> None:
-        """Take one launched step into account."""
+    def count(self, plan: StepPlan, duration_s: float, now_s: float | None = None) -> None:
+        """Take one launched step into account. now_s: it ended then; None: nobody asks for the mixture."""
+        if now_s is not None:
+            self.mixture.count(plan, duration_s, now_s)
         self.num_steps += 1
         num_prefill_tokens = plan.num_prefill_tokens
         self.num_prefilled_tokens += num_prefill_tokens
@@ -45,6 +49,11 @@ class StepClock:
             self._recent_tokens += num_prefill_tokens - SMOOTHING * self._recent_tokens
             self._recent_s += duration_s - SMOOTHING * self._recent_s
             self.prefill_tokens_per_s = self._recent_tokens / self._recent_s
+
+    @property
+    def means(self) -> tuple[float, float]:
+        """Of a step's time, and of the rate of prompts."""
+        return self.mean_s, self.prefill_tokens_per_s
 
     def due_for_status(self, now_s: float) -> bool:
         """Whether the published status is old enough to be replaced. Mutates when it is."""
@@ -61,9 +70,11 @@ def load_of(
     slowest: PairRate | None = None,
     in_turn: PairRate | None = None,
     is_leaving: bool = False,
+    mixture: Mixture = NO_MIXTURE,
 ) -> EngineLoad:
     """What routers are told. Engine thread only. step_s and prefill_tokens_per_s: as a StepClock has them. slowest: the
-    peer from which KV is read slowest; in_turn: one of all of them, another each time."""
+    peer from which KV is read slowest; in_turn: one of all of them, another each time. mixture: told of engines that
+    may do both phases."""
     return EngineLoad(
         num_running=scheduler.num_running,
         num_queued=scheduler.num_queued,
@@ -80,4 +91,6 @@ def load_of(
         read_bytes_per_s=in_turn.bytes_per_s if in_turn is not None else 0.0,
         missing_blocks=scheduler.missing_blocks(),
         is_leaving=is_leaving,
+        row_step_s=mixture.row_step_s if scheduler.capabilities.does_both and len(scheduler.batch) else 0.0,
+        prompt_share=mixture.prompt_share if scheduler.capabilities.does_both else 0.0,
     )

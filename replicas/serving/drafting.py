@@ -54,7 +54,7 @@ class Drafting:
         decoded. Blocks for a model's loading. Raises CannotDraft, and as `load_draft` and `load_head`."""
         speculative = settings.speculative
         method, source = speculative.method, speculative.model
-        if method == "none" or (settings.pool != "decode" and method != "eagle3"):
+        if method == "none" or (not (settings.pool == "decode" or settings.may_also) and method != "eagle3"):
             return None
         if method == "ngram":
             return Drafting(settings)

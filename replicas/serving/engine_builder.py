@@ -46,7 +46,7 @@ from replicas.serving.kv_pool_size import limits_of, log_numbers
 from replicas.settings import EngineSettings
 from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.start_step import start_step
-from scheduler.capabilities import DECODE, PREFILL
+from scheduler.capabilities import BOTH, DECODE, PREFILL
 from scheduler.prefix_book import PrefixOptions
 from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
@@ -100,12 +100,16 @@ class BuiltEngine:
 
     def metadata(self) -> dict[str, Any]:
         """Plain data for the router and the start-up lines."""
+        scheduler = self.engine.scheduler
+        limits, num_reserved_slots = scheduler.limits, scheduler.capabilities.num_reserved_slots
         return {
             "peer": self.peer.to_metadata(),
-            "num_blocks": self.peer.num_blocks,
-            "num_prefix_blocks": self.engine.scheduler.num_prefix_blocks,
-            "step_tokens": self.engine.scheduler.limits.max_step_tokens,
-            "max_sequences": self.engine.scheduler.limits.max_sequences,
+            "num_blocks": self.peer.num_blocks - limits.num_reserved_blocks,
+            "pool": self.settings.pool,
+            "may_also": self.settings.may_also,
+            "num_prefix_blocks": scheduler.num_prefix_blocks,
+            "step_tokens": limits.max_step_tokens,
+            "max_sequences": limits.max_sequences - num_reserved_slots,
             "block_size": self.layout.block_size,
             "kv_bytes_per_token": self.layout.bytes_per_token,
         }
@@ -150,7 +154,7 @@ class BuiltEngine:
 def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
     """For settings.pool. Blocks for seconds to minutes; logs progress. Raises as model_loader and model_runner do."""
     base = _Base(settings, replica_id)
-    capabilities = PREFILL if settings.pool == "prefill" else DECODE
+    capabilities = BOTH if settings.may_also else PREFILL if settings.pool == "prefill" else DECODE
     frames = None
     if capabilities.decodes:
         sender = TokenSender(replica_id, base.epoch, stall_deadline_s=settings.channel_stall_s)

@@ -11,16 +11,29 @@ import asyncio
 import gc
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from replicas.channels.call_server import CallServer
 from replicas.channels.listening import node_address
+from replicas.channels.token_sender import FrameGone
 from replicas.channels.wire import Decoder
 from replicas.engine.engine_watch import EngineWatch, Watched
-from replicas.messages import Call, ForgetPeerCall, Pulse, PulseCall
+from replicas.messages import (
+    Call,
+    CallStatus,
+    ForgetPeerCall,
+    GenerateCall,
+    GenerateReply,
+    MigrateCall,
+    PrefillCall,
+    PrefillReply,
+    Pulse,
+    PulseCall,
+    ReplayCall,
+    ReplayReply,
+)
 from replicas.recent_part import recent_part
 from replicas.settings import EngineSettings
 
@@ -39,7 +52,7 @@ ReplyT = TypeVar("ReplyT")
 class EngineReplica(ABC, Generic[CallT, ReplyT]):
     """Loads its engine in the constructor (blocks until it can serve). Requests come by a `CallServer`."""
 
-    calls: ClassVar[Any]  # the types of those that only this kind takes, CallT among them
+    calls: ClassVar[Any]  # the types of those that only this kind takes, CallT among them; with may_also all
     _has_left = True  # until it has started
 
     def __init__(self, settings: EngineSettings | Callable[[], EngineSettings]) -> None:
@@ -66,7 +79,7 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         self._built.start()
         self._termination = Termination(settings.lifecycle.drain_timeout_s, on_request=self._engine.leave)
         self._termination.watch()
-        self._calls = CallServer(node_address(), self.decoder(), self._take, self._engine.cancel)
+        self._calls = CallServer(node_address(), self.decoder(settings.may_also), self._take, self._engine.cancel)
         self._has_left = False
         watched = self._built.watched() | {"calls": Watched(self._calls.thread, lambda: self._calls.last_beat_s)}
         self._watch = EngineWatch(watched, settings.lifecycle.restart_after_s)
@@ -76,18 +89,11 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
         extra = {"event": "replica_ready", "replica": self._built.peer.replica_id}
         logger.info("ready after %.1f s", self._start_s, extra=extra)
 
-    @abstractmethod
-    def _begin(self, call: CallT) -> Future[ReplyT]:
-        """A request's part at this engine. Any thread; does not block."""
-
-    @abstractmethod
-    def _refusal(self) -> ReplyT:
-        """The reply of one that leaves."""
-
     @classmethod
-    def decoder(cls) -> Decoder[Call[Any]]:
-        """Of all calls that this kind of replica takes; any other is malformed."""
-        return Decoder(cls.calls | PulseCall | ForgetPeerCall)
+    def decoder(cls, may_also: bool = False) -> Decoder[Call[Any]]:
+        """Of all calls that this kind of replica takes, and with may_also the other kind; any other is malformed."""
+        kinds = GenerateCall | ReplayCall | MigrateCall | PrefillCall if may_also else cls.calls
+        return Decoder(kinds | PulseCall | ForgetPeerCall)
 
     def _take(self, call: Call[Any]) -> Any:
         """The reply to any call, or its future. On the thread that takes calls; does not block. One that leaves refuses
@@ -97,11 +103,33 @@ class EngineReplica(ABC, Generic[CallT, ReplyT]):
             return Pulse(self._engine.status.load, self._watch.stalled_s, keys)
         if isinstance(call, ForgetPeerCall):
             return self._built.transfers.forget_peer(call.agent_name)
-        return self._refusal() if self.is_leaving else self._begin(cast(CallT, call))
+        if isinstance(call, ReplayCall):
+            return self._replay(call)
+        if isinstance(call, MigrateCall):  # also of one that leaves: that is what it is for
+            return self._engine.migrate(call)
+        if isinstance(call, GenerateCall):
+            return self._no_generation() if self.is_leaving else self._engine.generate(call)
+        assert isinstance(call, PrefillCall), "the decoder lets no other pass"
+        return self._no_prompt() if self.is_leaving else self._engine.prefill(call)
+
+    def _no_generation(self) -> GenerateReply:
+        return GenerateReply(CallStatus.LEAVING, "the replica drains", (), 0.0, 0.0, 0.0)
+
+    def _no_prompt(self) -> PrefillReply:
+        return PrefillReply(CallStatus.LEAVING, "the replica drains", (), 0.0, 0.0, self._engine.status.load)
+
+    def _replay(self, call: ReplayCall) -> ReplayReply:
+        try:
+            return ReplayReply(tuple(self._engine.sender.replay(call.router_id, call.from_seq)))
+        except FrameGone as error:
+            logger.warning("%s", error, extra={"event": "frames_gone", "router": call.router_id})
+            return ReplayReply(())
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Hook of Ray Serve: pushed to every handle of this deployment, once the replica is ready."""
         where = {"node_id": self._node_id, "actor": self._actor_name, "calls": self._calls.address.to_metadata()}
+        if self._engine.frames is not None:
+            where["channel_public_key"] = self._engine.sender.public_key
         return {**self._built.metadata(), **where, "start_s": round(self._start_s, 1)}
 
     @property

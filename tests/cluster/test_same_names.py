@@ -128,7 +128,7 @@ def config() -> Config:
     return loaded.model_copy(update=update)
 
 
-@pytest.mark.parametrize(("pool_name", "num_keys"), [("decode", 9), ("prefill", 9)])
+@pytest.mark.parametrize(("pool_name", "num_keys"), [("decode", 10), ("prefill", 10)])
 def test_engines_are_told_every_key_that_is_changed(config: Config, pool_name: str, num_keys: int) -> None:
     pool = config.pools.deployed()[pool_name]
     settings = engine_settings(pool_name, pool, config)
@@ -141,8 +141,9 @@ def test_engines_are_told_every_key_that_is_changed(config: Config, pool_name: s
 
 
 def test_routers_and_the_simulator_are_told_every_key_that_is_changed(config: Config) -> None:
-    rules = by_names(RoutingRules, config.routing, has_prefill_pool=True)
+    rules = by_names(RoutingRules, config.routing, config.slo, has_prefill_pool=True)
     assert check_arrived(rules, config.routing) == len(type(config.routing).model_fields)
+    assert check_arrived(rules, config.slo) == 2
     attempt = by_names(AttemptLimits, config.ingress, config.transfer)
     limits = by_names(RouterLimits, config.ingress, config.kv, config.lifecycle, attempt=attempt)
     assert check_arrived(limits, config.ingress, config.kv, config.lifecycle) == 6

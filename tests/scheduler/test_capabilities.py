@@ -36,14 +36,14 @@ def test_both_halves_of_the_handoff_and_decoding_in_one_step() -> None:
     came = make_request("came", prompt_len=5, local_prefill=False)
     for request in (mine, theirs, came):
         scheduler.submit(request, 0.0)
-    assert scheduler.admit(0.0) == (mine, theirs, came)
+    assert scheduler.admit(0.0) == (theirs, mine, came)  # which waits for nobody
     assert [len(request.sequences) for request in (mine, theirs, came)] == [1, 1, 1]
     assert len(scheduler.begin_load("came", 0.0).block_ids) == 2
     scheduler.kv_ready("came", first_tokens(came), 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None
     assert [row.request_id for row in plan.rows] == ["came"]
-    assert [chunk.request_id for chunk in plan.chunks] == ["mine", "theirs"]
+    assert [chunk.request_id for chunk in plan.chunks] == ["theirs", "mine"]
     output = sampled(plan)
     assert all(scheduler.counts(token) for token in output.tokens)
     events = scheduler.commit(output, 1.0)
