@@ -46,5 +46,5 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], decode: d
 def test_one_pool_has_no_other() -> None:
     alone = values() | {"layout": "colocated"}
     del alone["pools"]["prefill"]
-    with pytest.raises(ValidationError, match="(?s)pools.decode.may_also.*has one pool"):
+    with pytest.raises(ValidationError, match=r"(?s)pools.decode.may_also.*has one pool"):
         Config.model_validate(alone)
