@@ -32,7 +32,7 @@ _STATES_WITHOUT_TOKENS = (RequestState.QUEUED, RequestState.ADMITTED, RequestSta
 
 
 class Holdings:
-    """Residents, built on it, say who comes and goes."""
+    """Arrivals, built on it, say who comes, and Residents who goes."""
 
     budget: Budget
 

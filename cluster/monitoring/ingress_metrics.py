@@ -8,11 +8,7 @@ from cluster.monitoring.throughput import WorkDone
 from replicas.metrics import metric_buckets
 from replicas.metrics.metric_set import MetricSet
 
-ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-)
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 OUTCOMES = ("ok", "client_error", "server_error", "cancelled", "rejected", "timeout")
 FINISH_REASONS = ("stop", "length", "tool_calls")
 CALL_PARSERS = (

@@ -210,8 +210,7 @@ class Ingress:
         }
         is_draining = self.drain.is_draining or self._termination.is_requested
         slow = self._router.slow_transfers
-        faulty = [*self._router.unlike, *slow.found]
-        return readiness(health, self._rules, is_draining, faulty, slow.slowest)
+        return readiness(health, self._rules, is_draining, [*self._router.unlike, *slow.found], slow.slowest)
 
     async def render_metrics(self) -> bytes:
         """Every replica's series of every pool, Prometheus text. Who does not answer is left out and counted."""
@@ -222,8 +221,7 @@ class Ingress:
                 if isinstance(result, BaseException):
                     self.metrics.scrape_failures.add(of_pool=name)
                 else:
-                    replica_id, snapshot = result
-                    snapshots[f"{name}-{replica_id}"] = snapshot
+                    snapshots[f"{name}-{result[0]}"] = result[1]
         return await asyncio.to_thread(merge, snapshots)
 
     def check_health(self) -> None:

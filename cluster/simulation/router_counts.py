@@ -18,6 +18,11 @@ class RouterCounts:
     expected_tokens: Counter[str] = field(default_factory=Counter)
     found_tokens: Counter[str] = field(default_factory=Counter)
 
+    def decided(self, decision_s: float) -> None:
+        """A decision has taken so long. Mutates."""
+        self.decision_s += decision_s
+        self.num_decisions += 1
+
     def found(self, pool: str, num_expected: int, num_found: int) -> None:
         """A prompt has been answered. Mutates."""
         self.expected_tokens[pool] += num_expected

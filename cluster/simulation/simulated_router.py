@@ -136,8 +136,7 @@ class SimulatedRouter:
         started = time.thread_time()
         candidates = self.view.decode_candidates(), self.view.prefill_candidates()
         route = choose_route(need, *candidates, self._rules, pairs=self.view.pairs.of)
-        self.counts.decision_s += time.thread_time() - started
-        self.counts.num_decisions += 1
+        self.counts.decided(time.thread_time() - started)
         return route
 
     # -- from the replicas -------------------------------------------------------------------------
@@ -260,8 +259,7 @@ class SimulatedRouter:
     def _cancel(self, attempt: Attempt, now_s: float) -> None:
         decode = self._engines[attempt.route.decode_id]
         self._call(attempt, now_s, lambda at_s: decode.cancel(attempt.request_id, at_s))
-        if attempt.is_prefilling:
-            assert attempt.route.prefill_id is not None
+        if attempt.is_prefilling and attempt.route.prefill_id is not None:
             prefill = self._engines[attempt.route.prefill_id]
             self._call(attempt, now_s, lambda at_s: prefill.cancel(attempt.request_id, at_s))
         self._close(attempt)

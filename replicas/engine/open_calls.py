@@ -100,8 +100,7 @@ class OpenCalls:
     def _take_grammar(self, opened: OpenCall) -> bool:
         """Of a call whose grammar has been compiled. Ends or answers it if that was refused."""
         assert opened.coming is not None
-        error = opened.coming.exception()
-        if error is None:
+        if (error := opened.coming.exception()) is None:
             opened.texts = opened.coming.result()
             self.constrained.follow(opened.request.request_id)
             return True

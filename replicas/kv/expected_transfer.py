@@ -38,7 +38,7 @@ class ExpectedTransfer:
     prompt_len: int
     num_blocks: int | None
     deadline_s: float
-    is_running: bool = False
+    is_running: bool = field(init=False)
     phase: TransferPhase = TransferPhase.WAITING
     lease_s: float | None = None
     told_ids: list[int] = field(default_factory=list)
@@ -51,6 +51,9 @@ class ExpectedTransfer:
     confirmed: bool = False
     renew_s: float = math.inf
     resend: Backoff | None = None
+
+    def __post_init__(self) -> None:
+        self.is_running = self.num_blocks is None
 
     @property
     def due_s(self) -> float:

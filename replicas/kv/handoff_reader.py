@@ -93,9 +93,7 @@ class HandoffReader:
         request, and says how many there are when it has stopped. Raises ValueError for an id known already."""
         if transfer_id in self._transfers or transfer_id in self._orphans or transfer_id in self._ended:
             raise ValueError(f"transfer {transfer_id} was expected before")
-        transfer = ExpectedTransfer(
-            transfer_id, source, prompt_len, num_blocks, deadline_s, is_running=num_blocks is None
-        )
+        transfer = ExpectedTransfer(transfer_id, source, prompt_len, num_blocks, deadline_s)
         self._transfers[transfer_id] = transfer
         self._wake(transfer)
         if source.fingerprint != self._fingerprint:

@@ -100,8 +100,7 @@ class BuiltEngine:
 
     def metadata(self) -> dict[str, Any]:
         """Plain data for the router and the start-up lines."""
-        scheduler = self.engine.scheduler
-        limits, num_reserved_slots = scheduler.limits, scheduler.capabilities.num_reserved_slots
+        limits, scheduler = self.engine.scheduler.limits, self.engine.scheduler
         return {
             "peer": self.peer.to_metadata(),
             "num_blocks": self.peer.num_blocks - limits.num_reserved_blocks,
@@ -109,7 +108,7 @@ class BuiltEngine:
             "may_also": self.settings.may_also,
             "num_prefix_blocks": scheduler.num_prefix_blocks,
             "step_tokens": limits.max_step_tokens,
-            "max_sequences": limits.max_sequences - num_reserved_slots,
+            "max_sequences": limits.max_sequences - scheduler.capabilities.num_reserved_slots,
             "block_size": self.layout.block_size,
             "kv_bytes_per_token": self.layout.bytes_per_token,
         }
@@ -164,9 +163,8 @@ def build_engine(settings: EngineSettings, replica_id: str) -> BuiltEngine:
         recent_keys = RecentKeys(base.epoch)
         uses_host = keeps_prefixes_on_host(settings.pool, settings.layout)
         prefixes = PrefixOptions(base.fingerprint, on_piece=recent_keys.append, uses_host=uses_host)
-    speculation = None
-    if base.drafting is not None and capabilities.decodes:
-        speculation = speculation_of(base.runner, settings.speculative.max_drafts)
+    has_drafts = base.drafting is not None and capabilities.decodes
+    speculation = speculation_of(base.runner, settings.speculative.max_drafts) if has_drafts else None
     scheduler = Scheduler(
         base.limits, capabilities, settings.admission, settings.lag, base.num_host_blocks, base.has_two_lanes,
         prefixes, speculation,

@@ -30,6 +30,7 @@ LEGAL = {
     (RUNNING, FINISHED),
     (RUNNING, PREEMPTED),
     (RUNNING, EVICTED),
+    (RUNNING, LEASED),  # it goes on elsewhere
     (PREEMPTED, RUNNING),
     (PREEMPTED, FINISHED),
     (LEASED, FINISHED),
