@@ -13,8 +13,11 @@ import pytest
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.policies.policy_table import POLICIES
 from cluster.policies.routing_policy import Costs, Route, RouteKind, RoutingPolicy, RoutingRules
+from cluster.routing.admission_wait import AdmissionWait
 from cluster.routing.attempt import Attempt
+from cluster.routing.attempt_failed import AttemptHistory
 from cluster.routing.generation import Generation, Leg
+from cluster.routing.moves import LEAVING
 from cluster.routing.router import Router
 from cluster.routing.router_limits import AttemptLimits, RouterLimits
 from replicas.serving.engine_builder import BuiltEngine, build_engine
@@ -22,6 +25,7 @@ from scheduler.generation_spec import GenerationSpec
 from scheduler.sampling_params import SamplingParams
 from tests.engines.local_pools import ManyLocal
 from tests.engines.local_system import Generated, collect, settings
+from tests.engines.moving_system import movable
 
 pytestmark = pytest.mark.timeout(900)  # on a machine that does much else
 
@@ -44,11 +48,16 @@ class MixedSystem:
         for built in self.engines.values():
             built.stop()
 
-    def run(self, generations: Sequence[Generation], policy: str, names: Sequence[str] = NAMES) -> list[Generated]:
-        """Side by side. names: of the engines that there are. Blocks."""
-        return asyncio.run(self._run(generations, policy, names))
+    def run(
+        self, generations: Sequence[Generation], policy: str, names: Sequence[str] = NAMES, moves: bool = False
+    ) -> list[Generated]:
+        """Side by side. names: of the engines that there are. moves: whatever runs goes on elsewhere, again and again.
+        Blocks."""
+        return asyncio.run(self._run(generations, policy, names, moves))
 
-    async def _run(self, generations: Sequence[Generation], policy: str, names: Sequence[str]) -> list[Generated]:
+    async def _run(
+        self, generations: Sequence[Generation], policy: str, names: Sequence[str], moves: bool
+    ) -> list[Generated]:
         decode, prefill = (
             ManyLocal({name: self.engines[name] for name in names if name.startswith(pool)})
             for pool in ("decode", "prefill")
@@ -65,11 +74,24 @@ class MixedSystem:
         )
         await router.start()
         router.pools_changed(decode.replicas())
+        moving = asyncio.create_task(move_all(router)) if moves else None
         try:
             return await asyncio.gather(*(collect(router, generation) for generation in generations))
         finally:
+            if moving is not None:
+                moving.cancel()
+                await asyncio.wait({moving})
             await router.stop()
             await self._wait_for_baseline()
+
+    def counts(self, name: str, label: str) -> Counter[str]:
+        """A counter's values, by those of a label."""
+        (family,) = (one for one in self.metrics.snapshot() if one["name"] == name)
+        counts: Counter[str] = Counter()
+        for suffix, of, value in family["samples"]:
+            if suffix == "_total":
+                counts[of[label]] += int(value)
+        return counts
 
     async def _wait_for_baseline(self) -> None:
         """Nothing is held anywhere."""
@@ -81,6 +103,14 @@ class MixedSystem:
             assert ledger.blocks.unowned == ledger.blocks.total, (name, ledger)
             assert not ledger.promised_blocks, (name, ledger)
             assert not ledger.used_slots, (name, ledger)
+
+
+async def move_all(router: Router) -> None:
+    """Each request, as soon as it runs, to the other engine. Until cancelled."""
+    while True:
+        await asyncio.sleep(0.001)
+        for attempt in movable(router):
+            router._moves.start(attempt, LEAVING)
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +140,11 @@ def note_routes(patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     routes: Counter[tuple[str, str]] = Counter()
     open_attempt = Router._open_attempt
 
-    def noted(self: Router, leg: Leg, route: Route, deadline_s: float) -> Attempt:
+    def noted(
+        self: Router, leg: Leg, past: AttemptHistory, deadline_s: float, route: Route, *before: AdmissionWait | None
+    ) -> Attempt:
         routes[route.decode_id, route.prefill_id or route.decode_id] += 1
-        return open_attempt(self, leg, route, deadline_s)
+        return open_attempt(self, leg, past, deadline_s, route, *before)
 
     patch.setattr(Router, "_open_attempt", noted)
     return routes
@@ -143,16 +175,35 @@ def test_texts_do_not_depend_on_who_plays_which_role(
         return RouteKind.MIXED if rng.random() < 0.3 else None
 
     monkeypatch.setitem(POLICIES, "chance", RoutingPolicy(costs, costs, why_local))
-    routes = note_routes(monkeypatch)
+    routes, before = note_routes(monkeypatch), mixed.counts("splitserve_retries", "stage")
     for of_alone, of_mixed in zip(expected, mixed.run(generations(), "chance"), strict=True):
         assert of_mixed.token_ids == of_alone.token_ids
         assert of_mixed.finish_reasons == of_alone.finish_reasons
-    assert sum(routes.values()) == NUM_GENERATIONS, "something was tried again"
+    assert sum(routes.values()) >= NUM_GENERATIONS, "who waits may go elsewhere"
+    assert mixed.counts("splitserve_retries", "stage") == before, "something was tried again"
     assert set(routes) == {(one, other) for one in NAMES for other in NAMES}
     (family,) = (one for one in mixed.metrics.snapshot() if one["name"] == "splitserve_router_roles")
     played = [sample for sample in family["samples"] if sample[0].endswith("_total")]
     assert len(played) == 4, "each pool in each role"
     assert all(sample[2] > 0 for sample in played), played
+
+
+def test_running_requests_move_from_one_pool_to_the_other(
+    mixed: MixedSystem, expected: list[Generated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever generates may be of either pool, and so may the engine that it goes on at."""
+    rng = random.Random(2)
+
+    def costs(need: object, candidates: Sequence[object], *_: object) -> Costs:
+        return [(rng.random(),) for _ in candidates]
+
+    monkeypatch.setitem(POLICIES, "chance", RoutingPolicy(costs, costs, lambda *_: RouteKind.MIXED))
+    before = mixed.counts("splitserve_migrations", "outcome")
+    moved = mixed.run(generations(), "chance", moves=True)
+    assert [one.token_ids for one in moved] == [one.token_ids for one in expected]
+    outcomes = mixed.counts("splitserve_migrations", "outcome") - before
+    assert outcomes["moved"] > 0, outcomes
+    assert not outcomes["lost"], outcomes
 
 
 def test_the_shipped_policy_serves_as_one_engine_does(mixed: MixedSystem, expected: list[Generated]) -> None:

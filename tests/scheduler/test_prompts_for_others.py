@@ -8,8 +8,9 @@ import pytest
 
 from scheduler.admission import AdmissionPolicy
 from scheduler.outcome import NeverFits
+from scheduler.request import RequestState
 from scheduler.scheduler import Scheduler
-from tests.scheduler.short_requests import ALL_ABLE, first_tokens, limits, make_request, sampled
+from tests.scheduler.short_requests import ALL_ABLE, first_tokens, limits, make_request, running, sampled, step
 
 RESERVED = 4
 
@@ -75,3 +76,28 @@ def test_routers_are_not_told_of_memory_that_answers_do_not_get() -> None:
     scheduler = both()
     assert scheduler.free_blocks() == 12 - RESERVED
     assert Scheduler(replace(limits(), num_blocks=12), ALL_ABLE).free_blocks() == 12
+
+
+def test_prompts_for_others_do_not_wait_for_who_gave_way_but_own_requests_do() -> None:
+    size = replace(limits(), num_blocks=11, max_sequences=8, num_reserved_blocks=RESERVED)
+    scheduler = Scheduler(size, ALL_ABLE, AdmissionPolicy(quantile=0.5, min_samples=1), num_host_blocks=20)
+    for _ in range(50):
+        scheduler.budget.choice_ended(2)  # so all are taken to be short
+    requests = [running(scheduler, make_request(name, 8, 17, local_prefill=False)) for name in "ab"]
+    while not scheduler.preemption:
+        step(scheduler)
+    assert [request.state for request in requests] == [RequestState.RUNNING, RequestState.PREEMPTED]
+    step(scheduler)
+    scheduler.submit(make_request("own", local_prefill=False), 1.0)
+    scheduler.submit(make_request("theirs", hands_over=True), 1.0)
+    assert scheduler.preemption
+    assert [request.request_id for request in scheduler.admit(1.0)] == ["theirs"]
+
+
+def test_among_prompts_for_others_too_who_has_begun_goes_first() -> None:
+    scheduler = both(num_blocks=4, max_sequences=8)
+    scheduler.submit(make_request("new", prompt_len=12, hands_over=True), 0.0)
+    begun = make_request("begun", prompt_len=12, hands_over=True)
+    begun.has_begun = True
+    scheduler.submit(begun, 0.0)
+    assert [request.request_id for request in scheduler.admit(0.0)] == ["begun"]
