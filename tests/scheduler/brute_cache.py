@@ -128,5 +128,5 @@ class BruteCache:
         assert scheduler.budget.num_shared == len(counted)
         num_shared = Counter(request_id for block_id in counted for request_id in holders[block_id])
         for request_id, request in scheduler._requests.items():
-            if request_id not in scheduler._queue:
+            if not any(request_id in queue for queue in scheduler._queues):
                 assert request.num_shared == num_shared[request_id], request_id

@@ -84,7 +84,8 @@ class BruteProjection:
         self._lag = budget._lag
         self._block_size = scheduler.limits.block_size
         self.step = scheduler.builder.next_step_id
-        self.futures = [self._own_future(rid) for rid in scheduler._requests if rid not in scheduler._queue]
+        waiting = {request.request_id for queue in scheduler._queues for request in queue.in_order()}
+        self.futures = [self._own_future(rid) for rid in scheduler._requests if rid not in waiting]
 
     def peak(self, *more: Future) -> int:
         futures = [*self.futures, *more]
@@ -196,11 +197,13 @@ def check_projection(scheduler: Scheduler, admitted_at: dict[str, int]) -> None:
     budget = projected(scheduler)
     brute = BruteProjection(scheduler, budget, admitted_at)
     assert budget.promised == brute.peak() + budget.num_shared, "the projection differs from playing it forward"
-    with closing(scheduler._queue.in_order()) as waiting:
+    queue = scheduler._handovers if len(scheduler._handovers) else scheduler._queue
+    with closing(queue.in_order()) as waiting:
         head = next(waiting, None)
     if head is not None:
         profile = budget.newcomer(head)
-        room = budget.limit - budget.num_shared - profile.peak(scheduler.limits.block_size)
+        limit = budget.num_blocks if head.hands_over else budget.limit
+        room = limit - budget.num_shared - profile.peak(scheduler.limits.block_size)
         assert budget.start_of(head) == brute.falls_to(room), "it would fit earlier, or later"
         if head.hands_over:
             slow = brute.peak(prompt_future(head, scheduler.limits.block_size))

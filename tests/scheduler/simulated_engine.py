@@ -281,14 +281,15 @@ class SimulatedEngine:
         if head.is_suspect and self.num_tried:
             return
         blocks, slots = needs_of(scheduler, head)
-        if slots > scheduler.limits.max_sequences - scheduler.num_running:
+        if slots > scheduler.limits.max_sequences - scheduler._reserved_from(head)[1] - scheduler.num_running:
             return
         budget = scheduler.budget
         if isinstance(budget, MemoryBudget):
             assert blocks > budget.available, "the head would have fitted"
         elif isinstance(budget, ProjectedBudget) and not scheduler.preemption:
             peak = budget.projection.peak_with(budget.newcomer(head), budget.step)
-            assert peak > budget.limit - budget.num_shared or budget.estimator, "the head would have fitted"
+            limit = budget.num_blocks if head.hands_over else budget.limit
+            assert peak > limit - budget.num_shared or budget.estimator, "the head would have fitted"
 
     def _launch(self, plan: StepPlan, now_s: float, launched: Callable[[_Step], None]) -> None:
         self._check_plan(plan)
@@ -479,7 +480,9 @@ class SimulatedEngine:
         assert scheduler.allocator._transfer_refs == Counter(in_transfer)
         assert scheduler._transfers.keys() <= scheduler._requests.keys()
         assert sorted(slots) == list(range(scheduler.limits.max_sequences))
-        assert [request.request_id for request in scheduler._queue.in_order()] == self._waiting.ids()
+        assert [
+            request.request_id for queue in scheduler._queues for request in queue.in_order()
+        ] == self._waiting.ids()
         assert len(scheduler._deadlines) <= len(scheduler._requests) - num_over
         free = {*scheduler.allocator._free, *self.cache.idle()}
         for step in self._in_flight:
@@ -509,7 +512,7 @@ class SimulatedEngine:
             if request.state is RequestState.RUNNING:
                 budget.running(request, scheduler.builder.next_step_id)
         known = budget.projection._profiles.keys()
-        admitted = {rid for rid in scheduler._requests if rid not in scheduler._queue}
+        admitted = {rid for rid in scheduler._requests if not any(rid in queue for queue in scheduler._queues)}
         out = {rid for rid, away in scheduler.preemption._away.items() if away.is_out}
         assert known == admitted - out
         assert scheduler._num_available >= 0, "a read that may begin would find no blocks"

@@ -244,7 +244,7 @@ class SimulatedSystem:
         client = self.clients[request_id] = Client(request, remote=not request.local_prefill)
         scheduler = self.decode.scheduler
         fits = scheduler.blocks_needed(request) <= scheduler.limits.num_blocks
-        fits = fits and num_choices <= scheduler.limits.max_sequences
+        fits = fits and num_choices <= scheduler.limits.max_sequences - scheduler._reserved_from(request)[1]
         try:
             self.decode.submit(request, self.now_s)
             assert fits
