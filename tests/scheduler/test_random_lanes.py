@@ -32,7 +32,8 @@ def test_with_failing_steps(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_beside_kv_that_is_read_and_offered(seed: int, lag: int) -> None:
     """Slots change hands between lanes that way, too."""
-    system = run(Workload(seed, lag, local_share=0.5, faults=FAULTS, beam_rate=0.2, all_able=True, two_lanes=True))
+    rates = {"local_share": 0.5, "beam_rate": 0.2}
+    system = run(Workload(seed, lag, 260, faults=FAULTS, all_able=True, two_lanes=True, **rates))
     assert system.num_handed_over > 15
 
 
