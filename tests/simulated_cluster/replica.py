@@ -54,22 +54,28 @@ class SteppedInbox(Inbox):
     def __init__(self, fail: Callable[[str, Exception], None], on_put: Callable[[], None]) -> None:
         super().__init__(fail)
         self._on_put = on_put
+        self._num_waiting = 0
         self.wait_s: float | None = None
 
     def put(self, run: Callable[[], None], request_id: str | None = None) -> None:
+        self._num_waiting += 1
         super().put(run, request_id)
         self._on_put()
+
+    def _act(self, action: Any) -> None:
+        self._num_waiting -= 1
+        super()._act(action)
 
     def wait(self, longest_s: float) -> None:
         self.wait_s = longest_s
 
     @property
     def has_any(self) -> bool:
-        return not self._actions.empty()
+        return self._num_waiting > 0
 
 
 class _Commands:
-    """As a SimpleQueue that nobody waits for."""
+    """As a TimedQueue that nobody waits for."""
 
     def __init__(self, on_put: Callable[[], None]) -> None:
         self._commands: deque[Callable[[], None]] = deque()
@@ -79,10 +85,13 @@ class _Commands:
         self._commands.append(command)
         self._on_put()
 
-    def get(self, timeout: float = 0.0) -> Callable[[], None]:
+    def get_nowait(self) -> Callable[[], None]:
         if not self._commands:
             raise Empty
         return self._commands.popleft()
+
+    def get(self, timeout_s: float) -> Callable[[], None]:
+        return self.get_nowait()
 
     def empty(self) -> bool:
         return not self._commands
