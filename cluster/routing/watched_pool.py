@@ -45,7 +45,8 @@ class WatchedPool(PoolClient):
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
-        self._open: dict[str, set[asyncio.Timeout]] = {}  # calls, by replica
+        # Calls, by replica, in the order in which they came: those that are lost together are tried again in it.
+        self._open: dict[str, dict[asyncio.Timeout, None]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -113,7 +114,7 @@ class WatchedPool(PoolClient):
 
     async def _until_it_is_lost(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
         limit = asyncio.timeout(None)  # none, until the replica is lost
-        self._open.setdefault(replica_id, set()).add(limit)
+        self._open.setdefault(replica_id, {})[limit] = None
         try:
             async with limit:
                 return await work
@@ -123,7 +124,7 @@ class WatchedPool(PoolClient):
             raise ReplicaLost(replica_id, Loss.FROZEN, "has stopped answering") from None
         finally:
             if (others := self._open.get(replica_id)) is not None:
-                others.discard(limit)
+                others.pop(limit, None)
                 if not others:
                     del self._open[replica_id]
 
@@ -153,7 +154,8 @@ class WatchedPool(PoolClient):
                 self._lose(name, Loss.FROZEN)
         for name in changes.recovered:
             self._recover(name)
-        for name in changes.ask if self._keys is None else {*changes.ask, *self._keys.due(now_s, table)}:
+        due = () if self._keys is None else self._keys.due(now_s, table)
+        for name in dict.fromkeys((*changes.ask, *due)):
             if name not in self._asking:
                 self._asking[name] = asyncio.create_task(self._ask(name), context=contextvars.Context())
 

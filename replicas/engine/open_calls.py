@@ -176,7 +176,7 @@ class OpenCalls:
                 self._send_token(token)
             except Exception as error:
                 self.fail(token.request_id, error)
-        for request_id in {token.request_id for token in events.tokens if token.finish_reason}:
+        for request_id in dict.fromkeys(token.request_id for token in events.tokens if token.finish_reason):
             if request_id in self.by_id and self._scheduler.get(request_id) is None:
                 self._finished.append((self.by_id.pop(request_id), CallStatus.OK))
         for done in events.prompts:

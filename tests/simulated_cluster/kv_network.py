@@ -100,7 +100,9 @@ class SimulatedTransport(KvTransport):
         self._network.send(self.name, agent_name, payload)
 
     def poll_notifications(self) -> list[tuple[str, bytes]]:
+        """Who has written can be answered."""
         mail, self.mail = self.mail, []
+        self._loaded.update(sender for sender, _ in mail)
         return mail
 
     def start_read(

@@ -6,7 +6,9 @@ import argparse
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 
+from tests.simulated_cluster.deliberate_bugs import BUGS, with_bug
 from tests.simulated_cluster.seed_run import Run, simulation
 
 
@@ -15,9 +17,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--to", type=int, help="all seeds up to here, without their stories")
+    parser.add_argument("--bug", choices=BUGS, help="with this bug in our code")
     arguments = parser.parse_args(argv)
-    begun_s = time.perf_counter()
-    with simulation() as one:
+    begun_s = time.process_time()
+    with with_bug(arguments.bug) if arguments.bug else nullcontext(), simulation() as one:
         if arguments.to is None:
             return _show(one.run(arguments.seed, keeps_trace=True))
         runs = []
@@ -26,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
             runs.append(run)
             if run.wrong:
                 print(run, flush=True)
-    return _sum_up(runs, time.perf_counter() - begun_s)
+    return _sum_up(runs, time.process_time() - begun_s)
 
 
 def _show(run: Run) -> int:
@@ -41,7 +44,7 @@ def _sum_up(runs: list[Run], took_s: float) -> int:
         seen += run.seen
         ends += run.ends
     wrong = [run.seed for run in runs if run.wrong]
-    print(f"{len(runs)} seeds in {took_s:.1f} s: {len(wrong)} wrong {wrong[:50]}")
+    print(f"{len(runs)} seeds in {took_s:.1f} s of CPU: {len(wrong)} wrong {wrong[:50]}")
     print("faults:", dict(seen.most_common()))
     print("ends:", dict(ends.most_common()))
     return int(bool(wrong))
