@@ -57,6 +57,7 @@ class Client:
             self.end = End.FINISHED
         except ApiError as error:
             self.end, self.error = End.REFUSED, f"{error.status} {error.code}"
+            self.world.trace(self.name, "is told: %s", error.message)
         except asyncio.CancelledError:
             self.end = End.CANCELLED
         except Exception as error:

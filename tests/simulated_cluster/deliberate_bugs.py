@@ -52,8 +52,8 @@ def _release_lost() -> Patches:
     return [(handoffs.Handoffs, "on_event", on_event)]
 
 
-def _token_decoded_twice() -> Patches:
-    """Who goes on elsewhere decodes the last token that the client has once more."""
+def _replayed_twice() -> Patches:
+    """Who goes on after a failure decodes the last token that the client has once more."""
     real = generation.Leg.attempt_spec
 
     def attempt_spec(self: Any) -> Any:
@@ -64,6 +64,17 @@ def _token_decoded_twice() -> Patches:
             self._base = len(next(iter(self._choices.values())).token_ids)
 
     return [(generation.Leg, "attempt_spec", attempt_spec)]
+
+
+def _moved_twice() -> Patches:
+    """Who goes on at another engine decodes the last token of the old one once more."""
+    real = handoffs.Handoffs._join_batch
+
+    def join_batch(self: Any, request: Any, handoff: Any) -> None:
+        moved = tuple(one._replace(token_ids=one.token_ids[:-1] or one.token_ids) for one in handoff.moved)
+        real(self, request, structs.replace(handoff, moved=moved))
+
+    return [(handoffs.Handoffs, "_join_batch", join_batch)]
 
 
 def _unlike_accepted() -> Patches:
@@ -96,7 +107,8 @@ BUGS: Mapping[str, Callable[[], Patches]] = {
     "epoch unchecked": _epoch_unchecked,
     "freed before the end": _freed_before_the_end,
     "release lost": _release_lost,
-    "token decoded twice": _token_decoded_twice,
+    "moved decoded twice": _moved_twice,
+    "replayed decoded twice": _replayed_twice,
     "unlike accepted": _unlike_accepted,
 }
 

@@ -12,7 +12,7 @@ from cluster.routing.router import Router
 from replicas.messages import Call, GenerateCall, PrefillCall
 from tests.simulated_cluster.call_link import CallLink
 from tests.simulated_cluster.kv_network import Network
-from tests.simulated_cluster.no_metrics import NO_METRICS
+from tests.simulated_cluster.no_metrics import RouterMetrics
 from tests.simulated_cluster.prefix_model import Weights
 from tests.simulated_cluster.replica import SimulatedReplica
 from tests.simulated_cluster.setting import Setting
@@ -80,7 +80,7 @@ class RouterSeat:
             prefill=self.pools["prefill"] if setting.num_prefill else None,
             rules=setting.rules,
             limits=setting.limits,
-            metrics=NO_METRICS,
+            metrics=RouterMetrics(world),  # type: ignore[arg-type]
             channel_host="",
             has_prefix_cache=setting.has_prefix_cache,
         )

@@ -35,7 +35,7 @@ from scheduler.recent_keys import RecentKeys
 from scheduler.scheduler import Scheduler
 from tests.simulated_cluster.call_link import CallLink
 from tests.simulated_cluster.kv_network import Network, SimulatedTransport
-from tests.simulated_cluster.no_metrics import NO_METRICS
+from tests.simulated_cluster.no_metrics import NoMetrics
 from tests.simulated_cluster.prefix_model import PrefixRunner, Weights
 from tests.simulated_cluster.setting import Setting
 from tests.simulated_cluster.token_channel import SimulatedReceiver, SimulatedSender
@@ -183,7 +183,9 @@ class SimulatedReplica:
         if decodes:
             self.sender = SimulatedSender(world, name, epoch, find_receiver, stall_deadline_s=2.0)
             frames = TokenFrames(self.sender, _IDLE_FRAME_S)
-        parts = EngineParts(self.scheduler, self.runner, FaultPoints(None, None), NO_METRICS, 1)  # type: ignore[arg-type]
+        no_pool: Any = None
+        metrics: Any = NoMetrics()
+        parts = EngineParts(self.scheduler, self.runner, FaultPoints(None, no_pool), metrics, 1)  # type: ignore[arg-type]
         self.engine = Engine(pool, parts, frames)
         self.engine._inbox = self._inbox = SteppedInbox(self.engine.calls.fail, self._wake_engine)
         block_bytes = limits.block_size * _CELL_BYTES
@@ -200,9 +202,7 @@ class SimulatedReplica:
         self.engine.transfers = self.transfers
         layout: Any = SimpleNamespace(block_size=limits.block_size, bytes_per_token=_CELL_BYTES)
         settings: Any = None
-        self.built = BuiltEngine(
-            self.engine, self.transfers, peer, settings, layout, NO_METRICS, None, recent_keys
-        )  # type: ignore[arg-type]
+        self.built = BuiltEngine(self.engine, self.transfers, peer, settings, layout, metrics, None, recent_keys)
         self.shell = (_DecodeShell if decodes else _PrefillShell)(self.built)
         self._decoder: Decoder[Call[Any]] = self.shell.decoder()
         self._schedule_engine(0.0)
@@ -255,6 +255,7 @@ class SimulatedReplica:
         if not self.is_leaving:
             self.world.fault(self.name, "leave")
             self.is_leaving = self.shell.leaves = True
+            self.act(self.engine.leave)
             deadline_s = self.world.now_s + self._setting.drain_timeout_s
             self.world.later(_DRAIN_POLL_S, self.act, partial(self._drain, deadline_s))
 

@@ -98,6 +98,7 @@ def _check(world: World, fleet: Fleet, story: Story) -> None:
         except AssertionError as error:
             world.found_wrong(replica.name, "its books are wrong: %s", error)
         errors = replica.transfers.driver.errors
+        world.seen["KV read"] += replica.transfers.driver.results["ready"]
         for kind in ("internal", "callback", "hook", "poll"):
             if errors.get(kind):
                 world.found_wrong(replica.name, "its transfers had %s errors: %s", kind, errors[kind])

@@ -6,13 +6,13 @@ import random
 from dataclasses import dataclass
 
 from cluster.policies.routing_policy import RoutingRules
-from cluster.routing.router_limits import AttemptLimits, RouterLimits
+from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from replicas.kv.handoff_actions import HandoffTiming
 from scheduler.admission import AdmissionPolicy
 from scheduler.pool_limits import PoolLimits
 
 LONGEST_PROMPT = 28
-MOST_TOKENS = 16
+MOST_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Setting:
                 frozen_after_s=rng.choice([0.6, 1.2]),
                 recovery_timeout_s=4.0,
                 cold_start_timeout_s=4.0,
+                migration=MigrationLimits(rng.random() < 0.85, rng.choice([1, 8]), admit_timeout_s=1.0),
             ),
             timing=HandoffTiming(
                 lease_s=rng.choice([0.3, 1.0, 3.0]),

@@ -40,8 +40,10 @@ class Story:
         length_s = rng.choice([0.5, 1.5, 3.0])
         for _ in range(rng.choice([4, 8, 16])):
             world.later(rng.uniform(0.0, length_s), self._submit)
-        for _ in range(rng.choice([0, 1, 2, 3, 5])):
+        for _ in range(rng.choice([0, 2, 3, 5])):
             world.later(rng.uniform(0.0, length_s), self._disturb)
+        if rng.random() < 0.5:
+            self._move_on(world.now_s + length_s)
         await asyncio.sleep(length_s + 0.1)
         await self._all_end()
         self._clear_up()
@@ -68,7 +70,7 @@ class Story:
 
     def _submit(self, timeout_s: float | None = None) -> Client:
         rng, world = self._rng, self._world
-        timeout_s = timeout_s or rng.choice([0.3, 6.0, 12.0, 12.0])
+        timeout_s = timeout_s or rng.choice([0.3, 6.0, 12.0, 12.0, 12.0, 12.0])
         client = Client(world, Generation(f"c{len(self.clients)}", self._spec(), timeout_s))
         self.clients.append(client)
         seat = rng.choice(self._fleet.seats)
@@ -94,6 +96,7 @@ class Story:
             (self._scale_down, 3),
             (self._swap_weights, 2),
             (self._break_links, 2),
+            (self._migrate, 8),
         ]
         (op,) = rng.choices([op for op, _ in ops], [weight for _, weight in ops])
         op()
@@ -152,6 +155,21 @@ class Story:
     def _break_links(self) -> None:
         if (victim := self._someone()) is not None:
             self._fleet.break_links(victim)
+
+    def _migrate(self) -> None:
+        """Everything that runs somewhere is to go on elsewhere, wherever there is room, and soon once more."""
+        seat = self._rng.choice(self._fleet.seats)
+        moves = seat.router._moves
+        for attempts in list(moves._running.values()):
+            for attempt in [one for one in attempts if one.may_move]:
+                if self._rng.random() < 0.7 and moves.start(attempt, "rebalancing"):
+                    self._world.fault(seat.name, "migrate", "%s", attempt.request_id)
+
+    def _move_on(self, until_s: float) -> None:
+        """Over and over."""
+        self._migrate()
+        if self._world.now_s < until_s:
+            self._world.later(self._world.about(0.05), self._move_on, until_s)
 
     def _pool(self) -> str:
         return self._rng.choice(POOLS) if self._fleet.setting.num_prefill else "decode"
