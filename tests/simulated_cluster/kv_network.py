@@ -42,6 +42,15 @@ class Network:
         if self.agents.get(transport.name) is transport:
             del self.agents[transport.name]
 
+    def being_read(self) -> set[str]:
+        """Agents from which KV is on its way."""
+        return {
+            read.peer.agent_name
+            for agent in self.agents.values()
+            for read in agent.reads.values()
+            if read.note and read.state is ReadState.READING
+        }
+
     def send(self, sender: str, receiver: str, payload: bytes) -> None:
         """It arrives with whoever has the name then."""
         world, odds = self.world, self.world.odds
@@ -81,7 +90,7 @@ class SimulatedTransport(KvTransport):
         self.mail: list[tuple[str, bytes]] = []
         self._network, self._world, self._peer = network, network.world, peer
         self._loaded: set[str] = set()
-        self._reads: dict[int, _Read] = {}
+        self.reads: dict[int, _Read] = {}
         self._ids = count()
         self.is_dead = False
         network.join(self)
@@ -124,7 +133,7 @@ class SimulatedTransport(KvTransport):
             world.fault(self.name, "read hangs", "from %s for %.3f s", peer.agent_name, whole_s)
         num_parts = min(len(pairs), world.rng.randint(1, 3))
         handle = ReadHandle(peer.agent_name, next(self._ids))
-        self._reads[handle.read_id] = read
+        self.reads[handle.read_id] = read
         for part in range(num_parts):
             world.later(whole_s * (part + 1) / num_parts, self._land, read, num_parts - part)
         return handle
@@ -133,17 +142,17 @@ class SimulatedTransport(KvTransport):
         self._reach(peer.agent_name)
         check_probe(self._peer, peer, num_bytes)
         handle = ReadHandle(peer.agent_name, next(self._ids))
-        read = self._reads[handle.read_id] = _Read(peer, [], b"", False)
+        read = self.reads[handle.read_id] = _Read(peer, [], b"", False)
         self._world.later(self._world.about(self._world.odds.read_s), self._land, read, 1)
         return handle
 
     def poll_read(self, handle: ReadHandle) -> ReadState:
-        return self._reads[handle.read_id].state
+        return self.reads[handle.read_id].state
 
     def release_read(self, handle: ReadHandle) -> None:
-        if self._reads[handle.read_id].state is ReadState.READING:
+        if self.reads[handle.read_id].state is ReadState.READING:
             raise ValueError("nothing can recall a read")
-        del self._reads[handle.read_id]
+        del self.reads[handle.read_id]
 
     def close(self) -> None:
         self._network.leave(self)

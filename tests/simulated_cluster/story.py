@@ -23,6 +23,7 @@ from tests.simulated_cluster.world import World
 _STARTS_S = 0.4  # a replica
 _PATIENCE_S = 30.0  # for everything to come to rest
 _POLL_S = 0.05
+_MOST_TRIES = 30  # to find the moment for a fault
 
 
 class Story:
@@ -101,29 +102,39 @@ class Story:
         (op,) = rng.choices([op for op, _ in ops], [weight for _, weight in ops])
         op()
 
-    def _someone(self, pool: str | None = None) -> SimulatedReplica | None:
-        """Somebody who is busy, more likely than not."""
-        living = self._fleet.living(pool)
-        busy = [one for one in living if one.transfers.driver.source.num_open or one.transfers.driver.reader.num_open]
-        if busy and self._rng.random() < 0.7:
-            living = busy
-        return self._rng.choice(living) if living else None
+    def _hit(self, strike: Callable[[SimulatedReplica], None], tries: int = _MOST_TRIES) -> None:
+        """Anybody at any time, or somebody from whom KV is read just now."""
+        rng, living = self._rng, self._fleet.living()
+        if tries == _MOST_TRIES and rng.random() < 0.3:
+            if living:
+                strike(rng.choice(living))
+            return
+        being_read = self._fleet.network.being_read()
+        read_from = [one for one in living if one.agent_name in being_read]
+        if read_from:
+            strike(rng.choice(read_from))
+        elif tries:
+            self._world.later(self._world.about(0.01), self._hit, strike, tries - 1)
 
     def _kill(self) -> None:
-        if (victim := self._someone()) is not None:
+        def strike(victim: SimulatedReplica) -> None:
             self._fleet.kill(victim)
             self._world.later(self._world.about(_STARTS_S), self._fleet.start, victim.pool)
 
+        self._hit(strike)
+
     def _restart(self) -> None:
         """Another process comes in its place, where notes and reads for the old one reach it."""
-        if (victim := self._someone()) is not None:
+
+        def strike(victim: SimulatedReplica) -> None:
             self._fleet.kill(victim)
-            delay_s = self._rng.choice([0.0, 0.0, 0.02, 0.2])
+            delay_s = self._rng.choice([0.0, 0.0, 0.0, 0.02, 0.2])
             self._world.later(delay_s, self._fleet.start, victim.pool, victim.agent_name)
 
+        self._hit(strike)
+
     def _freeze(self) -> None:
-        if (victim := self._someone()) is not None:
-            victim.freeze(self._rng.choice([0.1, 0.5, 1.5, 3.0]))
+        self._hit(lambda victim: victim.freeze(self._rng.choice([0.1, 0.5, 1.5, 3.0])))
 
     def _scale_up(self) -> None:
         self._fleet.start(self._pool())
@@ -153,8 +164,7 @@ class Story:
             world.later(after_s + world.about(0.1), fleet.leave, one)
 
     def _break_links(self) -> None:
-        if (victim := self._someone()) is not None:
-            self._fleet.break_links(victim)
+        self._hit(self._fleet.break_links)
 
     def _migrate(self) -> None:
         """Everything that runs somewhere is to go on elsewhere, wherever there is room, and soon once more."""
