@@ -156,7 +156,14 @@ class Fleet:
         """A replica with the weights of now. agent_name: of the place where another one was; empty: a new place."""
         name = f"{pool[0]}{next(self._names)}"
         replica = SimulatedReplica(
-            self.world, self.setting, self.network, self.find_receiver, pool, name, agent_name or f"at-{name}", self.weights
+            self.world,
+            self.setting,
+            self.network,
+            self.find_receiver,
+            pool,
+            name,
+            agent_name or f"at-{name}",
+            self.weights,
         )
         self.replicas[name] = replica
         self.world.trace(name, "starts at %s with %s", replica.agent_name, self.weights.fingerprint)

@@ -176,7 +176,12 @@ class SimulatedReplica:
             limits, DECODE if decodes else PREFILL, setting.admission, setting.lag, num_host_blocks, prefixes=prefixes
         )
         self.runner = PrefixRunner(
-            weights, limits, setting.max_blocks, num_host_blocks, world.rng, lambda: world.happens(world.odds.row_breaks)
+            weights,
+            limits,
+            setting.max_blocks,
+            num_host_blocks,
+            world.rng,
+            lambda: world.happens(world.odds.row_breaks),
         )
         self.sender = None
         frames = None

@@ -116,7 +116,11 @@ class _LogTrace(logging.Handler):
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text += f" ({record.exc_info[1]!r})"
-        told = {name: getattr(record, name) for name in ("request", "generation", "detail", "reason", "status") if hasattr(record, name)}
+        told = {
+            name: getattr(record, name)
+            for name in ("request", "generation", "detail", "reason", "status")
+            if hasattr(record, name)
+        }
         if record.levelno >= logging.ERROR and event not in _EXPECTED_ERRORS:
             self._world.found_wrong(record.module, "%s: %s %s", event, text, told)
         else:
