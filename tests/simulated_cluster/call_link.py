@@ -56,6 +56,11 @@ class CallLink:
                 reply.set_exception(ReplicaLost(self.replica.name, loss, detail))
         self.world.later(self.world.rng.uniform(0.0, _PROBE_S), self.replica.act, partial(self.replica.hung_up, self))
 
+    def vanish(self) -> None:
+        """The router's process has ended: nobody is told here, and the replica notices a little later."""
+        self._waiting.clear()
+        self.break_off(Loss.DEAD, "")
+
     def _answered(self, call_id: str, payload: bytes, failed: str) -> None:
         if self.is_broken or call_id not in self._waiting:
             return

@@ -35,6 +35,7 @@ class Client:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
+    router: str = ""
     ended_s: float = 0.0
 
     @property

@@ -30,7 +30,7 @@ class SimulatedPool(PoolClient):
     def __init__(self, world: World, fleet: Fleet, router: str) -> None:
         self._world, self._fleet, self._router = world, fleet, router
         self.table: ReplicaTable = {}
-        self._links: dict[str, CallLink] = {}
+        self.links: dict[str, CallLink] = {}
         self._ids = count()
 
     def replicas(self) -> ReplicaTable:
@@ -38,11 +38,11 @@ class SimulatedPool(PoolClient):
 
     async def submit(self, replica_id: str, call: Call[Any]) -> Any:
         world = self._world
-        link = self._links.get(replica_id)
+        link = self.links.get(replica_id)
         if link is None or link.is_broken:
             if replica_id not in self.table:
                 raise ReplicaLost(replica_id, Loss.LEAVING, "is not in its pool")
-            link = self._links[replica_id] = CallLink(world, self._router, self._fleet.replicas[replica_id])
+            link = self.links[replica_id] = CallLink(world, self._router, self._fleet.replicas[replica_id])
             if self._fleet.replicas[replica_id].is_dead:
                 link.is_broken = True
                 raise ReplicaLost(replica_id, world.rng.choice([Loss.DEAD, Loss.UNREACHABLE]), "can't be reached")
@@ -73,7 +73,7 @@ class RouterSeat:
 
     def __init__(self, world: World, fleet: Fleet, setting: Setting, name: str) -> None:
         """SimulatedReceiver must stand for the real one by now."""
-        self.name = name
+        self.name, self.is_dead = name, False
         self.pools = {pool: SimulatedPool(world, fleet, name) for pool in POOLS}
         self.router = Router(
             decode=self.pools["decode"],
@@ -88,6 +88,13 @@ class RouterSeat:
         assert isinstance(receiver, SimulatedReceiver)
         self.receiver = receiver
         self.router_id = receiver.address.router_id
+
+    def die(self) -> None:
+        """Its process has ended."""
+        self.is_dead = True
+        for pool in self.pools.values():
+            for link in pool.links.values():
+                link.vanish()
 
     def told(self, pool: str, table: ReplicaTable) -> None:
         """A pool is this now."""
@@ -120,7 +127,7 @@ class Fleet:
         self.world, self.setting = world, setting
         self.network = Network(world)
         self.replicas: dict[str, SimulatedReplica] = {}
-        self.seats: list[RouterSeat] = []
+        self._all_seats: list[RouterSeat] = []
         self.weights = Weights(version=1)
         self.versions = {1}  # all that there ever were
         self._names = count()
@@ -129,16 +136,33 @@ class Fleet:
     async def open(self) -> None:
         """Routers and replicas, which know each other."""
         setting = self.setting
-        self.seats = [RouterSeat(self.world, self, setting, f"router{n}") for n in range(setting.num_routers)]
-        for seat in self.seats:
-            await seat.router.start()
+        for _ in range(setting.num_routers):
+            await self.start_router()
         for pool, num in (("decode", setting.num_decode), ("prefill", setting.num_prefill)):
             for _ in range(num):
                 self.start(pool, told_s=0.0)
 
     async def close(self) -> None:
-        for seat in self.seats:
+        for seat in self._all_seats:
             await seat.router.stop()
+
+    async def start_router(self) -> None:
+        seat = RouterSeat(self.world, self, self.setting, f"router{len(self._all_seats)}")
+        self._all_seats.append(seat)
+        await seat.router.start()
+        for pool in POOLS:
+            self._tell_now(seat, pool)
+
+    async def kill_router(self, seat: RouterSeat) -> None:
+        """Its clients are cut off by the caller, behind this; another one comes."""
+        self.world.fault(seat.name, "kill router")
+        seat.die()
+        await self.start_router()
+
+    @property
+    def seats(self) -> list[RouterSeat]:
+        """Of the routers that live."""
+        return [seat for seat in self._all_seats if not seat.is_dead]
 
     def living(self, pool: str | None = None) -> list[SimulatedReplica]:
         """Whose process has not ended."""

@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """version: of the weights; whoever has the same gives the same texts. layout: of the pool; KV goes only to alike."""
+    """version: of the weights: the same give the same texts. layout: of the pool: KV goes to alike ones only."""
 
     version: int
     layout: int = 0

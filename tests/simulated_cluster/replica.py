@@ -190,7 +190,7 @@ class SimulatedReplica:
             frames = TokenFrames(self.sender, _IDLE_FRAME_S)
         no_pool: Any = None
         metrics: Any = NoMetrics()
-        parts = EngineParts(self.scheduler, self.runner, FaultPoints(None, no_pool), metrics, 1)  # type: ignore[arg-type]
+        parts = EngineParts(self.scheduler, self.runner, FaultPoints(None, no_pool), metrics, 1)
         self.engine = Engine(pool, parts, frames)
         self.engine._inbox = self._inbox = SteppedInbox(self.engine.calls.fail, self._wake_engine)
         block_bytes = limits.block_size * _CELL_BYTES

@@ -98,6 +98,12 @@ def _check(world: World, fleet: Fleet, story: Story) -> None:
         except AssertionError as error:
             world.found_wrong(replica.name, "its books are wrong: %s", error)
         errors = replica.transfers.driver.errors
+        preemption = replica.scheduler.preemption
+        world.seen["swapped out"] += preemption.num_swapped
+        world.seen["evicted"] += preemption.num_evicted
+        world.seen["fetched from host"] += replica.runner.num_fetched
+        prefixes = replica.scheduler.prefixes
+        world.seen["tokens found in caches"] += 0 if prefixes is None else prefixes.stats().num_found_tokens
         world.seen["KV read"] += replica.transfers.driver.results["ready"]
         for kind in ("internal", "callback", "hook", "poll"):
             if errors.get(kind):

@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def admission(self) -> AdmissionPolicy:
-        return AdmissionPolicy(self.quantile, min_samples=8)
+        return AdmissionPolicy(self.quantile, min_samples=2)
 
     @property
     def max_blocks(self) -> int:
@@ -50,7 +50,7 @@ class Setting:
         block_size = rng.choice([1, 2, 4, 4, 8])
         is_colocated = rng.random() < 0.1
         max_sequences = rng.randint(3, 8)
-        decode_tokens = rng.choice([140, 200, 400])
+        decode_tokens = rng.choice([110, 160, 400])
         return Setting(
             lag=rng.randint(0, 1),
             num_prefill=0 if is_colocated else rng.choice([1, 2, 2, 3]),
@@ -58,8 +58,8 @@ class Setting:
             num_routers=rng.choice([1, 1, 2]),
             prefill=PoolLimits(rng.choice([80, 120, 240]) // block_size, block_size, rng.randint(2, 4), 16),
             decode=PoolLimits(decode_tokens // block_size, block_size, max_sequences, max_sequences + 12),
-            quantile=rng.choice([None, None, 0.5]),
-            host_share=rng.choice([0.0, 0.5]),
+            quantile=rng.choice([None, 0.2, 0.5]),
+            host_share=rng.choice([0.0, 0.3, 1.0]),
             has_prefix_cache=rng.random() < 0.7,
             has_digests=rng.random() < 0.5,
             max_blocks_in_flight=rng.choice([1, 4, 1000]),

@@ -33,13 +33,13 @@ class Story:
         self._world, self._fleet, self._rng = world, fleet, world.rng
         self.clients: list[Client] = []
         self._prefixes = [self._ids(LONGEST_PROMPT) for _ in range(3)]
-        self._num_ops = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def play(self) -> None:
         """All of it. What is found to be wrong the world is told."""
         rng, world = self._rng, self._world
         length_s = rng.choice([0.5, 1.5, 3.0])
-        for _ in range(rng.choice([4, 8, 16])):
+        for _ in range(rng.choice([4, 8, 20])):
             world.later(rng.uniform(0.0, length_s), self._submit)
         for _ in range(rng.choice([0, 2, 3, 5])):
             world.later(rng.uniform(0.0, length_s), self._disturb)
@@ -63,7 +63,7 @@ class Story:
         choices = tuple(range(rng.choice([1, 1, 1, 2, 3])))
         sampling = SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1 << 30))
         max_tokens = rng.choice([1, 2, rng.randint(1, MOST_TOKENS), MOST_TOKENS, MOST_TOKENS])
-        spec = GenerationSpec(prompt_ids, choices, max_tokens, frozenset(), sampling)
+        spec = GenerationSpec(prompt_ids, choices, max_tokens, frozenset(), sampling, priority=rng.choice([0, 0, 1]))
         if rng.random() < 0.4:
             tokens, _ = answer(spec, rng.choice(choices), self._fleet.weights.version)
             spec = replace(spec, stop_token_ids=frozenset({rng.choice(tokens)}))
@@ -75,6 +75,7 @@ class Story:
         client = Client(world, Generation(f"c{len(self.clients)}", self._spec(), timeout_s))
         self.clients.append(client)
         seat = rng.choice(self._fleet.seats)
+        client.router = seat.name
         client.task = world.loop.create_task(client.ask(seat.router))
         if rng.random() < 0.15:
             world.later(world.about(0.3), self._cancel, client)
@@ -98,6 +99,7 @@ class Story:
             (self._swap_weights, 2),
             (self._break_links, 2),
             (self._migrate, 8),
+            (self._kill_router, 2),
         ]
         (op,) = rng.choices([op for op, _ in ops], [weight for _, weight in ops])
         op()
@@ -166,6 +168,18 @@ class Story:
     def _break_links(self) -> None:
         self._hit(self._fleet.break_links)
 
+    def _kill_router(self) -> None:
+        """What it had begun is cut off; engines must find out."""
+        seat = self._rng.choice(self._fleet.seats)
+
+        async def die() -> None:
+            await self._fleet.kill_router(seat)
+            for client in self.clients:
+                if client.router == seat.name and client.task is not None:
+                    client.task.cancel()
+
+        self._tasks.add(self._world.loop.create_task(die()))
+
     def _migrate(self) -> None:
         """Everything that runs somewhere is to go on elsewhere, wherever there is room, and soon once more."""
         seat = self._rng.choice(self._fleet.seats)
@@ -227,6 +241,6 @@ class Story:
             client = self._submit(timeout_s=12.0)
             assert client.task is not None
             await asyncio.wait({client.task})
-            if client.end not in (End.FINISHED, End.CANCELLED):
+            if client.end not in (End.FINISHED, End.CANCELLED) and not client.error.startswith("400"):
                 self._world.found_wrong(client.name, "after all a request fails: %s", client.error)
         await self._come_to_rest()

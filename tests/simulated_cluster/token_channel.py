@@ -97,7 +97,7 @@ class _Wire:
     def send(self, payload: bytes, flags: int) -> None:
         world = self._sender.world
         odds, who = world.odds, self._sender.replica_id
-        if world.now_s < self._stuck_until_s:
+        if world.now_s < self._stuck_until_s or self._sender.find(self._router_id) is None:
             raise zmq.Again
         if world.happens(odds.channel_stuck):
             self._stuck_until_s = world.now_s + world.rng.uniform(0.0, _STUCK_S)

@@ -1,4 +1,4 @@
-"""What all parts of one simulation share: its dice, its time, its weather, its trace, and what was found to be wrong."""
+"""What all parts of one simulation share: its dice, time, weather and trace, and what was found to be wrong."""
 
 from __future__ import annotations
 
