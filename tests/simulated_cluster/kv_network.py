@@ -34,6 +34,7 @@ class Network:
 
     world: World
     agents: dict[str, SimulatedTransport] = field(default_factory=dict)
+    _watchers: list[Callable[[str, float], None]] = field(default_factory=list)
 
     def join(self, transport: SimulatedTransport) -> None:
         self.agents[transport.name] = transport
@@ -42,14 +43,13 @@ class Network:
         if self.agents.get(transport.name) is transport:
             del self.agents[transport.name]
 
-    def being_read(self) -> set[str]:
-        """Agents from which KV is on its way."""
-        return {
-            read.peer.agent_name
-            for agent in self.agents.values()
-            for read in agent.reads.values()
-            if read.note and read.state is ReadState.READING
-        }
+    def at_next_read(self, told: Callable[[str, float], None]) -> None:
+        """Once: from which agent KV is about to be read, and for how long that takes."""
+        self._watchers.append(told)
+
+    def begins_read(self, agent_name: str, for_s: float) -> None:
+        if self._watchers:
+            self._watchers.pop(0)(agent_name, for_s)
 
     def send(self, sender: str, receiver: str, payload: bytes) -> None:
         """It arrives with whoever has the name then."""
@@ -90,7 +90,7 @@ class SimulatedTransport(KvTransport):
         self.mail: list[tuple[str, bytes]] = []
         self._network, self._world, self._peer = network, network.world, peer
         self._loaded: set[str] = set()
-        self.reads: dict[int, _Read] = {}
+        self._reads: dict[int, _Read] = {}
         self._ids = count()
         self.is_dead = False
         network.join(self)
@@ -131,9 +131,10 @@ class SimulatedTransport(KvTransport):
         if world.happens(world.odds.read_hangs):
             whole_s += world.rng.uniform(0.0, _HANGS_S)
             world.fault(self.name, "read hangs", "from %s for %.3f s", peer.agent_name, whole_s)
+        self._network.begins_read(peer.agent_name, whole_s)
         num_parts = min(len(pairs), world.rng.randint(1, 3))
         handle = ReadHandle(peer.agent_name, next(self._ids))
-        self.reads[handle.read_id] = read
+        self._reads[handle.read_id] = read
         for part in range(num_parts):
             world.later(whole_s * (part + 1) / num_parts, self._land, read, num_parts - part)
         return handle
@@ -142,17 +143,17 @@ class SimulatedTransport(KvTransport):
         self._reach(peer.agent_name)
         check_probe(self._peer, peer, num_bytes)
         handle = ReadHandle(peer.agent_name, next(self._ids))
-        read = self.reads[handle.read_id] = _Read(peer, [], b"", False)
+        read = self._reads[handle.read_id] = _Read(peer, [], b"", False)
         self._world.later(self._world.about(self._world.odds.read_s), self._land, read, 1)
         return handle
 
     def poll_read(self, handle: ReadHandle) -> ReadState:
-        return self.reads[handle.read_id].state
+        return self._reads[handle.read_id].state
 
     def release_read(self, handle: ReadHandle) -> None:
-        if self.reads[handle.read_id].state is ReadState.READING:
+        if self._reads[handle.read_id].state is ReadState.READING:
             raise ValueError("nothing can recall a read")
-        del self.reads[handle.read_id]
+        del self._reads[handle.read_id]
 
     def close(self) -> None:
         self._network.leave(self)

@@ -61,7 +61,7 @@ class Setting:
             quantile=rng.choice([None, 0.2, 0.5]),
             host_share=rng.choice([0.0, 0.3, 1.0]),
             has_prefix_cache=rng.random() < 0.7,
-            has_digests=rng.random() < 0.5,
+            has_digests=rng.random() < 0.4,
             max_blocks_in_flight=rng.choice([1, 4, 1000]),
             step_s=rng.choice([0.005, 0.02, 0.05]),
             drain_timeout_s=rng.choice([0.5, 4.0]),

@@ -23,7 +23,6 @@ from tests.simulated_cluster.world import World
 _STARTS_S = 0.4  # a replica
 _PATIENCE_S = 30.0  # for everything to come to rest
 _POLL_S = 0.05
-_MOST_TRIES = 30  # to find the moment for a fault
 
 
 class Story:
@@ -92,7 +91,7 @@ class Story:
         rng = self._rng
         ops: list[tuple[Callable[[], None], int]] = [
             (self._kill, 4),
-            (self._restart, 4),
+            (self._restart, 8),
             (self._freeze, 4),
             (self._scale_up, 1),
             (self._scale_down, 3),
@@ -104,19 +103,22 @@ class Story:
         (op,) = rng.choices([op for op, _ in ops], [weight for _, weight in ops])
         op()
 
-    def _hit(self, strike: Callable[[SimulatedReplica], None], tries: int = _MOST_TRIES) -> None:
-        """Anybody at any time, or somebody from whom KV is read just now."""
-        rng, living = self._rng, self._fleet.living()
-        if tries == _MOST_TRIES and rng.random() < 0.3:
-            if living:
+    def _hit(self, strike: Callable[[SimulatedReplica], None]) -> None:
+        """Anybody now, or somebody while KV is read from it."""
+        rng, fleet = self._rng, self._fleet
+        if rng.random() < 0.3:
+            if living := fleet.living():
                 strike(rng.choice(living))
             return
-        being_read = self._fleet.network.being_read()
-        read_from = [one for one in living if one.agent_name in being_read]
-        if read_from:
-            strike(rng.choice(read_from))
-        elif tries:
-            self._world.later(self._world.about(0.01), self._hit, strike, tries - 1)
+
+        def told(agent_name: str, for_s: float) -> None:
+            self._world.later(rng.uniform(0.0, for_s), strike_at, agent_name)
+
+        def strike_at(agent_name: str) -> None:
+            if victim := next((one for one in fleet.living() if one.agent_name == agent_name), None):
+                strike(victim)
+
+        fleet.network.at_next_read(told)
 
     def _kill(self) -> None:
         def strike(victim: SimulatedReplica) -> None:
