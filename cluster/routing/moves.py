@@ -118,7 +118,7 @@ class Moves:
     async def _empty_all(self) -> None:
         while any(name in self._running for name in self._leaving):
             try:
-                for name in self._leaving:
+                for name in sorted(self._leaving):
                     self._empty(name)
             except Exception:
                 logger.exception("moving requests failed; it goes on", extra={"event": "moves_failed"})

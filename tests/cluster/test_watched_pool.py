@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from cluster.routing.pool_client import Loss, PoolClient
+from cluster.routing.pool_client import Loss, PoolClient, ReplicaLost
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaRegistry, ReplicaTable
 from cluster.routing.watched_pool import WatchedPool
+from replicas.messages import ForgetPeerCall
 
 PATIENCE_S = 10.0
 
@@ -51,6 +52,33 @@ async def test_a_frozen_replica_is_found_though_ticks_before_have_failed(caplog:
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
         "the watch over a pool failed; it goes on"
     ]
+
+
+class HangingPool(SilentPool):
+    """It takes calls, too, and answers none."""
+
+    async def submit(self, replica_id: str, call: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+async def test_calls_that_are_lost_together_end_in_the_order_in_which_they_came() -> None:
+    """They are tried again in it: who came first is not the last to find room elsewhere."""
+    rules = PulseRules(frozen_after_s=0.1, ask_after_s=1000.0, interval_s=0.01)
+    watched = WatchedPool("decode", HangingPool(0), rules, lambda *_: None, lambda *_: None)
+    ended: list[int] = []
+
+    async def call(number: int) -> None:
+        with pytest.raises(ReplicaLost):
+            await watched.submit("a", ForgetPeerCall(str(number)))
+        ended.append(number)
+
+    watched.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(call(number) for number in range(50)))
+    finally:
+        await watched.stop()
+    assert ended == list(range(50))
 
 
 def test_a_listener_that_fails_costs_neither_serve_nor_the_others_their_news() -> None:
