@@ -66,7 +66,8 @@ def vllm_server(
     command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len)]
     command += [*vllm_cache_flags(has_prefix_cache), *flags]
-    environment = own_vllm_cache(os.environ | ({} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)})) | {
+    cards = {} if card is None else {"CUDA_VISIBLE_DEVICES": visible_card(card, os.environ)}
+    environment = own_vllm_cache(os.environ | cards) | {
         "PYTHONPATH": f"{site}",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -87,6 +88,12 @@ def vllm_server(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def visible_card(number: int, environment: Mapping[str, str]) -> str:
+    """The name of a card, as CUDA_VISIBLE_DEVICES has it, of those that this process sees."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[number] if visible else str(number)
 
 
 def vllm_cache_flags(has_prefix_cache: bool) -> list[str]:

@@ -9,6 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from benchmarks.gpu.served import visible_card
 from benchmarks.gpu.spread import spread
 
 
@@ -42,3 +43,8 @@ def test_requests_reach_every_server(tmp_path: Path) -> None:
 def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="503"), spread(["http://127.0.0.1:1"], tmp_path):
         pass
+
+
+def test_a_card_is_one_of_those_that_this_process_sees() -> None:
+    assert visible_card(1, {}) == "1"
+    assert [visible_card(number, {"CUDA_VISIBLE_DEVICES": "2,3"}) for number in (0, 1)] == ["2", "3"]

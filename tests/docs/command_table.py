@@ -40,6 +40,7 @@ TABLE = (
     Row(r"python -m benchmarks\.simulation .*", Trial.OPTIONS, "minutes, and public traces that are not here"),
     Row(r"python -m benchmarks\.simulation_check .*", Trial.OPTIONS, "eight minutes against a server of its own"),
     Row(r"python -m benchmarks\.grammars.*", Trial.OPTIONS, "15 minutes, with a server of its own"),
+    Row(r"python -m tests\.simulated_cluster\.replay .*", Trial.OPTIONS, "tests/simulated_cluster runs the same seeds"),
     Row(r"python -m benchmarks\.load .*", Trial.SERVER),
     Row(r"curl .*", Trial.SERVER),
     Row(r"make .*", Trial.MAKE, "installs, serves, or takes minutes; .ci/run has setup, lint and test"),

@@ -235,7 +235,7 @@ def test_a_note_counts_blocks(num_blocks: object) -> None:
 def test_a_part_says_which_it_is() -> None:
     """Neither field may be left out: what is no part would be taken for a whole prompt."""
     fields = _fields(encode(HANDOFF))
-    for num_fields in (-1, -2):
+    for num_fields in (-2, -3):
         with pytest.raises(MalformedMessage):
             decode_notification(msgpack.packb(fields[:num_fields]))
 

@@ -5,11 +5,9 @@ As a process: it can be killed, and it can be stopped and go on, with everything
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,13 +15,8 @@ from cluster.routing.pool_client import Loss
 from replicas.channels.wire import Decoder, MalformedMessage, encode
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
-from replicas.engine.inbox import Inbox
 from replicas.engine.token_frames import TokenFrames
 from replicas.fault_points import FaultPoints
-from replicas.kv.handoff_actions import Event, HandoffTiming
-from replicas.kv.kv_transport import KvTransport
-from replicas.kv.transfer_driver import TransferDriver
-from replicas.kv.transfer_thread import TransferThread
 from replicas.messages import Call, CallStatus, TransferPeer
 from replicas.serving.decode_replica import DecodeReplica
 from replicas.serving.engine_builder import BuiltEngine
@@ -38,86 +31,14 @@ from tests.simulated_cluster.kv_network import Network, SimulatedTransport
 from tests.simulated_cluster.no_metrics import NoMetrics
 from tests.simulated_cluster.prefix_model import PrefixRunner, Weights
 from tests.simulated_cluster.setting import Setting
+from tests.simulated_cluster.stepped_threads import SteppedInbox, SteppedTransfers
 from tests.simulated_cluster.token_channel import SimulatedReceiver, SimulatedSender
 from tests.simulated_cluster.world import World
 
 _CELL_BYTES = 8
 _WAKE_S = 0.0005
-_PROBE_POLL_S = 0.005
 _DRAIN_POLL_S = 0.05
 _IDLE_FRAME_S = 0.5
-
-
-class SteppedInbox(Inbox):
-    """Nobody blocks: who waits is woken. wait_s: for how long the engine would wait now; None: it goes on at once."""
-
-    def __init__(self, fail: Callable[[str, Exception], None], on_put: Callable[[], None]) -> None:
-        super().__init__(fail)
-        self._on_put = on_put
-        self.wait_s: float | None = None
-
-    def put(self, run: Callable[[], None], request_id: str | None = None) -> None:
-        super().put(run, request_id)
-        self._on_put()
-
-    def wait(self, longest_s: float) -> None:
-        self.wait_s = longest_s
-
-    @property
-    def has_any(self) -> bool:
-        return not self._actions.empty()
-
-
-class _Commands:
-    """As a SimpleQueue that nobody waits for."""
-
-    def __init__(self, on_put: Callable[[], None]) -> None:
-        self._commands: deque[Callable[[], None]] = deque()
-        self._on_put = on_put
-
-    def put(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        self._on_put()
-
-    def get(self, timeout: float = 0.0) -> Callable[[], None]:
-        if not self._commands:
-            raise Empty
-        return self._commands.popleft()
-
-    def empty(self) -> bool:
-        return not self._commands
-
-
-class SteppedTransfers(TransferThread):
-    """The transfer thread's turns, one at a time."""
-
-    def __init__(
-        self,
-        transport: KvTransport,
-        on_event: Callable[[Event], None],
-        timing: HandoffTiming,
-        max_bytes_in_flight: int,
-        digest_blocks: Any,
-        on_command: Callable[[], None],
-    ) -> None:
-        super().__init__(lambda: transport, on_event, timing, max_bytes_in_flight, digest_blocks)
-        self.driver = self._driver = TransferDriver(
-            transport, on_event, timing, max_bytes_in_flight, digest_blocks, None
-        )
-        self._commands = _Commands(on_command)  # type: ignore[assignment]
-
-    def crank(self) -> None:
-        """All that is due now."""
-        self._turn(self.driver, 0.0)
-
-    @property
-    def due_s(self) -> float:
-        """When the next thing is due, if nothing comes."""
-        driver = self.driver
-        due_s = min(driver.source._next_due_s, driver.reader._next_due_s, driver.peers._next_ask_s)
-        if driver.peers.prober.is_busy or driver.peers.prober._waiting:
-            due_s = min(due_s, driver._now_s() + _PROBE_POLL_S)
-        return due_s
 
 
 class _Shell(EngineReplica[Any, Any]):

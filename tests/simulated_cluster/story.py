@@ -33,6 +33,7 @@ class Story:
         self.clients: list[Client] = []
         self._prefixes = [self._ids(LONGEST_PROMPT) for _ in range(3)]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_clear = False  # the weather: nobody is struck any more
 
     async def play(self) -> None:
         """All of it. What is found to be wrong the world is told."""
@@ -115,7 +116,8 @@ class Story:
             self._world.later(rng.uniform(0.0, for_s), strike_at, agent_name)
 
         def strike_at(agent_name: str) -> None:
-            if victim := next((one for one in fleet.living() if one.agent_name == agent_name), None):
+            victim = next((one for one in fleet.living() if one.agent_name == agent_name), None)
+            if victim is not None and not self._is_clear:
                 strike(victim)
 
         fleet.network.at_next_read(told)
@@ -219,7 +221,7 @@ class Story:
         """No more faults, and somebody of each pool who stays."""
         world, fleet = self._world, self._fleet
         world.trace("weather", "clears up")
-        world.odds = Odds.calm()
+        world.odds, self._is_clear = Odds.calm(), True
         for one in fleet.living():
             one.thaw()
         for pool in POOLS if fleet.setting.num_prefill else ("decode",):

@@ -10,6 +10,7 @@ from tests.simulated_cluster.seed_run import Simulation
 _MOST_SEEDS = 200
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_bug_is_found(one: Simulation, bug: str) -> None:
     with with_bug(bug):

@@ -42,6 +42,7 @@ def told(run: Run) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_few_hundred_seeds(one: Simulation) -> None:
     seen, ends = run_all(one, range(_NUM_SEEDS))
     assert seen.keys() >= _KINDS, f"never seen: {sorted(_KINDS - seen.keys())}"
