@@ -15,7 +15,7 @@ from cluster.config.root import Config
 from cluster.openai.engine_params import sampling_params
 from cluster.openai.sampling import SamplingFields
 from cluster.policies.routing_policy import RoutingRules
-from cluster.routing.router_limits import AttemptLimits, RouterLimits
+from cluster.routing.router_limits import AttemptLimits, MigrationLimits, RouterLimits
 from cluster.same_names import by_names
 from cluster.serving.replica_settings import engine_settings
 from cluster.simulation.router_times import RouterTimes
@@ -145,7 +145,9 @@ def test_routers_and_the_simulator_are_told_every_key_that_is_changed(config: Co
     assert check_arrived(rules, config.routing) == len(type(config.routing).model_fields)
     assert check_arrived(rules, config.slo) == 2
     attempt = by_names(AttemptLimits, config.ingress, config.transfer)
-    limits = by_names(RouterLimits, config.ingress, config.kv, config.lifecycle, attempt=attempt)
+    migration = by_names(MigrationLimits, config.migration)
+    sections = config.ingress, config.kv, config.lifecycle
+    limits = by_names(RouterLimits, *sections, attempt=attempt, migration=migration)
     assert check_arrived(limits, config.ingress, config.kv, config.lifecycle) == 6
     assert check_arrived(attempt, config.ingress, config.transfer) == 2
     assert check_arrived(by_names(RouterTimes, config.ingress, config.transfer), config.ingress, config.transfer) == 5
