@@ -13,7 +13,7 @@ from scheduler.scheduler import Scheduler
 class FreeBlocksBudget(ProjectedBudget):
     """Looks at the blocks in use in the next step and no further. Preemption and all else is as shipped."""
 
-    def _fits(self, newcomer: Profile) -> bool:
+    def _fits(self, newcomer: Profile, hands_over: bool = False) -> bool:
         in_use = self.projection.use_at(self.step)
         return in_use + newcomer.use_at(self.step, self._block_size) <= self._limit_now
 

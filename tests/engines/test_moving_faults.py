@@ -121,7 +121,8 @@ def test_one_of_the_two_dies(
         asked, generated = asyncio.run(play(system, tmp_path, point, who))
         check(tiny_reference, asked, generated)
     if (point, who) not in (("decode.admit", READER), ("decode.admit", OLD)):
-        assert system.moved("lost") + system.moved("moved") > 0
+        # Refused: it died before it could say that it stops.
+        assert system.moved("lost") + system.moved("moved") + system.moved("refused") > 0
 
 
 def test_it_goes_on_wherever_it_was_held(tiny_folder: Path, tiny_reference: GrammarReference, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from cluster.routing.generation import Generation
 from cluster.routing.router_limits import MigrationLimits
+from replicas.model.model_runner import ModelRunner, StepHandle
 from scheduler.admission import AdmissionPolicy
+from scheduler.plan import StepPlan
 from tests.engines.grammar_reference import GrammarReference
 from tests.engines.local_system import Generated, collect
 from tests.engines.moving_system import MovingSystem
@@ -17,6 +20,7 @@ from tests.engines.tiny_tokenizer import END_ID
 # Taken to be two tokens long, they are 150: twelve of them need four times the memory that one engine has.
 OPTIMISTIC = AdmissionPolicy(quantile=0.5, min_samples=1)
 NUM_TOKENS = 150
+STEP_S = 0.01
 
 
 async def crowded(system: MovingSystem, limits: MigrationLimits) -> tuple[list[Generation], list[Generated]]:
@@ -44,7 +48,19 @@ def build(folder: Path) -> MovingSystem:
     for built in system.decodes.values():
         for _ in range(50):
             built.engine.scheduler.budget.choice_ended(2)
+        slow_down(built.engine.runner)
     return system
+
+
+def slow_down(runner: ModelRunner) -> None:
+    """However fast the machine is, streams last for seconds: longer than a router waits between two moves."""
+    launch = runner.launch
+
+    def launch_late(plan: StepPlan) -> StepHandle:
+        time.sleep(STEP_S)
+        return launch(plan)
+
+    runner.launch = launch_late  # type: ignore[method-assign]
 
 
 def test_some_go_on_elsewhere(tiny_folder: Path, tiny_reference: GrammarReference) -> None:

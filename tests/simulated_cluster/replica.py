@@ -127,7 +127,7 @@ class SimulatedReplica:
         )
         self.engine.transfers = self.transfers
         layout: Any = SimpleNamespace(block_size=limits.block_size, bytes_per_token=_CELL_BYTES)
-        settings: Any = None
+        settings: Any = SimpleNamespace(pool=pool, may_also=False)
         self.built = BuiltEngine(self.engine, self.transfers, peer, settings, layout, metrics, None, recent_keys)
         self.shell = (_DecodeShell if decodes else _PrefillShell)(self.built)
         self._decoder: Decoder[Call[Any]] = self.shell.decoder()
