@@ -116,9 +116,11 @@ class Moves:
         return moved.successor
 
     def failed(self, attempt: Attempt) -> None:
-        """An attempt has: if it was moved and has brought nothing, its KV is lost."""
+        """An attempt has: if it was moved and has brought nothing, or was on its way elsewhere, its KV is lost."""
         if isinstance(attempt, MovedAttempt) and not attempt.has_begun:
             self._tell(attempt, MoveOutcome.LOST)
+        if isinstance(attempt.move, Move):  # its replica has gone before it could pass it on
+            self._tell(attempt.move.successor, MoveOutcome.LOST)
 
     # -- a replica that leaves ---------------------------------------------------------------------
 

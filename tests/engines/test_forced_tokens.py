@@ -223,8 +223,9 @@ def test_requests_that_give_way(tiny_folder: Path, expected: list[Generated], ho
             estimator.observe(5)
         draft_with(system.decode, 4)
         CountedDrafts.take()
-        assert_same(system.run(asked_of(system)), expected)
-        assert CountedDrafts.take()[1] > 0, "how many depends on when somebody gives way"
+        for _ in range(3):  # nothing is drafted while somebody is away: one run may see few
+            assert_same(system.run(asked_of(system)), expected)
+        assert CountedDrafts.take()[1] > 10
         preemption = system.decode.engine.scheduler.preemption
         assert preemption.num_swapped if host_memory_bytes else preemption.num_evicted
 

@@ -120,10 +120,8 @@ def test_one_of_the_two_dies(
     with running(tiny_folder, tmp_path) as system:
         asked, generated = asyncio.run(play(system, tmp_path, point, who))
         check(tiny_reference, asked, generated)
-    # One that dies as it offers may have ended before its move has come to anything: then the stream is replayed.
-    if (point, who) not in (("decode.admit", READER), ("decode.admit", OLD), ("send_handoff", OLD)):
-        # Refused: it died before it could say that it stops.
-        assert system.moved("lost") + system.moved("moved") + system.moved("refused") > 0
+    if (point, who) not in (("decode.admit", READER), ("decode.admit", OLD)):
+        assert system.moved("lost") + system.moved("moved") > 0
 
 
 def test_it_goes_on_wherever_it_was_held(tiny_folder: Path, tiny_reference: GrammarReference, tmp_path: Path) -> None:
