@@ -134,7 +134,7 @@ async def test_nobody_moves_where_it_is_switched_off() -> None:
     [
         (Fault(Phase.MOVE, CallStatus.REJECTED), None, "refused"),
         (Fault(Phase.MOVE, "raise"), None, None),
-        (Fault(Phase.MOVE, "dead"), None, None),
+        (Fault(Phase.MOVE, "dead"), None, "lost"),
         (None, Fault(Phase.QUEUE, CallStatus.REJECTED), "refused"),
         (None, Fault(Phase.QUEUE, "dead"), "refused"),
         (None, Fault(Phase.ADMITTED, CallStatus.KV_LOST), None),
