@@ -99,18 +99,23 @@ class NearPools:
 
 
 def near_pools(pool: torch.Tensor) -> NearPools | None:
-    """Of a card. None: its memory can't be exported, and the log says why; or the pool is on no card."""
+    """Of a card. None: its memory can't be exported, or nobody can tell which machine this is, and the log says why; or
+    the pool is on no card."""
     if not pool.is_cuda:
         return None
+    machine = machine_id()
+    if not machine:
+        logger.warning("others read this pool by UCX only", extra={"event": "no_cuda_ipc", "reason": "no boot id"})
+        return None
     try:
-        return NearPools(CudaIpc(pool.device), pool.data_ptr(), machine_id())
+        return NearPools(CudaIpc(pool.device), pool.data_ptr(), machine)
     except NoCudaIpc as error:
         logger.warning("others read this pool by UCX only", extra={"event": "no_cuda_ipc", "reason": str(error)})
         return None
 
 
 def machine_id() -> str:
-    """Empty: nobody can tell; then it is like no other, and like itself."""
+    """The same for all processes on this machine, containers included, until it starts anew. Empty: nobody can tell."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -6,11 +6,14 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from replicas.kv import near_pools as near_pools_module
 from replicas.kv import nixl_transport
 from replicas.kv.cuda_ipc import Copy, CudaIpc, Exported, NoCudaIpc
 from replicas.kv.kv_transport import PeerUnreachable, ReadState
@@ -261,3 +264,20 @@ def test_the_driver_s_calls() -> None:
 def test_what_the_driver_refuses_is_said_by_its_call(failing: str) -> None:
     with pytest.raises(NoCudaIpc, match=f"{failing}: error 201"):
         CudaIpc(torch.device("cuda", 0), Library(failing)).export(4096)
+
+
+def test_where_nobody_can_tell_the_machine_no_pool_is_taken_for_a_near_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two machines without a name would have the same one."""
+    monkeypatch.setattr(near_pools_module, "_BOOT_ID", tmp_path / "there is none")
+    monkeypatch.setattr(near_pools_module, "CudaIpc", lambda device: PlayedDriver())
+    pool: Any = SimpleNamespace(is_cuda=True, device="cuda", data_ptr=lambda: 4096)
+    assert near_pools_module.machine_id() == ""
+    assert near_pools_module.near_pools(pool) is None
+    assert [record.event for record in caplog.records if hasattr(record, "event")] == ["no_cuda_ipc"]
+    (tmp_path / "boot_id").write_text("5e4d\n")
+    monkeypatch.setattr(near_pools_module, "_BOOT_ID", tmp_path / "boot_id")
+    near = near_pools_module.near_pools(pool)
+    assert near is not None
+    assert near.may_open(near.address)
