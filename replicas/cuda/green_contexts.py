@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-_LIBRARY = "libcuda.so.1"
+from replicas.cuda_driver import CudaDriver
+
 _RESOURCE_BYTES = 144  # sizeof(CUdevResource)
 _COUNT_AT = 96  # where its sm.smCount lies: behind its type and what is internal
 _SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
@@ -29,10 +30,7 @@ class GreenContexts:
     def __init__(self, device: torch.device, library: Any = None) -> None:
         """library: libcuda, as ctypes has it; None: it is loaded. Raises NoGreenContexts."""
         torch.cuda.init()
-        try:
-            self._library = library or ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise NoGreenContexts(f"{_LIBRARY} can't be loaded: {error}") from error
+        self._call = CudaDriver(NoGreenContexts, "12.4", library).call
         self._device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(self._device), ctypes.c_int(device.index or 0))
         self._whole = ctypes.create_string_buffer(_RESOURCE_BYTES)
@@ -63,17 +61,6 @@ class GreenContexts:
         )
         assert stream.value is not None
         return torch.cuda.ExternalStream(stream.value, device=torch.device("cuda", self._device.value))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        try:
-            function = getattr(self._library, name)
-        except AttributeError as error:
-            raise NoGreenContexts(f"the driver has no {name}: it is older than CUDA 12.4") from error
-        code = function(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise NoGreenContexts(f"{name}: error {code}, {(text.value or b'unknown').decode()}")
 
 
 def _count_of(resource: bytes) -> int:

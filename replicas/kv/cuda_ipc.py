@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_LIBRARY = "libcuda.so.1"
+from replicas.cuda_driver import CudaDriver
+
 _HANDLE_BYTES = 64  # sizeof(CUipcMemHandle)
 _ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _NUM_STREAMS = 2  # one copy's start hides behind another one's bytes
@@ -60,10 +61,7 @@ class CudaIpc:
 
     def __init__(self, device: torch.device, library: Any = None) -> None:
         """library: libcuda, as ctypes has it; None: it is loaded. Raises NoCudaIpc."""
-        try:
-            self._library = library or ctypes.CDLL(_LIBRARY)
-        except OSError as error:
-            raise NoCudaIpc(f"{_LIBRARY} can't be loaded: {error}") from error
+        self._call = CudaDriver(NoCudaIpc, "4.1", library).call
         self._streams = tuple(torch.cuda.Stream(device) for _ in range(_NUM_STREAMS))
         for stream in self._streams:
             _event_on(stream)  # the driver's calls want this thread to have a context
@@ -97,17 +95,6 @@ class CudaIpc:
                 ctypes.c_size_t(one.num_bytes), ctypes.c_void_p(stream.cuda_stream),
             )  # fmt: skip
         return Copying(tuple(_event_on(stream) for stream in self._streams))
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        try:
-            function = getattr(self._library, name)
-        except AttributeError as error:
-            raise NoCudaIpc(f"the driver has no {name}") from error
-        code = function(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(code, ctypes.byref(text))
-            raise NoCudaIpc(f"{name}: error {code}, {(text.value or b'unknown').decode()}")
 
 
 def _event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:

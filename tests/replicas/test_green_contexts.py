@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.cuda import green_contexts
+from replicas import cuda_driver
 from replicas.cuda.green_contexts import GreenContexts, NoGreenContexts
 
 _COUNT = slice(96, 100)
@@ -93,6 +93,6 @@ def test_a_driver_that_cannot_tell_how_it_is_made() -> None:
 
 
 def test_no_driver_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(green_contexts, "_LIBRARY", "libcuda-that-is-not-there.so.1")
+    monkeypatch.setattr(cuda_driver, "_LIBRARY", "libcuda-that-is-not-there.so.1")
     with pytest.raises(NoGreenContexts, match="can't be loaded"):
         GreenContexts(torch.device("cuda", 0))
