@@ -265,7 +265,7 @@ class Router:
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
         until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
-        while (leg.has_emitted or leg.generation.binding.is_final) and time.monotonic() < until_s:
+        while leg.has_begun and time.monotonic() < until_s:
             if not isinstance(self._routes.decide(leg, past), Unavailable):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
