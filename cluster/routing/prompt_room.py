@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster.policies.routing_policy import NeverFits, Route, Unavailable
+from cluster.routing.settling_room import SettlingRoom
 
 WhoT = TypeVar("WhoT")
 
-_LOOK_EVERY_S = 0.1
-_MAX_DOUBLINGS = 4
 # What is before it there must be so many times less: to move costs what has been computed of it, and its blocks at
 # decode are promised anew.
 _GAIN = 2
@@ -30,28 +29,8 @@ class WaitingPrompt(Generic[WhoT]):
     who: WhoT = field(init=False)
 
 
-class PromptRoom(Generic[WhoT]):
-    """One per router, which knows only of its own. settle_s: as in cluster.routing.waiting_room. Not thread-safe."""
-
-    def __init__(self, settle_s: float) -> None:
-        self._settle_s = settle_s
-        self._prompts: dict[int, WaitingPrompt[WhoT]] = {}
-        self._looked_s = float("-inf")
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    def enter(self, prompt: WaitingPrompt[WhoT]) -> None:
-        """Behind all that wait there."""
-        self._prompts[id(prompt)] = prompt
-
-    def leave(self, prompt: WaitingPrompt[WhoT]) -> None:
-        """It is answered, or over. Idempotent."""
-        self._prompts.pop(id(prompt), None)
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether to look now."""
-        return bool(self._prompts) and now_s - self._looked_s >= _LOOK_EVERY_S
+class PromptRoom(SettlingRoom[WaitingPrompt[WhoT]], Generic[WhoT]):
+    """One per router, which knows only of its own."""
 
     def movable(
         self,
@@ -65,9 +44,8 @@ class PromptRoom(Generic[WhoT]):
         queued_at: prompt tokens that wait at each prefill replica. decide: where one would go; None: nowhere. Mutates:
         who was yielded counts there.
         """
-        self._looked_s = now_s
         queued, before = Counter(queued_at), Counter[str]()
-        for prompt in list(self._prompts.values()):
+        for prompt in self._look(now_s):
             here, num_tokens = prompt.prefill_id, prompt.num_tokens
             others = [count for name, count in queued.items() if name != here]
             if others and self._has_settled(prompt, now_s) and _is_sooner(min(others), before[here], num_tokens):
@@ -78,9 +56,6 @@ class PromptRoom(Generic[WhoT]):
                     yield prompt.who, route
                     continue
             before[here] += num_tokens
-
-    def _has_settled(self, prompt: WaitingPrompt[WhoT], now_s: float) -> bool:
-        return bool(now_s - prompt.sent_s >= self._settle_s * 2 ** min(prompt.num_moves, _MAX_DOUBLINGS))
 
     def _is_worth(self, route: Route, prompt: WaitingPrompt[WhoT], queued: Mapping[str, int], num_before: int) -> bool:
         there = route.prefill_id

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster.policies.routing_policy import NeverFits, Route, Unavailable
+from cluster.routing.settling_room import SettlingRoom
 
 WhoT = TypeVar("WhoT")
 
-# How often the room is looked through: replicas tell of room with each frame.
-_LOOK_EVERY_S = 0.1
 # So many may not fit anywhere before those behind them are not asked any more.
 _MAX_UNFIT = 8
-_MAX_DOUBLINGS = 4
 
 
 @dataclass(slots=True)
@@ -40,31 +38,8 @@ class Waiting(Generic[WhoT]):
         return not self.is_begun, -self.priority
 
 
-class WaitingRoom(Generic[WhoT]):
-    """One per router. Not thread-safe.
-
-    settle_s: for so long nobody is moved who has just been sent somewhere, and twice as long after each move: what is
-    known of replicas is that old, and nobody is to be sent to and fro.
-    """
-
-    def __init__(self, settle_s: float) -> None:
-        self._settle_s = settle_s
-        self._waiting: dict[int, Waiting[WhoT]] = {}
-        self._looked_s = float("-inf")
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def enter(self, waiting: Waiting[WhoT]) -> None:
-        self._waiting[id(waiting)] = waiting
-
-    def leave(self, waiting: Waiting[WhoT]) -> None:
-        """It was admitted, or is over. Idempotent."""
-        self._waiting.pop(id(waiting), None)
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether to look now."""
-        return bool(self._waiting) and now_s - self._looked_s >= _LOOK_EVERY_S
+class WaitingRoom(SettlingRoom[Waiting[WhoT]], Generic[WhoT]):
+    """One per router."""
 
     def movable(
         self, now_s: float, decide: Callable[[WhoT], Route | NeverFits | Unavailable | None]
@@ -75,8 +50,7 @@ class WaitingRoom(Generic[WhoT]):
         counted before the next one is asked for: each goes in the knowledge of those before it. Those who are moved
         leave the room by themselves. Mutates.
         """
-        self._looked_s = now_s
-        settled = [waiting for waiting in self._waiting.values() if self._has_settled(waiting, now_s)]
+        settled = [waiting for waiting in self._look(now_s) if self._has_settled(waiting, now_s)]
         num_unfit = 0
         for waiting in _in_order(settled):
             route = decide(waiting.who)
@@ -89,10 +63,6 @@ class WaitingRoom(Generic[WhoT]):
             num_unfit += 1
             if num_unfit >= _MAX_UNFIT:
                 return
-
-    def _has_settled(self, waiting: Waiting[WhoT], now_s: float) -> bool:
-        doublings = min(waiting.num_moves, _MAX_DOUBLINGS)
-        return bool(now_s - waiting.sent_s >= self._settle_s * 2**doublings)
 
 
 def _in_order(settled: Iterable[Waiting[WhoT]]) -> list[Waiting[WhoT]]:

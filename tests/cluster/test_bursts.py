@@ -302,19 +302,25 @@ async def test_prompts_wait_for_prefill_replicas_that_were_ordered(is_ordered: b
             assert caught.value.status == 504
 
 
+async def nine_prompts_and_a_new_replica(rig: Rig) -> list[asyncio.Task[Any]]:
+    """One behind the other at the only prefill replica; then there is another one."""
+    tasks: list[asyncio.Task[Any]] = []
+    for index in range(9):
+        tasks.append(rig.start(generation_of(index + 1, 2, 3, 4, 5)))
+        await until(lambda: len(rig.cluster.of("prefill")) == len(tasks))
+    assert rig.cluster.prefill is not None
+    rig.cluster.prefill.join("prefill-1")
+    await asyncio.sleep(0.15)
+    rig.router.prefill_changed()
+    return tasks
+
+
 async def test_prompts_behind_many_go_to_a_new_prefill_replica() -> None:
     """The first of the queue stay; of the others every third goes there, and each is answered once."""
     cluster = FakeCluster()
     cluster.script = lambda _: Script(prefill_s=1.0)
     async with running_router(cluster, settle_s=0.01, local_by_cost=False) as rig:
-        tasks = []
-        for index in range(9):
-            tasks.append(rig.start(generation_of(index + 1, 2, 3, 4, 5)))
-            await until(lambda: len(cluster.of("prefill")) == len(tasks))
-        assert cluster.prefill is not None
-        cluster.prefill.join("prefill-1")
-        await asyncio.sleep(0.15)
-        rig.router.prefill_changed()
+        tasks = await nine_prompts_and_a_new_replica(rig)
         await until(lambda: any(call.replica_id == "prefill-1" for call in cluster.of("prefill")))
         await asyncio.sleep(0.2)
         at_new = [call for call in cluster.of("prefill") if call.replica_id == "prefill-1"]
@@ -327,14 +333,7 @@ async def test_a_client_that_leaves_while_its_prompt_moves_leaves_nothing_behind
     cluster = FakeCluster()
     cluster.script = lambda _: Script(prefill_s=0.3)
     async with running_router(cluster, settle_s=0.01, local_by_cost=False) as rig:
-        tasks = []
-        for index in range(9):
-            tasks.append(rig.start(generation_of(index + 1, 2, 3, 4, 5)))
-            await until(lambda: len(cluster.of("prefill")) == len(tasks))
-        assert cluster.prefill is not None
-        cluster.prefill.join("prefill-1")
-        await asyncio.sleep(0.15)
-        rig.router.prefill_changed()
+        tasks = await nine_prompts_and_a_new_replica(rig)
         for task in tasks[2::3]:  # before any of them has run
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
