@@ -281,3 +281,19 @@ def test_where_nobody_can_tell_the_machine_no_pool_is_taken_for_a_near_one(
     near = near_pools_module.near_pools(pool)
     assert near is not None
     assert near.may_open(near.address)
+
+
+def test_who_can_neither_be_opened_nor_read_by_ucx_is_unreachable_until_it_can(system: System) -> None:
+    """As one whose process has ended between the first word and the first read."""
+    address = replace(NixlAddress.decode(system.peer.address), agent_metadata=b"junk")
+    system.peer = replace(system.peer, address=address.encode())
+    system.meet()
+    system.driver.can_open = False
+    for _ in range(2):
+        with pytest.raises(PeerUnreachable, match="metadata of prefill-0-a1 is unusable"):
+            system.reader.start_read(system.peer, [10], [5], b"done")
+    assert system.driver.opened == []
+    assert not system.pools[1].any()
+    system.driver.can_open = True
+    assert system.read() == (ReadState.DONE, [("decode-0-a1", b"done")])
+    assert system.has_come
