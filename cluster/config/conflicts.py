@@ -124,8 +124,11 @@ def role_conflicts(layout: str, policy: str, model: ModelConfig, pools: PoolsCon
         if policy != "roles_by_cost":
             reason = f"true needs {policy_key} roles_by_cost, which is {policy}: only that weighs both kinds of work"
             yield Conflict(also, reason, (also, policy_key))
+        most = f"{key}.max_running_sequences"
+        if pool.max_running_sequences < 2:
+            reason = f"with {also} one place is kept for other replicas' prompts, which leaves none for a stream here"
+            yield Conflict(most, f"{reason}; expected at least 2", (most, also))
         if pool.max_batch_tokens <= pool.max_running_sequences:
-            most = f"{key}.max_running_sequences"
             reason = (
                 f"{pool.max_batch_tokens} leaves no room for prompts beside {most} {pool.max_running_sequences}, one "
             )

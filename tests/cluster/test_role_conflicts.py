@@ -35,6 +35,7 @@ def test_pools_of_equal_engines_may() -> None:
         ),
         ({}, {"kv_capacity_tokens": 1536}, "kv_capacity_tokens.*less than twice model.max_model_len 1024"),
         ({}, {"device": "cuda", "num_gpus": 1}, "may_also.*different devices"),
+        ({}, {"max_running_sequences": 1}, "max_running_sequences.*leaves none for a stream here; expected at least 2"),
         ({}, {"max_batch_tokens": 32}, "max_batch_tokens.*leaves no room for prompts"),
     ],
 )
