@@ -34,7 +34,7 @@ def test_beside_kv_that_is_read_and_offered(seed: int, lag: int) -> None:
     """Slots change hands between lanes that way, too."""
     rates = {"local_share": 0.5, "beam_rate": 0.2}
     system = run(Workload(seed, lag, 260, faults=FAULTS, all_able=True, two_lanes=True, **rates))
-    assert system.num_handed_over > 15
+    assert system.num_handed_over > 20
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

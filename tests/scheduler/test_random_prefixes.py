@@ -70,8 +70,7 @@ def _check(name: str, seeds: range) -> None:
     if "split" in name:
         assert (sum(system.num_kept for system in systems) > 0) == ("all of it" not in name)
     if "preemption" in name:
-        preemptions = [system.decode.scheduler.preemption for system in systems]
-        assert sum(preemption.num_swapped + preemption.num_evicted for preemption in preemptions) > 0
+        assert sum(system.decode.scheduler.preemption.num_swapped for system in systems) > 0
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
