@@ -62,15 +62,14 @@ class NearPools:
 
     def may_open(self, address: bytes) -> bool:
         """Whether that pool is on this machine."""
-        near = NearAddress.decode(address)
-        return near is not None and near.machine == self._machine
+        return self._near(address) is not None
 
     def open(self, agent_name: str, address: bytes) -> bool:
         """Whether its pool can be read from here, from now on. Idempotent. May block for some ms. Mutates."""
         if agent_name in self._opened:
             return True
-        near = NearAddress.decode(address)
-        if near is None or near.machine != self._machine:
+        near = self._near(address)
+        if near is None:
             return False
         exported = Exported(near.handle, near.offset)
         try:
@@ -96,6 +95,11 @@ class NearPools:
         except NoCudaIpc as error:
             extra = {"event": "pool_not_closed", "peer": agent_name, "reason": str(error)}
             logger.error("a pool that was read from stays in the card's memory until this process ends", extra=extra)
+
+    def _near(self, address: bytes) -> NearAddress | None:
+        """None: that pool is not on this machine."""
+        near = NearAddress.decode(address)
+        return near if near is not None and near.machine == self._machine else None
 
 
 def near_pools(pool: torch.Tensor) -> NearPools | None:
