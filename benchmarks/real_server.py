@@ -67,17 +67,26 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def free_port() -> int:
-    """One that nobody else on this machine is given meanwhile: it may be a minute until a server listens there.
+    """As `free_ports`, one."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """As many different ones, that nobody else on this machine is given meanwhile: it may be a minute until a server
+    listens there. All that one process needs at once are to be asked for at once: vLLM listens where another does.
 
     Not of those that the kernel, Ray and Serve give away, which begin at 32,768, 10,002 and 30,000. Two benchmarks
-    side by side begin their search at different ones. Raises OSError when all are taken.
+    side by side begin their search at different ones. Raises OSError when too many are taken.
     """
+    found: list[int] = []
     for place in range(len(_PORTS)):
+        if len(found) == count:
+            return found
         port = _PORTS[(_PORTS_APART * os.getpid() + place) % len(_PORTS)]
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        return port
-    raise OSError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
+        found.append(port)
+    raise OSError(f"{count} free ports were wanted between {_PORTS.start} and {_PORTS.stop}: {len(found)} are there")

@@ -25,7 +25,7 @@ from benchmarks.gpu.mask_load import Burst
 from benchmarks.gpu.recorded_steps import read_steps, told
 from benchmarks.gpu.served import our_config, vllm_server
 from benchmarks.gpu.spread import spread
-from benchmarks.real_server import real_server
+from benchmarks.real_server import free_ports, real_server
 from cluster.load.client import Target
 from cluster.load.length_range import LengthRange
 from cluster.load.load_plan import LoadPlan
@@ -102,7 +102,7 @@ def serve_piece(piece: ServedPiece, place: Place, record: CampaignRecord) -> boo
     if not place.is_time_for(piece.start_s + (_run_s(place, todo[0]) if todo else _TAIL_S)):
         return False
     started_s = time.monotonic()
-    with _server(piece, place) as url:
+    with running(piece, place) as url:
         record.add({"piece": piece.name, "workload": None, "ready_s": round(time.monotonic() - started_s, 1)})
         print(f"{piece.name}: ready after {time.monotonic() - started_s:.0f} s", flush=True)
         if piece.masks_as is not None and has_masks_todo:
@@ -187,8 +187,8 @@ def run_at(url: str, piece: str, workload: Workload, rate: float, num_processes:
 
 
 @contextmanager
-def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
-    """Its URL, until the end. Blocks for a minute or two."""
+def running(piece: ServedPiece, place: Place) -> Iterator[str]:
+    """The URL of the piece's servers, until the end. Blocks for a minute or two."""
     logs = place.logs / piece.name
     logs.mkdir(parents=True, exist_ok=True)
     if piece.config is None:
@@ -196,6 +196,7 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
             raise ValueError("vLLM is measured where --vllm-site says that it is")
         max_model_len = max(load.num_in + load.num_out for load in place.workloads.values()) + 64
         cards = [None] if piece.num_cards == 1 else range(piece.num_cards)
+        ports = free_ports(len(cards))
         with ExitStack() as stack:
             starts = [
                 vllm_server(
@@ -205,9 +206,10 @@ def _server(piece: ServedPiece, place: Place) -> Iterator[str]:
                     logs / f"vllm-{card or 0}.log",
                     has_prefix_cache=piece.cache_as is not None,
                     card=card,
+                    port=port,
                     flags=piece.flags,
                 )
-                for card in cards
+                for card, port in zip(cards, ports, strict=True)
             ]
             with ThreadPoolExecutor(len(starts)) as threads:
                 urls = list(threads.map(stack.enter_context, starts))

@@ -56,12 +56,13 @@ def vllm_server(
     *,
     has_prefix_cache: bool = False,
     card: int | None = None,
+    port: int | None = None,
     flags: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yields the URL. Blocks for a minute or two. Raises RuntimeError when it is not up in time. has_prefix_cache: and
-    its usage says how much of a prompt was found there. card: of several; None: the one there is. flags: further
-    ones."""
-    port = free_port()
+    its usage says how much of a prompt was found there. card: of several; None: the one there is. port: where
+    several start at once; None: any. flags: further ones."""
+    port = free_port() if port is None else port
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--load-format", "dummy"]
     command += ["--served-model-name", _MODEL, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", str(max_model_len)]

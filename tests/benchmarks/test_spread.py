@@ -9,8 +9,32 @@ from urllib.request import urlopen
 
 import pytest
 
+from benchmarks.gpu.campaign_pieces import WORKLOADS
+from benchmarks.gpu.campaign_servers import Place, ServedPiece, running
 from benchmarks.gpu.served import visible_card
 from benchmarks.gpu.spread import spread
+
+# Listens where another one does, as vLLM's server.
+_LIKE_VLLM = """
+import argparse, os, socket
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+class Server(ThreadingHTTPServer):
+    def server_bind(self):
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        super().server_bind()
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+options, _ = parser.parse_known_args()
+try:
+    Server(("127.0.0.1", options.port), Answer).serve_forever()
+except KeyboardInterrupt:
+    pass
+"""
 
 
 def server(name: str) -> ThreadingHTTPServer:
@@ -48,3 +72,14 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_a_card_is_one_of_those_that_this_process_sees() -> None:
     assert visible_card(1, {}) == "1"
     assert [visible_card(number, {"CUDA_VISIBLE_DEVICES": "2,3"}) for number in (0, 1)] == ["2", "3"]
+
+
+def test_vllm_has_a_server_for_each_card_and_requests_reach_both(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(_LIKE_VLLM)
+    loads = {workload.name: workload for workload in WORKLOADS}
+    place = Place(tmp_path, tmp_path, tmp_path, loads, tmp_path / "site", 1, 3, (), {}, lambda seconds: True)
+    with running(ServedPiece("pair-vllm", None, 60.0, (), num_cards=2), place) as url:
+        answers = {urlopen(f"{url}/health", timeout=10).read() for _ in range(8)}
+    assert len(answers) == 2
