@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.running_server import RunningServer, run_server
@@ -47,7 +48,8 @@ PLACES = [pytest.param(CARD, id="cuda"), pytest.param(CPU, id="cpu", marks=pytes
 def serving(
     layout: str, place: Place, folder: Path, num_replicas: int = 1, drafting: str = "none"
 ) -> Iterator[RunningServer]:
-    """A server of this layout on one device; split: each pool has its share of it, and every prompt is handed over.
+    """A server of this layout on what cards there are, or on the CPU; split: each pool has its share of them, and every
+    prompt is handed over.
     drafting: by which method."""
     pools = ["prefill", "decode"] if layout == "split" else ["decode"]
     num_engines = num_replicas * len(pools)
@@ -62,7 +64,8 @@ def serving(
             f"pools.{pool}.max_running_sequences": 64,
         }
         if place.device == "cuda":
-            changes |= {f"pools.{pool}.num_gpus": 1.0 / num_engines, f"pools.{pool}.lag": 1}
+            share = min(1.0, torch.cuda.device_count() / num_engines)
+            changes |= {f"pools.{pool}.num_gpus": share, f"pools.{pool}.lag": 1}
             changes |= {f"pools.{pool}.num_threads": 2}
     # Outputs are taken to be as short as one in twenty: too many are let in, and some have to give way.
     changes |= {
