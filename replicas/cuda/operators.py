@@ -13,11 +13,14 @@ from torch.library import Library, infer_schema
 _LIBRARY = Library("splitserve", "FRAGMENT")
 
 
-def operator(function: Callable[..., torch.Tensor], shape: Callable[..., torch.Tensor]) -> Any:
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def operator(function: Callable[..., Result], shape: Callable[..., Result]) -> Any:
     """Register `function` by its name and return what is to be called: the same, but opaque. Once for each name.
 
-    function: annotated tensors and numbers to a tensor that shares no memory with them; what it mutates beyond is not
-    declared. shape: the same arguments to an empty tensor like the result.
+    function: annotated tensors and numbers to a tensor, or some, that share no memory with them; what it mutates beyond
+    is not declared. shape: the same arguments to empty tensors like the result.
     """
     name = function.__name__
     _LIBRARY.define(name + infer_schema(function, mutates_args=()))

@@ -51,10 +51,24 @@ def quantised_product(
         rounded, of_rows = round_by(x, input_scale, values.dtype), input_scale.view(1, 1)
     else:
         rounded, of_rows = round_rows(x.contiguous(), values.dtype, input_group)
-    if is_few:
-        tile = scaled_tile(len(x), num_out, num_in, program_bytes(x.device))
-        return scaled_product(rounded, of_rows, values, scales, group_size, bias, tile, arrived, x.dtype)
-    return _of_many_rows(rounded, of_rows, weights, bias, x.dtype)
+    return rounded_product(rounded, of_rows, values, scales, bias, None, arrived, group_size, x.dtype)
+
+
+def rounded_product(
+    rounded: torch.Tensor, of_rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None, onto: torch.Tensor | None, arrived: torch.Tensor, group_size: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """rounded [R, K] and their scales, weights and bias as in `quantised_product` -> [R, N] of this type. onto: [R, N],
+    that the product, once it is of this type, is added to."""
+    num_rows, (num_out, num_in) = len(rounded), values.shape
+    if not num_rows:
+        return rounded.new_empty(0, num_out, dtype=dtype)
+    if num_rows <= _SOME:
+        tile = scaled_tile(num_rows, num_out, num_in, program_bytes(rounded.device))
+        given = None if onto is None else onto.contiguous()
+        return scaled_product(rounded, of_rows, values, scales, group_size, bias, tile, arrived, dtype, given)
+    out = _of_many_rows(rounded, of_rows, PackedWeights(values, scales, group_size), bias, dtype)
+    return out if onto is None else out.add_(onto)
 
 
 def _of_many_rows(
@@ -91,7 +105,15 @@ def _shape_of_product(
     return x.new_empty(x.shape[0], values.shape[0])
 
 
+def _shape_of_rounded_product(
+    rounded: torch.Tensor, of_rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None, onto: torch.Tensor | None, arrived: torch.Tensor, group_size: int, dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return rounded.new_empty(rounded.shape[0], values.shape[0], dtype=dtype)
+
+
 _quantised_product = operator(quantised_product, _shape_of_product)
+_rounded_product = operator(rounded_product, _shape_of_rounded_product)
 
 
 class QuantisedCardLinear(QuantisedLinear):
@@ -113,6 +135,21 @@ class QuantisedCardLinear(QuantisedLinear):
             self._input_group,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)
+
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """Whether its inputs are rounded as they come, a row by one number of its own."""
+        return self.scheme.activations is Activations.TOKEN and self.order is None and self.rotation is None
+
+    def of_rounded_rows(
+        self, rounded: torch.Tensor, of_rows: torch.Tensor, dtype: torch.dtype, onto: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """rounded [R, in_features] of the weights' type, of_rows [R, 1]: what `round_rows` makes of inputs of this
+        type, and `forward` of those, [R, out_features]; added to onto [R, out_features], if there is any."""
+        out: torch.Tensor = _rounded_product(
+            rounded, of_rows, self.values, self.scales, self.bias, onto, self.arrived, self.group_size, dtype
+        )
+        return out
 
 
 def quantised_card_linear(layer: QuantisedLinear) -> QuantisedCardLinear | None:

@@ -16,12 +16,11 @@ import torch
 
 from replicas.cuda.attention import bind_attention, library_attention, prepare_library
 from replicas.cuda.card_drafts import MOST_ROW_TOKENS, MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
-from replicas.cuda.card_linear import card_linear
+from replicas.cuda.card_layers import card_layers
 from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.drawn_rows import DrawnRows
 from replicas.cuda.graph_passes import PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
-from replicas.cuda.rotated_attention import RotatedAttention
 from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain
 from replicas.cuda.step import build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import SettledTokens, TokensInFlight
@@ -32,7 +31,7 @@ from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.kv.host_pool import MovedBlocks
 from replicas.kv.kv_pool import KvPool
-from replicas.layers.replaced_layers import replace_layers, with_card_kernels
+from replicas.layers.replaced_layers import replace_layers
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
 from replicas.model_support import UnsupportedModel
@@ -96,7 +95,7 @@ class CudaRunner(ModelRunner):
         self._graphs: StepGraphs | None = None
         self._fed: FedRows | None = None  # of the last pass by hand
         bind_attention(loaded.model, pool)
-        replace_layers(loaded.model, with_card_kernels(RotatedAttention, card_linear))
+        replace_layers(loaded.model, card_layers())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:

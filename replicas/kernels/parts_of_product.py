@@ -11,10 +11,10 @@ import triton.language as tl
 @triton.jit
 def store_product(
     total, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, onto=None,
 ) -> None:  # fmt: skip
     """total: float32 [features, rows], of one part of the inputs; bias is added to the sum of all of them. arrived is
-    zeros before and afterwards."""
+    zeros before and afterwards. onto: numbers that the product, as it would be stored, is added to; laid out as out."""
     is_feature = features < num_out
     places = rows.to(tl.int64)[None, :] * num_out + features[:, None]
     mask = is_feature[:, None] & (rows < num_rows)[None, :]
@@ -33,4 +33,7 @@ def store_product(
     if is_last:
         if HAS_BIAS:
             total += tl.load(bias + features, mask=is_feature, other=0.0).to(tl.float32)[:, None]
-        tl.store(out + places, total.to(out.dtype.element_ty), mask=mask)
+        result = total.to(out.dtype.element_ty)
+        if onto is not None:
+            result = (result.to(tl.float32) + tl.load(onto + places, mask=mask).to(tl.float32)).to(result.dtype)
+        tl.store(out + places, result, mask=mask)

@@ -16,7 +16,7 @@ _NUM_FETCHED = 2
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
 def _product(
-    x, x_scales, weight, scales, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
+    x, x_scales, weight, scales, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
     num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
     NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
@@ -56,19 +56,21 @@ def _product(
         of_v = tl.load(x_scales + rows * num_x_groups, mask=is_row, other=0.0)
         product = product * of_w[:, None] * of_v[None, :]
     store_product(
-        product, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS
+        product, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto
     )
 
 
 def scaled_product(
     x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, group_size: int,
     bias: torch.Tensor | None, tile: ProductTile, arrived: torch.Tensor, dtype: torch.dtype,
+    onto: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x [R <= 128, K] times weight [N, K] transposed, each by its scales, plus bias [N]: [R, N] of this type.
 
     Both e4m3 or both int8, contiguous. scales: float32 [N, groups of group_size inputs], x_scales [R, the same] or
     [R or 1, 1]. Groups are of a multiple of 32 inputs, unless there is one. Sums in float32, of integers exact before
-    they are scaled. arrived and the rest as in `skinny_product`.
+    they are scaled. onto: contiguous [R, N] of this type, that the product, rounded to it, is added to. arrived and the
+    rest as in `skinny_product`.
     """
     num_rows, num_in = x.shape
     num_out, num_groups = scales.shape
@@ -84,8 +86,8 @@ def scaled_product(
     out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
-        x, x_scales, weight, scales, scales if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in,
-        num_steps, x_scales.shape[1], num_groups, GROUP_SIZE=group_size if is_grouped else 1,
+        x, x_scales, weight, scales, scales if bias is None else bias, onto, out, partial, arrived, num_rows, num_out,
+        num_in, num_steps, x_scales.shape[1], num_groups, GROUP_SIZE=group_size if is_grouped else 1,
         HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts,

@@ -7,6 +7,8 @@
     with a pool, on a card    on a card    attention that is known to the letter     the card's JoinedAttention
                               on a card    plain and quantised linear layers,        the card's linear layer
                                            joined ones too
+                              on a card    decoder layers that are known to the      the card's RoundedLayer
+                                           letter, of 8-bit products
 
 A layer is put where the other stood, with the same tensors: no class, method or hook of a layer is changed. What
 attends over the pool is no layer: transformers asks for a function by name (`attention_seam`).
@@ -67,11 +69,13 @@ def before_serving(device: torch.device) -> tuple[Replacement, ...]:
 
 
 def with_card_kernels(
-    attention: Callable[[nn.Module], JoinedAttention], linear: Callable[[nn.Module], LinearLayer | None]
+    attention: Callable[[nn.Module], JoinedAttention],
+    linear: Callable[[nn.Module], LinearLayer | None],
+    layer: Callable[[nn.Module], nn.Module | None],
 ) -> tuple[Replacement, ...]:
-    """After `before_serving`, in this order: attention is known by its joined projections.
+    """After `before_serving`, in this order: attention is known by its joined projections, a layer by its parts.
 
-    attention: makes the card's of a known one. linear: the card's of a layer that it has one for, else None.
+    attention: makes the card's of a known one. linear, layer: the card's of what it has one for, else None.
     """
 
     def known(module: nn.Module) -> JoinedAttention | None:
@@ -80,6 +84,7 @@ def with_card_kernels(
     return (
         Replacement("card_attention", partial(each_layer, make=known)),
         Replacement("card_linear", partial(each_layer, make=linear)),
+        Replacement("card_layer", partial(each_layer, make=layer), is_usual=False),
     )
 
 

@@ -120,6 +120,27 @@ def test_products_of_4_bits(
     assert not arrived.any()
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_product_is_added_to_what_it_is_given_once_it_is_rounded(
+    device: torch.device, has_bias: bool, num_parts: int
+) -> None:
+    dtype, num_rows, num_out, num_in = DTYPES[-1], 5, 70, 256
+    torch.manual_seed(4)
+    x, x_scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_rows, num_in), FP8, num_in))
+    weight, scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_out, num_in), FP8, num_in))
+    bias = torch.randn(num_out).to(dtype).to(device) if has_bias else None
+    onto, arrived = (100 * torch.randn(num_rows, num_out)).to(dtype).to(device), arrived_of(num_out, device)
+    alone, added = (
+        scaled_product(
+            x, x_scales, weight, scales, num_in, bias, ProductTile(64, 128, 4, 3, num_parts), arrived, dtype, given
+        )
+        for given in (None, onto)
+    )
+    assert torch.equal(added, onto + alone)
+    assert not arrived.any()
+
+
 def test_each_weight_of_4_bits_meets_its_input(device: torch.device) -> None:
     """One that is not zero at a time, and inputs that are all unlike."""
     dtype, num_in = DTYPES[0], 64

@@ -181,9 +181,15 @@ def test_a_card_s_layers_compute_the_same_under_the_same_names(
         layer = plain_linear(module)
         return None if layer is None else Other(layer.weight, layer.bias)
 
-    made = replace_layers(model, with_card_kernels(OwnAttention, other)).made
+    seen: list[nn.Module] = []
+
+    def layer(module: nn.Module) -> None:
+        seen.append(module)
+
+    made = replace_layers(model, with_card_kernels(OwnAttention, other, layer)).made
     num_linear = 3 * 4 + 1  # q k v, o, gate up, down; the head
-    assert made == {"card_attention": num_known, "card_linear": num_linear}
+    assert made == {"card_attention": num_known, "card_linear": num_linear, "card_layer": 0}
+    assert sum(isinstance(module, JoinedAttention) for module in seen) == num_known, "layers come after their parts"
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == tensors
     assert not any(type(module) in (nn.Linear, PlainLinear) for module in model.modules())
     config = model.config

@@ -1,0 +1,135 @@
+"""A decoder layer of 8-bit products whose rows are rounded by the kernels that make them; CUDA only.
+
+Else each of its products begins with a kernel that rounds the rows: four of them in a layer, of as many microseconds as
+the norms have in front of them. Here only what attention gives is rounded so. What is added behind attention is added
+by the norm's kernel, what is added behind the MLP by that of the product, where rows are few.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from replicas.cuda.operators import operator
+from replicas.cuda.quantised_card_linear import QuantisedCardLinear
+from replicas.kernels.round_gated import round_gated
+from replicas.kernels.round_normed import round_normed
+from replicas.kernels.round_rows import MOST_AT_ONCE
+from replicas.layers.joined_attention import JoinedAttention
+from replicas.layers.joined_linear import ProjectionPart
+
+# Of transformers: their forward passes are the same to the letter, and those of their norms and MLPs.
+_KNOWN = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_NAMES = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+
+def rounded_norm(
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `round_normed`, of rows that lie anyhow."""
+    return round_normed(x.contiguous(), None if added is None else added.contiguous(), weight, epsilon, dtype)
+
+
+def _shape_of_norm(
+    x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows, num_in = x.shape
+    total = x.new_empty(num_rows if added is not None else 0, num_in)
+    return total, x.new_empty(num_rows, num_in, dtype=dtype), x.new_empty(num_rows, 1, dtype=torch.float32)
+
+
+def rounded_gate(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_gated`, of rows that lie anyhow."""
+    return round_gated(x.contiguous(), dtype)
+
+
+def _shape_of_gate(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows = x.shape[0]
+    return x.new_empty(num_rows, x.shape[1] // 2, dtype=dtype), x.new_empty(num_rows, 1, dtype=torch.float32)
+
+
+_rounded_norm = operator(rounded_norm, _shape_of_norm)
+_rounded_gate = operator(rounded_gate, _shape_of_gate)
+
+
+class RoundedLayer(nn.Module):
+    """Stands where a model has a decoder layer that `rounded_layer` knows, with the same parts under the same names."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, part in layer.named_children():
+            self.add_module(name, part)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *, position_embeddings: Any, paged: Any, **others: Any
+    ) -> torch.Tensor:
+        """hidden_states [1, T, hidden_size], position_embeddings: cos and sin [1, T, head_dim] -> the first's shape.
+
+        others: what transformers hands to layers beside these, of which the known ones use nothing here.
+        """
+        module: Any = self
+        attention, mlp, norm = module.self_attn, module.mlp, module.post_attention_layernorm
+        hidden, (cos, sin) = hidden_states[0], position_embeddings
+        _, *rounded = _normed(module.input_layernorm, hidden, None, attention.q_proj.joined.linear)
+        projected = attention.q_proj.joined.linear.of_rounded_rows(*rounded, hidden.dtype)
+        attended = attention.o_proj(attention.attend(projected, cos[0], sin[0], paged))
+        hidden, *rounded = _normed(norm, hidden, attended, mlp.gate_proj.joined.linear)
+        gate_up = mlp.gate_proj.joined.linear.of_rounded_rows(*rounded, hidden.dtype)
+        rounded = _rounded_gate(gate_up, mlp.down_proj.values.dtype)
+        out: torch.Tensor = mlp.down_proj.of_rounded_rows(*rounded, hidden.dtype, onto=hidden)
+        return out[None]
+
+
+def _normed(
+    norm: Any, x: torch.Tensor, added: torch.Tensor | None, linear: QuantisedCardLinear
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `round_normed`, for this layer. The first is x where nothing is added."""
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _rounded_norm(
+        x, added, norm.weight, norm.variance_epsilon, linear.values.dtype
+    )
+    return found
+
+
+def rounded_layer(module: nn.Module) -> RoundedLayer | None:
+    """With the parts of a decoder layer that is known to the letter, once these are the card's. None for any other, and
+    where a hook looks at something that there would be no more."""
+    parts = [getattr(module, name, None) for name in _NAMES]
+    if not _is_of_known(module, "DecoderLayer") or not isinstance(parts[1], JoinedAttention):
+        return None
+    norms, mlp = (parts[0], parts[2]), parts[3]
+    if not all(_is_of_known(norm, "RMSNorm") for norm in norms) or not _is_of_known(mlp, "MLP"):
+        return None
+    if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
+        return None
+    linears = [_joined(parts[1], "q_proj", "k_proj", "v_proj"), _joined(mlp, "gate_proj", "up_proj"), _down(mlp)]
+    return RoundedLayer(module) if all(map(_takes_rounded_rows, linears)) else None
+
+
+def _is_of_known(module: Any, kind: str) -> bool:
+    made_of = type(module)
+    if made_of.__name__ not in [known + kind for known in _KNOWN]:
+        return False
+    is_watched = bool(module._forward_hooks or module._forward_pre_hooks)
+    return made_of.__module__.startswith("transformers.models.") and not is_watched
+
+
+def _joined(module: Any, *names: str) -> nn.Module | None:
+    """What stands for all of these layers."""
+    parts = [getattr(module, name, None) for name in names]
+    of_one = [part.joined for part in parts if isinstance(part, ProjectionPart)]
+    if len(of_one) < len(parts) or any(joined is not of_one[0] for joined in of_one):
+        return None
+    return of_one[0].linear
+
+
+def _down(mlp: Any) -> nn.Module | None:
+    down: nn.Module | None = getattr(mlp, "down_proj", None)
+    return down
+
+
+def _takes_rounded_rows(linear: nn.Module | None) -> bool:
+    if not isinstance(linear, QuantisedCardLinear):
+        return False
+    return linear.takes_rounded_rows and linear.in_features <= MOST_AT_ONCE
