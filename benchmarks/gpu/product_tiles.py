@@ -138,12 +138,16 @@ class ProductTimes:
         ]
 
     def library(self, num_rows: int) -> Mapping[str, Any]:
-        """us and TFLOP/s of torch's products, and us of rounding rows and of making int4 numbers."""
+        """us and TFLOP/s of torch's products, and us of rounding rows, by themselves and behind what makes them, and of
+        making int4 numbers."""
         from replicas.kernels.int4_unpack import int4_unpack
+        from replicas.kernels.round_gated import round_gated
+        from replicas.kernels.round_normed import round_normed
         from replicas.kernels.round_rows import round_rows
 
         w, scales = self._weights, self._weights.scales.t().contiguous()
         x, rounded, of_rows = self.rows(num_rows)
+        gate_up = torch.cat((x, x), 1)
 
         def scaled(one: torch.Tensor, *, is_fast: bool) -> torch.Tensor:
             return torch._scaled_mm(rounded, one.t(), of_rows, scales, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
@@ -153,6 +157,8 @@ class ProductTimes:
             "_scaled_mm": [lambda one=one: scaled(one, is_fast=False) for one in w.fp8],
             "_scaled_mm, fast sums": [lambda one=one: scaled(one, is_fast=True) for one in w.fp8],
             "rounding rows": [lambda: round_rows(x, torch.float8_e4m3fn, self._size[1])] * 10,
+            "of a sum's norm": [lambda: round_normed(x, x, x[0], 1e-5, torch.float8_e4m3fn)] * 10,
+            "of a gate": [lambda: round_gated(gate_up, torch.float8_e4m3fn)] * 10,
         }
         if num_rows > max(FEW):
             ways["int4 made numbers"] = [

@@ -48,7 +48,8 @@ def _product(
             of_v = tl.load(x_scales + rows * num_x_groups + group, mask=is_row, other=0.0)
             total += tl.dot(w, v, out_dtype=tl.float32) * of_w[:, None] * of_v[None, :]
         else:
-            # Tensor cores keep few bits of long sums of fp8: each step's goes into a whole float32.
+            # Tensor cores keep few bits of long sums of fp8: each step's goes into a whole float32. Of shorter ones
+            # it would have to be waited for each time.
             total = tl.dot(w, v, total, max_num_imprecise_acc=BLOCK_K, out_dtype=tl.float32)
     product = total.to(tl.float32)
     if not IS_GROUPED:

@@ -142,6 +142,21 @@ def test_a_row_is_the_same_alone_and_among_others(device: torch.device) -> None:
         assert torch.equal(alone[1], many[1][row : row + 1])
 
 
+def test_is_compiled_whole_for_any_number_of_rows(device: torch.device) -> None:
+    model = model_of("fp8", device)
+    assert with_rounded_layers(model)
+    layer, heads = model.model.layers[0], (model.config.num_attention_heads, model.config.num_key_value_heads)
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    torch.manual_seed(3)
+    head_dim = model.config.hidden_size // model.config.num_attention_heads
+    for num_rows in (5, 7):
+        x = torch.randn(1, num_rows, model.config.hidden_size, device=device).to(DTYPE)
+        places = tuple(torch.randn(1, num_rows, head_dim, device=device).to(DTYPE) for _ in range(2))
+        with torch.no_grad():
+            wanted = layer(x, position_embeddings=places, paged=heads)
+            assert torch.equal(compiled(x, position_embeddings=places, paged=heads), wanted)
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8 rotated", "fp8 weights alone"])
 def test_products_that_round_otherwise_are_left_alone(kind: str, device: torch.device) -> None:
     model = model_of(kind, device)
