@@ -14,8 +14,10 @@ from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile, program_bytes, scaled_tile
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
+from replicas.kernels.round_gated import round_gated
+from replicas.kernels.round_known import round_known
 from replicas.kernels.round_rows import round_rows
-from replicas.kernels.scaled_product import scaled_product
+from replicas.kernels.scaled_product import gated_product, is_gated_tile, scaled_product
 from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.rounding import round_by
@@ -71,6 +73,19 @@ def rounded_product(
     return out if onto is None else out.add_(onto)
 
 
+def rounded_gate(
+    rounded: torch.Tensor, of_rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int, dtype: torch.dtype, kind: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`round_gated` of the `rounded_product` of an MLP's gate and up, to this kind. With few rows the gate is made
+    behind the product, so that many programs can round a row: they know its largest number."""
+    if 0 < len(rounded) <= _SOME:
+        tile = scaled_tile(len(rounded), values.shape[0], values.shape[1], program_bytes(rounded.device))
+        if is_gated_tile(tile, scales):
+            return round_known(*gated_product(rounded, of_rows, values, scales, bias, tile, dtype), kind)
+    return round_gated(rounded_product(rounded, of_rows, values, scales, bias, None, arrived, group_size, dtype), kind)
+
+
 def _of_many_rows(
     rounded: torch.Tensor, of_rows: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -115,8 +130,20 @@ def _shape_of_rounded_product(
     return rounded.new_empty(rounded.shape[0], values.shape[0], dtype=dtype)
 
 
+def _shape_of_gate(
+    rounded: torch.Tensor, of_rows: torch.Tensor, values: torch.Tensor, scales: torch.Tensor,
+    bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int, dtype: torch.dtype, kind: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    num_rows = rounded.shape[0]
+    return (
+        rounded.new_empty(num_rows, values.shape[0] // 2, dtype=kind),
+        rounded.new_empty(num_rows, 1, dtype=torch.float32),
+    )
+
+
 _quantised_product = operator(quantised_product, _shape_of_product)
 _rounded_product = operator(rounded_product, _shape_of_rounded_product)
+_rounded_gate = operator(rounded_gate, _shape_of_gate)
 
 
 class QuantisedCardLinear(QuantisedLinear):
@@ -153,6 +180,16 @@ class QuantisedCardLinear(QuantisedLinear):
             rounded, of_rows, self.values, self.scales, self.bias, onto, self.arrived, self.group_size, dtype
         )
         return out
+
+    def gate_of_rounded_rows(
+        self, rounded: torch.Tensor, of_rows: torch.Tensor, dtype: torch.dtype, kind: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `of_rounded_rows`, of an MLP's gate and up: silu(gate) * up, its rows rounded to this kind, and their
+        scales [R, 1]."""
+        found: tuple[torch.Tensor, torch.Tensor] = _rounded_gate(
+            rounded, of_rows, self.values, self.scales, self.bias, self.arrived, self.group_size, dtype, kind
+        )
+        return found
 
 
 def quantised_card_linear(layer: QuantisedLinear) -> QuantisedCardLinear | None:

@@ -2,7 +2,8 @@
 
 Else each of its products begins with a kernel that rounds the rows: four of them in a layer, of as many microseconds as
 the norms have in front of them. Here only what attention gives is rounded so. What is added behind attention is added
-by the norm's kernel, what is added behind the MLP by that of the product, where rows are few.
+by the norm's kernel, what is added behind the MLP by that of the product, where rows are few. Numbers are rounded where
+a layer that is compiled rounds them, and the same kernels compute few rows and many, products apart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
-from replicas.kernels.round_gated import round_gated
 from replicas.kernels.round_normed import round_normed
 from replicas.kernels.round_rows import MOST_AT_ONCE
 from replicas.layers.joined_attention import JoinedAttention
@@ -40,18 +40,7 @@ def _shape_of_norm(
     return total, x.new_empty(num_rows, num_in, dtype=dtype), x.new_empty(num_rows, 1, dtype=torch.float32)
 
 
-def rounded_gate(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_gated`, of rows that lie anyhow."""
-    return round_gated(x.contiguous(), dtype)
-
-
-def _shape_of_gate(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = x.shape[0]
-    return x.new_empty(num_rows, x.shape[1] // 2, dtype=dtype), x.new_empty(num_rows, 1, dtype=torch.float32)
-
-
 _rounded_norm = operator(rounded_norm, _shape_of_norm)
-_rounded_gate = operator(rounded_gate, _shape_of_gate)
 
 
 class RoundedLayer(nn.Module):
@@ -70,22 +59,23 @@ class RoundedLayer(nn.Module):
         others: what transformers hands to layers beside these, of which the known ones use nothing here.
         """
         module: Any = self
-        attention, mlp, norm = module.self_attn, module.mlp, module.post_attention_layernorm
+        attention, mlp = module.self_attn, module.mlp
         hidden, (cos, sin) = hidden_states[0], position_embeddings
-        _, *rounded = _normed(module.input_layernorm, hidden, None, attention.q_proj.joined.linear)
-        projected = attention.q_proj.joined.linear.of_rounded_rows(*rounded, hidden.dtype)
+        qkv: QuantisedCardLinear = attention.q_proj.joined.linear
+        _, values, scales = _normed(module.input_layernorm, hidden, None, qkv)
+        projected = qkv.of_rounded_rows(values, scales, hidden.dtype)
         attended = attention.o_proj(attention.attend(projected, cos[0], sin[0], paged))
-        hidden, *rounded = _normed(norm, hidden, attended, mlp.gate_proj.joined.linear)
-        gate_up = mlp.gate_proj.joined.linear.of_rounded_rows(*rounded, hidden.dtype)
-        rounded = _rounded_gate(gate_up, mlp.down_proj.values.dtype)
-        out: torch.Tensor = mlp.down_proj.of_rounded_rows(*rounded, hidden.dtype, onto=hidden)
+        gate_up: QuantisedCardLinear = mlp.gate_proj.joined.linear
+        hidden, values, scales = _normed(module.post_attention_layernorm, hidden, attended, gate_up)
+        values, scales = gate_up.gate_of_rounded_rows(values, scales, hidden.dtype, mlp.down_proj.values.dtype)
+        out: torch.Tensor = mlp.down_proj.of_rounded_rows(values, scales, hidden.dtype, onto=hidden)
         return out[None]
 
 
 def _normed(
     norm: Any, x: torch.Tensor, added: torch.Tensor | None, linear: QuantisedCardLinear
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `round_normed`, for this layer. The first is x where nothing is added."""
+    """As `round_normed`, in the type of what this layer multiplies."""
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _rounded_norm(
         x, added, norm.weight, norm.variance_epsilon, linear.values.dtype
     )

@@ -10,39 +10,13 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
+from replicas.kernels.gate import gated, shortened
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.round_rows import block_of, program_of
 from replicas.kernels.row_rounding import LARGEST, rounded, scale_of
 
 # Of few rows the time of one counts, to which more warps do less each; of many how many are on their way.
 _FEW_ROWS, _WARPS_OF_FEW = 64, 32
-
-
-@triton.jit
-def _gated(gate, up, IS_COMPILED: tl.constexpr):
-    """silu(gate) * up. Compiled by the card's own exponential and reciprocal: the compiler's take twice as many
-    instructions for numbers beyond 2^126, of which sigmoid is nothing."""
-    if IS_COMPILED:
-        power = _own("ex2.approx.ftz.f32 $0, $1;", gate * -1.4426950408889634)
-        return gate * _own("rcp.approx.ftz.f32 $0, $1;", 1.0 + power) * up
-    else:
-        return gate * tl.sigmoid(gate) * up
-
-
-@triton.jit
-def _own(instruction: tl.constexpr, number):
-    return tl.inline_asm_elementwise(instruction, "=f,f", [number], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _short(number, kind: tl.constexpr, IS_COMPILED: tl.constexpr):
-    """Two bfloat16 at once: one by one a unit makes them that does 16 a clock, and has the exponential to do."""
-    if IS_COMPILED and kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [number], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return number.to(kind)
 
 
 @triton.jit
@@ -59,7 +33,7 @@ def _round_gated(
     start = x + row * x_stride + columns
     gate = tl.load(start, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(start + num_in, mask=is_column, other=0.0).to(tl.float32)
-    number = _short(_gated(gate, up, IS_COMPILED), kind, IS_COMPILED).to(tl.float32)
+    number = shortened(gated(gate, up, IS_COMPILED), kind, IS_COMPILED).to(tl.float32)
     scale = scale_of(tl.max(tl.abs(number), 0), LARGEST)
     tl.store(scales + row, scale)
     found = rounded(number, scale, values.dtype.element_ty, LARGEST, kind.primitive_bitwidth == 16, IS_COMPILED)

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.gate import gated
 from replicas.kernels.parts_of_product import store_product
+from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
 _A_FETCH = tl.constexpr(FETCHED_BYTES)  # weights of 8 bits in a fetch
@@ -19,11 +21,16 @@ def _product(
     x, x_scales, weight, scales, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
     num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr,
+    NUM_FETCHED: tl.constexpr, IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group."""
+    """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group.
+
+    IS_GATED: each gate with its up next to it; partial: each row's largest number of a tile.
+    """
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
     features = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if IS_GATED:
+        features = features // 2 + features % 2 * (num_out // 2)
     rows = tl.arange(0, ROWS)
     is_feature, is_row = features < num_out, rows < num_rows
     weight_rows = weight + features.to(tl.int64)[:, None] * num_in
@@ -56,9 +63,32 @@ def _product(
         of_w = tl.load(scales + features, mask=is_feature, other=0.0)
         of_v = tl.load(x_scales + rows * num_x_groups, mask=is_row, other=0.0)
         product = product * of_w[:, None] * of_v[None, :]
-    store_product(
-        product, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS, onto
-    )
+    if IS_GATED:
+        _store_gated(
+            product, bias, out, partial, tile, features, rows, is_row, num_out, HAS_BIAS, ROWS, BLOCK_N, IS_COMPILED
+        )
+    else:
+        store_product(
+            product, bias, out, partial, arrived, tile, part, features, rows, num_rows, num_out, HAS_BIAS, NUM_PARTS,
+            onto,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_gated(
+    product, bias, out, most, tile, features, rows, is_row, num_out, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_COMPILED: tl.constexpr,
+) -> None:  # fmt: skip
+    """What `round_gated` makes of the product, but for the rounding."""
+    if HAS_BIAS:
+        product += tl.load(bias + features).to(tl.float32)[:, None]
+    product = product.to(out.dtype.element_ty).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(product, [BLOCK_N // 2, 2, ROWS]), [0, 2, 1]))
+    numbers = gated(gate, up, IS_COMPILED).to(out.dtype.element_ty)
+    outputs = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    places = rows.to(tl.int64)[None, :] * (num_out // 2) + outputs[:, None]
+    tl.store(out + places, numbers, mask=is_row[None, :])
+    tl.store(most + rows * tl.num_programs(0) + tile, tl.max(tl.abs(numbers.to(tl.float32)), 0), mask=is_row)
 
 
 def scaled_product(
@@ -73,6 +103,36 @@ def scaled_product(
     they are scaled. onto: contiguous [R, N] of this type, that the product, rounded to it, is added to. arrived and the
     rest as in `skinny_product`.
     """
+    num_rows, num_out = len(x), len(scales)
+    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
+    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
+    _launch(x, x_scales, weight, scales, group_size, bias, onto, out, partial, arrived, tile, is_gated=False)
+    return out
+
+
+def gated_product(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None,
+    tile: ProductTile, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The product of `scaled_product` with weights that `is_gated_tile` is true of, half of them an MLP's gate and half
+    its up: silu(gate) * up [R, N / 2] of this type, and float32 [R, N / block_n], each row's largest numbers."""
+    num_rows, num_out = len(x), len(scales)
+    out = torch.empty(num_rows, num_out // 2, dtype=dtype, device=x.device)
+    most = torch.empty(num_rows, num_out // tile.block_n, dtype=torch.float32, device=x.device)
+    _launch(x, x_scales, weight, scales, x.shape[1], bias, None, out, most, scales, tile, is_gated=True)
+    return out, most
+
+
+def is_gated_tile(tile: ProductTile, scales: torch.Tensor) -> bool:
+    """Whether gates and ups of weights with these scales [N, groups] fill tiles that are no parts."""
+    return tile.num_parts == 1 and scales.shape[1] == 1 and scales.shape[0] % tile.block_n == 0
+
+
+def _launch(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, group_size: int,
+    bias: torch.Tensor | None, onto: torch.Tensor | None, out: torch.Tensor, partial: torch.Tensor,
+    arrived: torch.Tensor, tile: ProductTile, *, is_gated: bool,
+) -> None:  # fmt: skip
     num_rows, num_in = x.shape
     num_out, num_groups = scales.shape
     is_grouped = num_groups > 1 or x_scales.shape[1] > 1
@@ -84,15 +144,13 @@ def scaled_product(
     is_early = launches_early(x.device)
     # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
     is_aligned = weight.data_ptr() % 16 == 0 and num_in % 16 == 0
-    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
-    partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
         x, x_scales, weight, scales, scales if bias is None else bias, onto, out, partial, arrived, num_rows, num_out,
         num_in, num_steps, x_scales.shape[1], num_groups, GROUP_SIZE=group_size if is_grouped else 1,
         HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
         NUM_PARTS=tile.num_parts,
-        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0,
+        IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device), num_warps=tile.num_warps,
+        num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
-    return out

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.runner import CudaRunner
+from replicas.kernels.round_gated import round_gated
 from replicas.kernels.round_rows import round_rows
 from replicas.kv.kv_pool import KvPool
 from replicas.layers import rounding
@@ -89,6 +90,21 @@ def test_every_product_of_every_number_of_rows(kind: str, device: torch.device) 
             found.append(text + (", counts left behind" if is_counted else ""))
     print("\n".join(found))
     assert not wrong, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@torch.inference_mode()
+def test_a_gate_made_behind_its_product_is_that_of_the_product(kind: str, device: torch.device) -> None:
+    layer = next(layer for layer in layers_of(kind, device) if layer.out_features == 28672)
+    rounds_to = layer.values.dtype
+    for num_rows in (1, 16, 35, 64, 100):
+        rounded = round_rows(rows_of(num_rows, layer.in_features, device), rounds_to, layer.in_features)
+        wanted = round_gated(layer.of_rounded_rows(*rounded, torch.bfloat16), rounds_to)
+        found = layer.gate_of_rounded_rows(*rounded, torch.bfloat16, rounds_to)
+        unlike = float((found[0].float() != wanted[0].float()).float().mean())
+        print(num_rows, unlike)
+        assert torch.equal(found[1], wanted[1]), num_rows
+        assert unlike == 0.0, num_rows
 
 
 @torch.inference_mode()

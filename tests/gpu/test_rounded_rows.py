@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.kernels.round_gated import round_gated
+from replicas.kernels.round_known import round_known
 from replicas.kernels.round_normed import round_normed
 from replicas.kernels.round_rows import MOST_AT_ONCE, round_rows
+from replicas.kernels.scaled_product import gated_product, is_gated_tile, scaled_product
+from replicas.kernels.skinny_product import ProductTile
 from replicas.layers import rounding
 from replicas.layers.packed_weights import FP8
 
@@ -137,6 +140,40 @@ def test_a_gate_of_random_rows_is_near_the_model_s(dtype: torch.dtype, device: t
     wanted, wanted_scales = rounding.round_rows((torch.nn.functional.silu(gate) * up).to(dtype), FP8, 300)
     assert torch.allclose(scales.cpu(), wanted_scales, rtol=2.0**-7)
     assert ((values.cpu().float() != wanted.float()).float().mean(1) < 0.1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_in", [256, 5000])
+def test_rows_of_known_largest_numbers(kind: torch.dtype, num_in: int, device: torch.device) -> None:
+    torch.manual_seed(10)
+    x = torch.randn(3, num_in).to(DTYPES[-1])
+    x[1] = 0.0
+    parts = torch.stack([part.abs().amax(1) for part in x.float().chunk(7, 1)], 1)
+    assert_rounded(round_known(x.to(device), parts.to(device), kind), x, kind)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_a_gate_behind_its_product_is_that_of_the_product(
+    kind: torch.dtype, num_rows: int, has_bias: bool, device: torch.device
+) -> None:
+    num_out, num_in, tile, dtype = 256, 192, ProductTile(64, 128, 4, 3, 1), DTYPES[-1]
+    torch.manual_seed(11)
+    x, x_scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_rows, num_in), kind, num_in))
+    weight, scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_out, num_in), kind, num_in))
+    bias = torch.randn(num_out).to(dtype).to(device) if has_bias else None
+    assert is_gated_tile(tile, scales)
+    assert not is_gated_tile(tile._replace(num_parts=2), scales)
+    assert not is_gated_tile(tile._replace(block_n=512), scales)
+    arrived = torch.zeros(num_out // 64, dtype=torch.int32, device=device)
+    product = scaled_product(x, x_scales, weight, scales, num_in, bias, tile, arrived, dtype)
+    numbers, most = gated_product(x, x_scales, weight, scales, bias, tile, dtype)
+    assert numbers.shape == (num_rows, num_out // 2)
+    assert torch.equal(most.amax(1), numbers.abs().amax(1).float())
+    wanted, found = round_gated(product, FP8), round_known(numbers, most, FP8)
+    assert torch.equal(found[0].float(), wanted[0].float())
+    assert torch.equal(found[1], wanted[1])
 
 
 def test_a_row_that_no_program_holds_is_refused(device: torch.device) -> None:
