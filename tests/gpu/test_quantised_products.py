@@ -52,6 +52,27 @@ def test_a_row_of_more_than_a_program_holds_is_rounded_as_by_the_definition(
     assert torch.equal(values.cpu().float(), wanted.float())
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_a_product_is_added_to_what_it_is_given_once_it_is_rounded(
+    device: torch.device, has_bias: bool, num_parts: int
+) -> None:
+    dtype, num_rows, num_out, num_in = DTYPES[-1], 5, 70, 256
+    torch.manual_seed(4)
+    x, x_scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_rows, num_in), FP8, num_in))
+    weight, scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_out, num_in), FP8, num_in))
+    bias = torch.randn(num_out).to(dtype).to(device) if has_bias else None
+    onto, arrived = (100 * torch.randn(num_rows, num_out)).to(dtype).to(device), arrived_of(num_out, device)
+    alone, added = (
+        scaled_product(
+            x, x_scales, weight, scales, num_in, bias, ProductTile(64, 128, 4, 3, num_parts), arrived, dtype, given
+        )
+        for given in (None, onto)
+    )
+    assert torch.equal(added, onto + alone)
+    assert not arrived.any()
+
+
 @pytest.mark.parametrize("kind", [FP8, torch.int8])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,27 +138,6 @@ def test_products_of_4_bits(
     ]  # fmt: skip
     assert relative_error(outs[0], expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
-    assert not arrived.any()
-
-
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_a_product_is_added_to_what_it_is_given_once_it_is_rounded(
-    device: torch.device, has_bias: bool, num_parts: int
-) -> None:
-    dtype, num_rows, num_out, num_in = DTYPES[-1], 5, 70, 256
-    torch.manual_seed(4)
-    x, x_scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_rows, num_in), FP8, num_in))
-    weight, scales = (part.to(device) for part in rounding.round_rows(torch.randn(num_out, num_in), FP8, num_in))
-    bias = torch.randn(num_out).to(dtype).to(device) if has_bias else None
-    onto, arrived = (100 * torch.randn(num_rows, num_out)).to(dtype).to(device), arrived_of(num_out, device)
-    alone, added = (
-        scaled_product(
-            x, x_scales, weight, scales, num_in, bias, ProductTile(64, 128, 4, 3, num_parts), arrived, dtype, given
-        )
-        for given in (None, onto)
-    )
-    assert torch.equal(added, onto + alone)
     assert not arrived.any()
 
 
