@@ -171,7 +171,7 @@ class SpeculationPolicy:
         plain_s = min([outlook.plain_s, *[option.step_s for option in options]])
         plain = _Option(0, (), num_rows, plain_s)
         options.append(plain)
-        best = max(options, key=lambda option: option.rate * (1.0 + self.margin * (option.step_drafts == outlook.last)))
+        best = max(options, key=lambda option: option.rate * self._favour(outlook, option, plain))
         if self._is_plain_due(outlook, 1.0 - plain.rate / best.rate):
             choice = DraftChoice((0,) * num_rows, paying=best.step_drafts)
         else:
@@ -179,6 +179,11 @@ class SpeculationPolicy:
         if not resting:
             return choice
         return choice._replace(resting=tuple(sorted(resting)), rest_tokens=self._rest_tokens(outlook))
+
+    def _favour(self, outlook: StepOutlook, option: _Option, plain: _Option) -> float:
+        """Of what the last step had, unless none at all is known to be better: then it is only dear."""
+        is_last = option.step_drafts == outlook.last and option.rate >= plain.rate
+        return 1.0 + self.margin * is_last
 
     def _is_plain_due(self, outlook: StepOutlook, lost: float) -> bool:
         """Whether a step without drafts is taken where they pay, to time it anew: the sooner, the less is lost by it.

@@ -16,7 +16,7 @@ from scheduler.speculation import (
 from scheduler.step_times import StepTimes
 
 _MEMORY = 256.0  # drafts
-_MOST_CREDIT_STEPS = 4.0
+_MOST_CREDIT_STEPS = float(DRAFT_COUNTS[0])  # the fewest drafts bring no more, so a probe that costs more is none
 _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: what drafts cost is known by its time
 
 

@@ -17,7 +17,7 @@ _FORGETTING = 128  # steps between looking for such times
 _GROWTH = 0.2  # where nothing is measured, a step of twice as many tokens takes 2 ** _GROWTH times as long
 _SLOPE_MEMORY = 1.0 / 256
 # Steps of a size until its mean is near: while it comes there, it moves with the context without being moved by it.
-_NUM_NEAR = 24
+_NUM_NEAR = 48
 
 
 @dataclass(slots=True)
