@@ -6,6 +6,7 @@ guess, and be wrong.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from scheduler.draft_acceptance import DRAFT_COUNTS, DraftAcceptance
 LONG_AGO = -(1 << 30)
 _ROW_MEMORY = 24.0  # trials; texts change, and with them what can be found
 _LEAST_PROBE = 0.01  # of a step without drafts
+_PLAIN_SHARE = 0.25  # of what may be spent to learn: to time steps without drafts anew
+_LEAST_PLAIN_AGE = 16  # steps between two such
 _RETRY_TOKENS = 8  # between two probes of one row, at least: with a lag the first one's result is not known at once
 
 
@@ -80,7 +83,7 @@ class StepSeconds(Protocol):
 class StepOutlook:
     """What is known before a step. prior: as SpeculationState.gains, of rows without any; forced_prior: likewise, of
     those with grammars. last: the most drafts that a row of the step before was to have. credit_s: what a probe may
-    cost. most_drafts: of a row; most_tokens: of the step, None: any number.
+    cost. most_drafts: of a row; most_tokens: of the step, None: any number. plain_age: steps since one without drafts.
     """
 
     rows: Sequence[RowSpeculation]
@@ -91,6 +94,7 @@ class StepOutlook:
     most_drafts: int = DRAFT_COUNTS[-1]
     most_tokens: int | None = None
     forced_prior: Sequence[float] = ()
+    plain_age: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -165,12 +169,27 @@ class SpeculationPolicy:
         options = [option for option in self._options(outlook, awake) if self._may_be(outlook, option)]
         # No step is faster for its drafts: where it seems so, the other one's time is an old one.
         plain_s = min([outlook.plain_s, *[option.step_s for option in options]])
-        options.append(_Option(0, (), num_rows, plain_s))
-        best = max(options, key=lambda option: option.rate * (1.0 + self.margin * (option.step_drafts == outlook.last)))
-        choice = self._with_probe(outlook, awake, best)
+        plain = _Option(0, (), num_rows, plain_s)
+        options.append(plain)
+        best = max(options, key=lambda option: option.rate * self._favour(outlook, option, plain))
+        if self._is_plain_due(outlook, 1.0 - plain.rate / best.rate):
+            choice = DraftChoice((0,) * num_rows, paying=best.step_drafts)
+        else:
+            choice = self._with_probe(outlook, awake, best)
         if not resting:
             return choice
         return choice._replace(resting=tuple(sorted(resting)), rest_tokens=self._rest_tokens(outlook))
+
+    def _favour(self, outlook: StepOutlook, option: _Option, plain: _Option) -> float:
+        """Of what the last step had, unless none at all is known to be better: then it is only dear."""
+        is_last = option.step_drafts == outlook.last and option.rate >= plain.rate
+        return 1.0 + self.margin * is_last
+
+    def _is_plain_due(self, outlook: StepOutlook, lost: float) -> bool:
+        """Whether a step without drafts is taken where they pay, to time it anew: the sooner, the less is lost by it.
+        By its time it is known what pays, and it is an old one. lost: part of the step's tokens."""
+        due_after = max(_LEAST_PLAIN_AGE, lost / (_PLAIN_SHARE * self.probe_share)) if lost > 0.0 else math.inf
+        return outlook.plain_age > due_after
 
     def _options(self, outlook: StepOutlook, awake: Sequence[int]) -> Iterator[_Option]:
         """Each number of drafts for some numbers of rows, those that gain the most."""

@@ -16,7 +16,7 @@ from scheduler.speculation import (
 from scheduler.step_times import StepTimes
 
 _MEMORY = 256.0  # drafts
-_MOST_CREDIT_STEPS = 4.0
+_MOST_CREDIT_STEPS = float(DRAFT_COUNTS[0])  # the fewest drafts bring no more, so a probe that costs more is none
 _MOST_AGE = 512  # steps after which one without drafts is taken, to be timed: what drafts cost is known by its time
 
 
@@ -37,6 +37,7 @@ class Speculator:
         self.num_rests = 0
         self._last = 0
         self._credit_s = 0.0
+        self._num_with_drafts = 0  # steps, since the last one without
 
     def choose(
         self, rows: Sequence[RowSpeculation], num_context_tokens: int, most_tokens: int | None = None
@@ -47,7 +48,10 @@ class Speculator:
         if not rows or not self.policy.may_draft(len(rows)):
             return none
         plain_s = self.times.seconds(0, len(rows), num_context_tokens)
-        if plain_s is None or self.times.age(len(rows)) > _MOST_AGE:
+        # With a lag it was taken already, perhaps, and is not timed yet.
+        plain_age = min(self.times.age(len(rows)), self._num_with_drafts)
+        if plain_s is None or plain_age > _MOST_AGE:
+            self._num_with_drafts = 0
             return none
 
         def seconds(num_drafts: int, num_tokens: int, /) -> float:
@@ -60,7 +64,9 @@ class Speculator:
         # Not more at once than the next number that is not timed yet: the first times are guesses.
         most = next((count for count in DRAFT_COUNTS if not self.times.has(count)), DRAFT_COUNTS[-1])
         priors = self.acceptance.gains(), self.forced_acceptance.gains()
-        outlook = StepOutlook(rows, seconds, priors[0], self._last, self._credit_s, most, most_tokens, priors[1])
+        outlook = StepOutlook(
+            rows, seconds, priors[0], self._last, self._credit_s, most, most_tokens, priors[1], plain_age
+        )
         choice = self.policy.choose(outlook)
         self._take(rows, choice)
         return choice.num_drafts
@@ -68,6 +74,7 @@ class Speculator:
     def _take(self, rows: Sequence[RowSpeculation], choice: DraftChoice) -> None:
         self._credit_s -= choice.probe_s
         self._last = choice.paying
+        self._num_with_drafts = self._num_with_drafts + 1 if choice.step_drafts else 0
         for index in choice.resting:
             rows[index].state.rests_until = rows[index].position + choice.rest_tokens
         self.num_rests += len(choice.resting)

@@ -7,24 +7,35 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 _SMOOTHING = 0.1  # of a size's mean
-_NUM_SETTLING = 4  # of a size's first times the shortest counts: the first ones compile, load, warm up
+# Of a size's first times a short one counts, as the first ones compile, load, warm up; but not the shortest: where a
+# step is told late, the next one seems short by as much.
+_NUM_SETTLING = 4
 _MOST_OFF = 1.25  # a step counts as at most so many times the mean, at least a part: it was interrupted, or is not
 _EXACT_SIZES = 16  # sizes up to this are told apart one by one, larger ones in eighths of a doubling
 _MOST_AGE = 1024  # steps after which a time with drafts is no longer believed: nothing else would bring it down again
 _FORGETTING = 128  # steps between looking for such times
 _GROWTH = 0.2  # where nothing is measured, a step of twice as many tokens takes 2 ** _GROWTH times as long
 _SLOPE_MEMORY = 1.0 / 256
+# Steps of a size until its mean is near: while it comes there, it moves with the context without being moved by it.
+_NUM_NEAR = 48
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about as many tokens. mean_tokens, mean_context: what they had on average."""
+    """Steps of about as many tokens. mean_tokens, mean_context: what they had on average. first_s: the first times."""
 
     mean_s: float
     mean_tokens: float
     mean_context: float
     num_steps: int
     last_step: int
+    first_s: list[float]
+
+    def settle(self, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
+        """One of its first steps, but not the very first. Mutates."""
+        self.first_s.append(seconds)
+        self.mean_s = sorted(self.first_s)[1 if len(self.first_s) > 2 else 0]
+        self.mean_tokens, self.mean_context = num_tokens, num_context_tokens
 
 
 class StepTimes:
@@ -41,7 +52,7 @@ class StepTimes:
         self._outline: dict[int, float] = {}  # the last mean of a size, of any curve
         self._all_keys: list[int] = []
         self._num_steps = 0
-        self._covariance = self._variance = 0.0  # of seconds and context, of context; within sizes
+        self._covariance = self._variance = 0.0  # of seconds and context, of context; within sizes, tokens the same
 
     def count(self, num_drafts: int, num_tokens: int, num_context_tokens: int, seconds: float) -> None:
         """A step without prompts took so long. num_tokens: of its rows and their drafts. Mutates."""
@@ -61,19 +72,19 @@ class StepTimes:
         size = curve.get(key)
         if size is None:
             insort(self._keys.setdefault(num_drafts, []), key)
-            curve[key] = size = _Size(seconds, num_tokens, num_context_tokens, 1, self._num_steps)
+            curve[key] = size = _Size(seconds, num_tokens, num_context_tokens, 1, self._num_steps, [seconds])
             return size
         size.num_steps += 1
         size.last_step = self._num_steps
         if size.num_steps <= _NUM_SETTLING:
-            if seconds < size.mean_s:
-                size.mean_s, size.mean_tokens, size.mean_context = seconds, num_tokens, num_context_tokens
+            size.settle(num_tokens, num_context_tokens, seconds)
             return size
         expected_s = self._at(size, num_context_tokens)
         seconds = min(max(seconds, expected_s / _MOST_OFF), expected_s * _MOST_OFF)
         off_s, off_context = seconds - size.mean_s, num_context_tokens - size.mean_context
-        self._covariance += off_s * off_context - _SLOPE_MEMORY * self._covariance
-        self._variance += off_context * off_context - _SLOPE_MEMORY * self._variance
+        if size.num_steps > _NUM_NEAR and abs(num_tokens - size.mean_tokens) < 1.0:
+            self._covariance += off_s * off_context - _SLOPE_MEMORY * self._covariance
+            self._variance += off_context * off_context - _SLOPE_MEMORY * self._variance
         size.mean_s += _SMOOTHING * off_s
         size.mean_context += _SMOOTHING * off_context
         size.mean_tokens += _SMOOTHING * (num_tokens - size.mean_tokens)

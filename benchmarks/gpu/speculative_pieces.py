@@ -2,7 +2,8 @@
 
 Of a model whose text is known (`walking_model`), without a server: the bare engine, and vLLM's offline class. Each
 figure is the time of a run less that of the same prompts with one token each, by tokens: so what prompts take is in
-neither. Prints one JSON line, last.
+neither. Of both the shortest of some: the host launches many prompts by hand, and takes up to twice as long for it in
+some seconds as in others, which was once taken for what drafts cost. Prints one JSON line, last.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_DRAFTS = 4
 _HOLDING = (0.7, 0.6, 0.5, 0.4)
 _DRAFT_VOCABULARY = 32_000
 _MAX_MODEL_LEN = 1024
+_REPEATS = 3
 _VLLM_NGRAMS = {
     "method": "ngram", "num_speculative_tokens": MAX_DRAFTS, "prompt_lookup_max": 4, "prompt_lookup_min": 2
 }  # fmt: skip
@@ -57,14 +59,23 @@ def ngram(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def oracle(options: argparse.Namespace) -> dict[str, Any]:
-    """Drafts that hold as often as EAGLE's are said to, at what such a head's products cost."""
+def oracle(options: argparse.Namespace, *, is_fp8: bool = False) -> dict[str, Any]:
+    """Drafts that hold as often as EAGLE's are said to, at what such a head's products cost: of weights in bfloat16,
+    or rounded to 8 bits. With as many drafts as pay; then with always so many."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
     from benchmarks.gpu.bare_engine import Drafts
 
-    engine = _engine(options, Drafts(MAX_DRAFTS, None, lambda: _oracle(options), MAX_DRAFTS))
-    return _measured(options, engine, partial(_texts, texts=("repeat",), batches=(1, 16, 64)))
+    def drafts(constant: int | None) -> Drafts:
+        return Drafts(MAX_DRAFTS, None, lambda: _oracle(options, is_fp8), constant)
+
+    engine = _engine(options, drafts(None))
+    measure = partial(_texts, texts=("repeat",), batches=(1, 16, 64))
+    found = _measured(options, engine, measure)
+    for constant in (3, 4):
+        beside = _measured(options, engine.beside(None, drafts(constant)), measure)
+        found |= {f"always_{constant}_{key}": value for key, value in beside.items()}
+    return found
 
 
 def vllm(drafting: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -114,14 +125,15 @@ def _texts(
     options: argparse.Namespace, generate: Generate, texts: Sequence[str], batches: Sequence[int]
 ) -> dict[str, Any]:
     vocab_size = _vocab_size(options)
-    num_in, num_out = (60, 20) if options.small else (256, 384)
+    num_in, num_out, repeats = (60, 20, 1) if options.small else (256, 384, _REPEATS)
     found: dict[str, Any] = {}
     generate(_prompts("repeat", 2, num_in, vocab_size), 40, False)  # whatever is made when it is first used
     for text in texts:
         for batch in batches:
             prompts = _prompts(text, batch, num_in, vocab_size)
-            firsts_s = generate(prompts, 1, text == "sampled")
-            all_s = generate(prompts, num_out, text == "sampled")
+            firsts_s, all_s = (
+                min([generate(prompts, count, text == "sampled") for _ in range(repeats)]) for count in (1, num_out)
+            )
             found[f"{text}_{batch}_ms"] = round(1e3 * (all_s - firsts_s) / (num_out - 1), 3)
     return found
 
@@ -205,13 +217,19 @@ def ngram_drafts(constant: int | None) -> Drafts:
     return Drafts(MAX_DRAFTS, lambda history: NgramDrafter(history, 2, 4), on_card, constant)
 
 
-def _oracle(options: argparse.Namespace) -> Any:
+def _oracle(options: argparse.Namespace, is_fp8: bool) -> Any:
+    from benchmarks.gpu.head_products import HeadProducts
     from benchmarks.gpu.oracle_drafter import OracleDrafter
     from replicas.cuda.card_drafts import CardDrafting
 
     config = json.loads(options.shape.read_text())
     behind = followers(_vocab_size(options), 1)
-    return CardDrafting(lambda slots: OracleDrafter(slots, behind, _HOLDING, config, _DRAFT_VOCABULARY), MAX_DRAFTS)
+
+    def make_drafter(slots: Any) -> Any:
+        products = HeadProducts(config, _DRAFT_VOCABULARY, slots.state.device, is_fp8=is_fp8)
+        return OracleDrafter(slots, behind, _HOLDING, products)
+
+    return CardDrafting(make_drafter, MAX_DRAFTS)
 
 
 def _vocab_size(options: argparse.Namespace) -> int:
@@ -223,6 +241,7 @@ PIECES: dict[str, Piece] = {
     "speculative-plain": plain,
     "speculative": ngram,
     "speculative-oracle": oracle,
+    "speculative-oracle-fp8": partial(oracle, is_fp8=True),
     "vllm-plain": partial(vllm, None),
     "vllm-ngram": partial(vllm, _VLLM_NGRAMS),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,17 +24,36 @@ from scheduler.plan import Slice, SlotInit, StepPlan
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Rows of a step with drafts; with more, rows have none. What that many rows with some drafts cost, no draft makes good.
-MOST_ROWS = 64
-# Tokens of its rows, ascending: each gets a graph of its own. Rows and drafts may be divided among them anyhow.
+MOST_ROWS = 256  # of a step with drafts; with more, rows have none
+# Tokens of a step's rows, ascending: each gets a graph of its own, in which rows and drafts may be divided anyhow. Of
+# few rows, and of many. Whether drafts pay there is not said here: steps are timed.
+_FEW_ROWS = 64
 _ROW_TOKENS = (3, 5, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320)
-MOST_ROW_TOKENS = _ROW_TOKENS[-1]  # in a step with drafts
+_MANY_ROW_TOKENS = (128, 192, 288, 384, 512, 640, 768)
+MOST_ROW_TOKENS = _MANY_ROW_TOKENS[-1]  # the last graph's logits are 200 MB, with a vocabulary of 128k
 
 
-def row_tokens(num_slots: int, max_drafts: int) -> list[int]:
-    """Numbers of rows' tokens that get a graph, ascending: as many as rows can have, or less."""
-    most = min(num_slots, MOST_ROWS) * (1 + max_drafts)
-    return sorted({*(size for size in _ROW_TOKENS if size < most), min(most, _ROW_TOKENS[-1])})
+class DraftShape(NamedTuple):
+    """Of a pass of rows with drafts: how many rows, and tokens of all of them, there is room for."""
+
+    num_rows: int
+    num_tokens: int
+
+    def holds(self, num_rows: int, num_tokens: int) -> bool:
+        return num_rows <= self.num_rows and num_tokens <= self.num_tokens
+
+
+def draft_shapes(num_slots: int, max_drafts: int) -> list[DraftShape]:
+    """Those that get a graph, in the order in which they are to be tried; the last one holds what any other does."""
+    few, many = min(num_slots, _FEW_ROWS), min(num_slots, MOST_ROWS)
+    of_few, of_many = few * (1 + max_drafts), many * (1 + max_drafts)
+    sizes = sorted({*(size for size in _ROW_TOKENS if size < of_few), min(of_few, _ROW_TOKENS[-1])})
+    shapes = [DraftShape(few, size) for size in sizes]
+    most, least = min(of_many, _MANY_ROW_TOKENS[-1]), few if many > few else sizes[-1]
+    if most > least:
+        sizes = sorted({*(size for size in _MANY_ROW_TOKENS if least < size < most), most})
+        shapes += [DraftShape(min(many, size), size) for size in sizes]
+    return shapes
 
 
 def columns_of(rows: Sequence[Slice], num_rows: int, num_tokens: int, padding_slot: int) -> list[list[int]]:

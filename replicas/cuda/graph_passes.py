@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from replicas.cuda.attention import library_attention
-from replicas.cuda.card_drafts import MOST_ROWS, CardDrafts, columns_of
+from replicas.cuda.card_drafts import CardDrafts, DraftShape, columns_of
 from replicas.cuda.slots import CudaSlots
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.row_feed import FedRows, PlannedRows, locate_rows
@@ -111,19 +111,19 @@ class DecodePass:
 
 
 class DraftPass:
-    """Rows with drafts behind their last tokens: num_tokens in all, of at most MOST_ROWS rows, divided anyhow.
+    """Rows with drafts behind their last tokens: as many of both as a shape holds, divided anyhow.
 
     Static input: the columns of PlannedRows. The drafts are a tensor of their own, which the drafter writes.
     """
 
-    def __init__(self, model: PassModel, drafts: CardDrafts, num_tokens: int) -> None:
+    def __init__(self, model: PassModel, drafts: CardDrafts, shape: DraftShape) -> None:
         self._model, self._drafts = model, drafts
-        self._num_rows, self._num_tokens = min(num_tokens, MOST_ROWS, len(model.slots.sampling)), num_tokens
+        self._num_rows, self._num_tokens = min(shape), shape.num_tokens
         self.drafts = torch.full((self._num_rows, drafts.max_drafts), NO_DRAFT, dtype=torch.int64, device=model.device)
         self.static_input = self.values(()).to(model.device)
         launches = _launches(model.sharing, self._num_rows)
         self._layout = replace(
-            launches, num_queries=num_tokens, most_queries=drafts.most, rows_at=model.sharing.rows_at
+            launches, num_queries=self._num_tokens, most_queries=drafts.most, rows_at=model.sharing.rows_at
         ).pack()
 
     def values(self, rows: Sequence[Slice]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from replicas.cuda.card_drafts import CardDrafts, row_tokens
+from replicas.cuda.card_drafts import CardDrafts, DraftShape, draft_shapes
 from replicas.cuda.graph_passes import DecodePass, DraftPass, Pass, PassModel, PromptPass, PromptShape
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.row_feed import FedRows
@@ -153,8 +153,8 @@ class StepGraphs:
         """
         self._model = PassModel(model, slots, sharing, drafts)
         self._drafts = drafts
-        self._draft_sizes = row_tokens(len(slots.sampling), drafts.max_drafts) if drafts else []
-        self._drafting: dict[int, tuple[DraftPass, StepGraph]] = {}
+        self._draft_shapes = draft_shapes(len(slots.sampling), drafts.max_drafts) if drafts else []
+        self._drafting: dict[DraftShape, tuple[DraftPass, StepGraph]] = {}
         self._slots = slots
         self._pool = torch.cuda.graph_pool_handle() if memory is None else memory
         self._stream = stream
@@ -165,7 +165,7 @@ class StepGraphs:
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
-        num_graphs = len(self._shapes) + len(self._batch_sizes) + len(self._draft_sizes)
+        num_graphs = len(self._shapes) + len(self._batch_sizes) + len(self._draft_shapes)
         with start_step("capturing graphs", num_graphs, "graphs") as step:
             for shape in reversed(self._shapes):
                 prompt = PromptPass(self._model, shape)
@@ -175,17 +175,17 @@ class StepGraphs:
                 decode = DecodePass(self._model, size)
                 self._decode[size] = decode, self._captured(decode)
                 step.advance()
-            for size in reversed(self._draft_sizes):
+            for rows_shape in sorted(self._draft_shapes, key=lambda shape: -shape.num_tokens):
                 assert self._drafts is not None
-                drafting = DraftPass(self._model, self._drafts, size)
-                self._drafting[size] = drafting, self._captured(drafting)
+                drafting = DraftPass(self._model, self._drafts, rows_shape)
+                self._drafting[rows_shape] = drafting, self._captured(drafting)
                 step.advance()
         return num_graphs
 
     @property
     def most_row_tokens(self) -> int:
         """Of a step with drafts."""
-        return max(self._drafting, default=0)
+        return max([shape.num_tokens for shape in self._drafting], default=0)
 
     def _captured(self, captured: PromptPass | DecodePass | DraftPass) -> StepGraph:
         return StepGraph(captured.static_input, captured.run, self._pool, self._stream)
@@ -209,6 +209,18 @@ class StepGraphs:
                         has_sampled=has_sampled, has_filtered=has_filtered, most_kept=most_kept,
                         mask_places=mask_places,
                     )  # fmt: skip
+        self._accept_once()
+
+    def _accept_once(self) -> None:
+        """Compile what settles drafts, if there are any: else the first step with drafts waits for it."""
+        if self._drafts is None or not self._draft_shapes:
+            return
+        drafting, graph = self._drafting[self._draft_shapes[0]]
+        launched = graph.replay(drafting.values(()))
+        assert launched.fed is not None
+        state = self._slots.state
+        drawn = draw_tokens(launched.logits, state, launched.slots, launched.positions, launched.choices)
+        self._drafts.accept((), drawn, launched.fed)
 
     def passes(self, plan: StepPlan) -> list[PlannedPass] | None:
         """The plan's passes, after `slots.apply(plan)`, in the order of its tokens; None if no graphs do it."""
@@ -245,7 +257,8 @@ class StepGraphs:
 
     def _plan_drafting(self, rows: tuple[Slice, ...]) -> PlannedPass:
         num_tokens = sum([row.num_tokens for row in rows])
-        drafting, graph = self._drafting[self._draft_sizes[bisect_left(self._draft_sizes, num_tokens)]]
+        shape = next(shape for shape in self._draft_shapes if shape.holds(len(rows), num_tokens))
+        drafting, graph = self._drafting[shape]
         return PlannedPass(graph, drafting.values(rows), num_tokens, (), rows, drafting.drafts)
 
     def _plan_prompt(self, shape: PromptShape, chunk: Slice, rows: Sequence[Slice]) -> PlannedPass:

@@ -275,7 +275,7 @@ class CudaRunner(ModelRunner):
         self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
-        if self._drafts is not None and plan.rows:
+        if self._drafts is not None and any(row.num_tokens > 1 for row in plan.rows):
             self._fed = self._drafts.fed(plan.rows, self._sharing)
         inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh, self._fed)
         with library_attention():

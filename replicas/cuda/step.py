@@ -175,8 +175,7 @@ def build_cuda_inputs(
 ) -> CudaInputs:
     """Device tensors of one plan, after `slots.apply(plan)`. Does not wait for the device.
 
-    fed: the plan's rows where it is the device that knows where they are, and with which drafts; None: they are a token
-    each, where the plan says.
+    fed: the plan's rows where they may have drafts; None: they are a token each, where their slots are by now.
     """
     if fed is not None:
         return _behind(fed, build_cuda_inputs(replace(plan, slices=plan.chunks), slots, sharing, has_fresh), sharing)
@@ -210,7 +209,11 @@ def build_cuda_inputs(
     on_device = to_device(places.flatten(), device)
     input_ids = to_device(ids, device)
     if num_rows:
-        input_ids = torch.cat([slots.last_token[on_device[:num_rows].long()], input_ids])
+        row_slots = on_device[:num_rows].long()
+        input_ids = torch.cat([slots.last_token[row_slots], input_ids])
+        if slots.history is not None:  # steps in flight may move them
+            planned, length = on_device[num_tokens : num_tokens + num_rows], slots.length[row_slots].int()
+            planned.copy_(torch.where(length >= 0, length, planned))
     step = CudaStep(
         slots.block_table,
         on_device,

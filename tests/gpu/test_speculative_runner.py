@@ -25,8 +25,9 @@ from scheduler.plan import RuleContext, SampleTarget, Slice, SlotInit, StepPlan,
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda.card_drafts import CardDrafting, columns_of, row_tokens
+from replicas.cuda.card_drafts import CardDrafting, DraftShape, columns_of, draft_shapes
 from replicas.cuda.card_ngram_drafter import CardNgramDrafter
+from replicas.cuda.graphs import PlannedPass
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.slot_columns import HISTORY, LENGTH
@@ -174,6 +175,7 @@ def few_graphs(card: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F8
         properties = SimpleNamespace(multi_processor_count=1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("replicas.cuda.card_drafts._ROW_TOKENS", (8, 20))
+    monkeypatch.setattr("replicas.cuda.card_drafts._MANY_ROW_TOKENS", (20,))
     monkeypatch.setattr("replicas.cuda.graphs._ALONE", (64,))
     monkeypatch.setattr("replicas.cuda.graphs._BESIDE_ROWS", ((4, (64,), ()),))
     monkeypatch.setattr("replicas.cuda.runner.batch_sizes", lambda largest: [largest])
@@ -283,6 +285,66 @@ def test_a_step_of_drafts_beside_prompts_computes_both(
         assert len(runner._graphs.passes(plan) or ()) == 3
     host.step({0: 4, 3: 4}, chunks, **extra)
     assert host.run({0: 4, 1: 3, 4: 2}) == expected
+
+
+@torch.inference_mode()
+def test_few_rows_and_many_have_graphs_of_their_own(
+    device: torch.device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same tokens: of few rows it is one in which there is no room for many."""
+    monkeypatch.setattr("replicas.cuda.card_drafts._FEW_ROWS", 2)
+    monkeypatch.setattr("replicas.cuda.card_drafts._ROW_TOKENS", (5, 10))
+    monkeypatch.setattr("replicas.cuda.card_drafts._MANY_ROW_TOKENS", (8, 20))
+    expected = texts_without_drafts(loaded, device, GREEDY)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    runner = make_runner(loaded, device, CardDrafting(lambda slots: ScriptedDrafter(slots, known, 9), MAX_DRAFTS))
+    runner.warm_up()
+    graphs = runner._graphs
+    assert graphs is not None
+    used = []
+    original = graphs._plan_drafting
+
+    def planned(rows: tuple[Slice, ...]) -> PlannedPass:
+        one = original(rows)
+        assert one.drafts is not None
+        used.append((len(rows), len(one.drafts), len(one.values)))
+        return one
+
+    monkeypatch.setattr(graphs, "_plan_drafting", planned)
+    host = Host(runner, NUM_NEW, GREEDY, 1)
+    host.begin(PROMPTS)
+    assert host.run({0: 4, 1: 4, 3: 4, 4: 4}) == expected
+    assert max(host.running[0].taken) > 2
+    for num_rows, room, num_values in used:
+        assert room == 2 if num_rows <= 2 else room == min(6, num_values - 5 * room)
+    assert {num_rows > 2 for num_rows, *_ in used} == {True, False}, "both were there"
+
+
+@torch.inference_mode()
+def test_rows_by_hand_without_drafts_are_as_they_are_where_nobody_drafts(
+    device: torch.device, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside prompts, and where drafts of theirs are in flight: the kernels of rows of one token, at the place where
+    the step in front leaves them."""
+    from replicas.cuda import card_drafts
+
+    expected = texts_without_drafts(loaded, device, GREEDY)
+    known = {slot: PROMPTS[slot] + text for slot, text in expected.items()}
+    runner = make_runner(loaded, device, CardDrafting(lambda slots: ScriptedDrafter(slots, known, 99), MAX_DRAFTS))
+    host = Host(runner, NUM_NEW, GREEDY, 1)
+    host.begin({slot: PROMPTS[slot] for slot in (0, 3)})
+    host.step({0: 4, 3: 2})
+    chunks, extra = later_prompts(host, (1, 4))
+
+    def unexpected(*arguments: object) -> None:
+        raise AssertionError("rows of several tokens, where none has any")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(card_drafts, "feed_rows", unexpected)
+        host.step({0: 0, 3: 0}, chunks, **extra)
+        host.step(dict.fromkeys(PROMPTS, 0))
+    assert host.run({0: 4, 1: 3, 4: 2}) == expected
+    assert max(host.running[0].taken) > 2, "drafts were in flight"
 
 
 def later_prompts(host: Host, slots: tuple[int, ...]) -> tuple[tuple[Slice, ...], dict[str, object]]:
@@ -410,18 +472,29 @@ def test_what_drafts_cannot_be_is_refused(device: torch.device, loaded: LoadedMo
         CardNgramDrafter(runner._slots, 4, 3, 2)
 
 
-@pytest.mark.parametrize(("num_slots", "max_drafts"), [(1, 1), (1, 7), (6, 4), (64, 4), (256, 7)])
+@pytest.mark.parametrize(("num_slots", "max_drafts"), [(1, 1), (1, 7), (6, 4), (64, 4), (64, 7), (90, 4), (256, 7)])
 def test_graphs_of_rows_with_drafts_ascend_and_waste_little(
     num_slots: int, max_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # all that there are
-    sizes = row_tokens(num_slots, max_drafts)
-    assert sizes == sorted(set(sizes))
-    most = min(num_slots, 64) * (1 + max_drafts)
-    assert sizes[-1] == min(most, 320)
-    for num_tokens in range(2, sizes[-1] + 1):
-        padded = next(size for size in sizes if size >= num_tokens)
-        assert padded <= max(num_tokens + 3, num_tokens * 1.42), num_tokens
+    shapes = draft_shapes(num_slots, max_drafts)
+    few, many = min(num_slots, 64), min(num_slots, 256)
+    most = min(many * (1 + max_drafts), 768)
+    assert shapes[-1].num_tokens == most
+    assert shapes[-1].num_rows == many
+    for num_rows in range(1, many + 1):
+        for num_tokens in range(num_rows + 1, min(most, num_rows * (1 + max_drafts)) + 1):
+            shape = next(shape for shape in shapes if shape.holds(num_rows, num_tokens))
+            assert shape.num_rows == (few if num_rows <= few and num_tokens <= 320 else min(many, shape.num_tokens))
+            # Of few rows what is padding costs little; of many a third of a step, at most.
+            assert shape.num_tokens <= max(num_tokens + 3, num_tokens * 1.42, 128), num_tokens
+
+
+def test_graphs_are_as_many_as_there_is_room_for() -> None:
+    assert draft_shapes(1, 1) == [DraftShape(1, 2)]
+    assert [shape.num_tokens for shape in draft_shapes(4, 4)] == [3, 5, 8, 12, 16, 20]
+    many = [shape for shape in draft_shapes(100, 2) if shape.num_rows > 64]
+    assert many == [DraftShape(100, 128), DraftShape(100, 192), DraftShape(100, 288), DraftShape(100, 300)]
 
 
 def test_columns_say_whose_token_each_is() -> None:

@@ -169,3 +169,22 @@ def times(*points: tuple[int, float], drafting_s: float = 0.0) -> StepS:
 # Llama-3.1-8B in bfloat16 on an H200, measured; and a small model on two cores, whose time goes with the tokens.
 H200 = times((1, 4.2), (16, 5.2), (32, 6.1), (64, 7.3), (128, 9.9), (256, 16.0))
 CPU = times((1, 30.0), (2, 33.0), (3, 36.0), (8, 50.0), (16, 80.0), (64, 280.0))
+
+
+def of_many_rows(most_rows: int) -> StepS:
+    """Of so many rows, fewer at the end, of that model on that card: without drafts, or by one of the graphs that there
+    are for rows with some, whose tokens are then its."""
+    rows = times((1, 4.12), (16, 4.87), (64, 6.18), (128, 7.6), (192, 9.7), (256, 11.8))
+    sizes = (128, 192, 288, 384, 512, 640, 768)
+
+    def products_s(num_tokens: int) -> float:
+        return max(3.4e-3, 20e-6 * num_tokens)
+
+    def step_s(num_drafts: int, num_tokens: int) -> float:
+        num_rows = min(most_rows, num_tokens)
+        if not num_drafts:
+            return rows(0, num_rows)
+        padded = next((size for size in sizes if size >= num_tokens), num_tokens)
+        return rows(0, num_rows) + products_s(padded) - products_s(num_rows) + 2e-6 * (padded - num_rows) + 1e-4
+
+    return step_s

@@ -21,6 +21,7 @@ from tests.scheduler.simulated_drafts import (
     Text,
     best,
     by,
+    of_many_rows,
     plain,
     simulate,
     times,
@@ -344,3 +345,58 @@ def test_what_makes_drafts_is_no_reason_for_fewer(batch: int) -> None:
 def test_near_the_best_where_time_goes_with_tokens(kind: Kind, batch: int) -> None:
     ideal, ours = compared([kind], batch, CPU, RAGGED, ideal=True)
     assert ideal.seconds / ours.seconds >= 0.92
+
+
+# Of the time without drafts, at most. What is hardly found costs as little as what is never found.
+@pytest.mark.parametrize(
+    ("kinds", "most"),
+    [
+        ([NOTHING], 1.01),
+        ([Kind(0.1, 0.3, found=0.3)], 1.01),
+        ([Kind(0.4, 0.5)], 1.01),
+        ([REPETITIVE], 0.75),
+        ([NOTHING, NOTHING, NOTHING, REPETITIVE], 1.02),  # gone before it is found in each row
+    ],
+    ids=["wrong", "seldom found", "about as dear as it is worth", "repetitive", "one stretch in four"],
+)
+@pytest.mark.parametrize("batch", [128, 256])
+def test_many_rows_draft_where_it_pays(kinds: list[Kind], most: float, batch: int) -> None:
+    policy = SpeculationPolicy(4, 256, is_padded=True, max_tokens=768)
+    none, ours = compared(kinds, batch, of_many_rows(batch), policy)
+    assert none.num_tokens == ours.num_tokens
+    assert ours.seconds <= most * none.seconds
+
+
+def test_another_text_than_before_is_noticed_in_a_few_steps() -> None:
+    """All rows repeat themselves, then none does."""
+    policy = SpeculationPolicy(4, 256, is_padded=True, max_tokens=768)
+    speculator, step_s = Speculator(policy), of_many_rows(256)
+    for kind, most in ((REPETITIVE, 0.8), (NOTHING, 1.015)):
+        runs = []
+        for chooser, told in ((plain, Speculator(policy)), (by(speculator), speculator)):
+            texts = [Text([kind], [384]) for _ in range(256)]
+            runs.append(simulate(texts, 256, chooser, step_s, told, is_padded=True))
+        assert runs[1].seconds <= most * runs[0].seconds, kind
+
+
+def test_a_time_without_drafts_is_an_old_one_the_sooner_the_less_they_bring() -> None:
+    """By its estimate drafts pay a little, in truth nothing: a plain step shows it, and soon."""
+    rows = [row(Kind(0.5, 0.5))] * 16
+    gain = rows[0].state.gains[0]
+    step_s = times((16, 10.0), (48, 10.0 * (1 + gain) / 1.06))  # six percent more tokens a second with two drafts each
+
+    def chosen(age: int, **more: float) -> int:
+        return PADDED.choose(outlook(rows, step_s, last=2, plain_age=age, most_drafts=2, **more)).step_drafts
+
+    assert [chosen(age) for age in (0, 16, 40, 60)] == [2, 2, 2, 0]
+    due = PADDED.choose(outlook(rows, step_s, last=2, plain_age=60, most_drafts=2))
+    assert due.paying == 2, "the next step has as many as before"
+    dear = times((16, 10.0), (48, 10.2))  # nearly two tokens in the time of one: no plain step in so short a time
+    assert PADDED.choose(outlook(rows, dear, last=2, plain_age=200, most_drafts=2)).step_drafts == 2
+
+
+def test_none_are_made_for_habit() -> None:
+    """What the last step had is favoured, but not against none at all."""
+    hopeless = [row(Kind(0.001, 0.0))] * 4
+    step_s = times((4, 10.0), (12, 10.1))
+    assert PADDED.choose(outlook(hopeless, step_s, last=2, most_drafts=2)).step_drafts == 0

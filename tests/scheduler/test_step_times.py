@@ -56,6 +56,37 @@ def test_a_first_step_that_compiles_is_forgotten() -> None:
     assert step_times.seconds(7, 8, 1000) == pytest.approx(0.005)
 
 
+def test_a_step_that_seems_short_is_not_believed() -> None:
+    """It was told in time, the one in front of it late: that one then seems long by as much."""
+    step_times = StepTimes()
+    for seconds in (0.0105, 0.0037, 0.0049, 0.0049):
+        step_times.count(2, 3, 1000, seconds)
+    step_times.count(0, 1, 1000, 0.0041)
+    assert step_times.seconds(2, 3, 1000) == pytest.approx(0.0049)
+
+
+def test_a_time_that_settles_says_nothing_of_contexts() -> None:
+    """A size whose first times were short: while its mean rises, so do the contexts. Another size's time, measured with
+    short ones, is what it was."""
+    step_times = StepTimes()
+    for step in range(5):
+        step_times.count(0, 1, 250 + step, 0.0041)
+        step_times.count(4, 5, 250 + step, 0.0054)
+    for seconds in (0.0039, 0.0039, 0.0039, 0.0039, *[0.0049] * 200):
+        step += 1
+        step_times.count(2, 3, 250 + 2 * step, seconds)
+    assert step_times.seconds(4, 5, 650) == pytest.approx(0.0054, rel=0.02)
+    assert step_times.seconds(0, 1, 650) == pytest.approx(0.0041, rel=0.02)
+
+
+def test_a_time_that_goes_with_tokens_is_none_of_contexts() -> None:
+    """Of two numbers of tokens that count as one size, the larger one later on, with longer contexts."""
+    step_times = timed({(0, 256): 0.0118}, repeats=30)
+    for step in range(200):
+        step_times.count(2, 258 if step < 100 else 286, 1000 + 256 * step, 0.0130 if step < 100 else 0.0150)
+    assert step_times.seconds(0, 256, 52_000) == pytest.approx(0.0118, rel=0.03)
+
+
 def test_an_interrupted_step_counts_for_little() -> None:
     step_times = timed({(0, 1): 0.004}, repeats=50)
     step_times.count(0, 1, 1000, 4.0)
