@@ -25,7 +25,8 @@ from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_n
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # vLLM's process has nothing of them
-    from benchmarks.gpu.bare_engine import BareEngine, Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
+    from benchmarks.gpu.bare_engine import BareEngine
 
 MAX_DRAFTS = 4
 # As an EAGLE-3 head's drafts are reported to hold, each if those in front of it do.
@@ -61,9 +62,9 @@ def oracle(options: argparse.Namespace) -> dict[str, Any]:
     """Drafts that hold as often as EAGLE's are said to, at what such a head's products cost."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
-    from benchmarks.gpu.bare_engine import Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
 
-    engine = _engine(options, Drafts(MAX_DRAFTS, None, lambda: _oracle(options), MAX_DRAFTS))
+    engine = _engine(options, Drafts(MAX_DRAFTS, None, lambda _: _oracle(options), MAX_DRAFTS))
     return _measured(options, engine, partial(_texts, texts=("repeat",), batches=(1, 16, 64)))
 
 
@@ -193,10 +194,10 @@ def count_drafts(engine: BareEngine) -> dict[str, int]:
 def ngram_drafts(constant: int | None) -> Drafts:
     """By n-grams of 2 to 4 tokens. constant: in every row so many; None: as many as pay."""
 
-    from benchmarks.gpu.bare_engine import Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
     from replicas.speculation.ngram_drafter import NgramDrafter
 
-    def on_card() -> Any:
+    def on_card(_: Any) -> Any:
         from replicas.cuda.card_drafts import CardDrafting
         from replicas.cuda.card_ngram_drafter import CardNgramDrafter
 

@@ -1,0 +1,253 @@
+"""The CUDA runner with a draft model, and with an EAGLE-3 head: texts are those without, and drafts are those that the
+same model makes on a CPU.
+
+On a card as it is; in Triton's interpreter as `test_cuda_runner`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from replicas.kv.kv_pool import KvPool
+from replicas.model.model_loader import LoadedModel, load_model
+from replicas.settings import ModelSettings
+from replicas.speculation.draft_loading import load_head
+from replicas.speculation.drafter import DraftRow
+from scheduler.sampling_params import SamplingParams
+from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
+from tests.replicas.eagle3_reference import Reference, config_of, random_tensors, save_eagle
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.cuda import card_draft_model, card_eagle3, eagle3_card_runner
+from replicas.cuda.card_draft_model import CardDraftModel
+from replicas.cuda.card_drafts import CardDrafting
+from replicas.cuda.card_eagle3 import CardEagle3
+from replicas.cuda.draft_model_runner import DraftModelRunner
+from replicas.cuda.eagle3_card_runner import Eagle3CardRunner
+from replicas.cuda.slots import CudaSlots
+from tests.gpu.test_cuda_runner import CalledGraph
+from tests.gpu.test_speculative_runner import (
+    BLOCKS_A_SLOT,
+    GREEDY,
+    MAX_DRAFTS,
+    MAX_LEN,
+    NUM_NEW,
+    NUM_SLOTS,
+    PROMPTS,
+    SAMPLED,
+    Host,
+    few_graphs,  # noqa: F401 - a fixture
+    make_prompt_dependent,
+    make_runner,
+    texts_without_drafts,
+)
+
+pytestmark = pytest.mark.interpreted
+
+SHAPE = CONFIG | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+NUM_LAYERS, LAYER_IDS = 2, (0, 1, 2)
+HEAD = config_of(hidden_size=64, num_heads=2, num_kv_heads=1, vocab_size=300, draft_vocab_size=120)
+
+
+class LazyGraph(CalledGraph):
+    """As its base, but that capturing computes nothing: of the interpreter's time that would be most."""
+
+    def __init__(self, static_input: torch.Tensor, run: Any, pool: Any, stream: Any) -> None:
+        self._input, self._run = static_input, run
+
+
+@pytest.fixture(autouse=True)
+def few_loops(few_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    for module in (card_draft_model, card_eagle3):
+        monkeypatch.setattr(module, "_ROWS", ())
+        monkeypatch.setattr(module, "_DRAFTS", ())
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(module, "StepGraph", LazyGraph)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(eagle3_card_runner, "StepGraph", CalledGraph)
+    monkeypatch.setattr("replicas.cuda.draft_model_runner._CHUNKS", (16,))
+
+
+def load(folder: Path, num_layers: int) -> LoadedModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": num_layers}))
+    loaded = load_model(ModelSettings(str(folder), str(folder), "float32", 256, "dummy", False), device)
+    make_prompt_dependent(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedModel:
+    """In float32: in the interpreter products of 16 bits take nearly all of the time."""
+    return load(folder / "served", 1)
+
+
+@pytest.fixture(scope="module")
+def same(folder: Path) -> LoadedModel:
+    """The served model once more: as a draft model it is always right."""
+    return load(folder / "same", 1)
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path) -> LoadedModel:
+    """One that knows less."""
+    return load(folder / "other", 2)
+
+
+def draft_runner(
+    draft: LoadedModel, device: torch.device, num_blocks: int = NUM_SLOTS * BLOCKS_A_SLOT
+) -> DraftModelRunner:
+    runner = DraftModelRunner(draft, KvPool(draft.kv_layout(16), num_blocks, device), NUM_SLOTS, MAX_LEN)
+    runner.warm_up()
+    runner.pool.tensor.fill_(torch.nan)  # nobody may look at what nobody has written
+    return runner
+
+
+def by_model(draft: LoadedModel, made: list[CardDraftModel], max_len: int = MAX_LEN) -> CardDrafting:
+    def make(slots: CudaSlots) -> CardDraftModel:
+        runner = draft_runner(draft, slots.state.device)
+        made.append(CardDraftModel(runner, slots, max_len, 300, MAX_DRAFTS))
+        return made[0]
+
+    return CardDrafting(make, MAX_DRAFTS, is_told=False)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    device: torch.device, loaded: LoadedModel, same: LoadedModel, lag: int, sampling: SamplingParams
+) -> None:
+    """With the served model's own noise, too; however many steps are in flight."""
+    expected = texts_without_drafts(loaded, device, sampling)
+    made: list[CardDraftModel] = []
+    runner = make_runner(loaded, device, by_model(same, made))
+    runner.warm_up()
+    host = Host(runner, NUM_NEW, sampling, lag)
+    host.begin(PROMPTS)
+    assert host.run({0: 4, 1: 2, 3: 1}) == expected
+    # The last steps may be short.
+    for slot, num_drafts in ((0, 4), (1, 2), (3, 1)):
+        assert set(host.running[slot].taken[1:-1]) == {1 + num_drafts}, slot
+    assert set(host.running[4].taken) == {1}
+    assert made[0].counts.undrafted == {"no_blocks": 0, "catching_up": 0, "beyond_reach": 0}
+    assert made[0].counts.prompt_tokens == sum(len(PROMPTS[slot]) for slot in (0, 1, 3))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("is_warm", [True, False], ids=["graphs", "by hand"])
+def test_texts_are_those_without_a_draft_model_that_errs(
+    device: torch.device, loaded: LoadedModel, other: LoadedModel, lag: int, is_warm: bool
+) -> None:
+    expected = texts_without_drafts(loaded, device, SAMPLED)
+    runner = make_runner(loaded, device, by_model(other, []))
+    if is_warm:
+        runner.warm_up()
+    host = Host(runner, NUM_NEW, SAMPLED, lag)
+    host.begin(PROMPTS)
+    assert host.run({0: 4, 1: 2, 3: 1}) == expected
+
+
+# -- EAGLE-3 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def looked_into(folder: Path) -> Path:
+    """A model of transformers' own."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=NUM_LAYERS, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "looked_into")
+    return folder / "looked_into"
+
+
+def load_looked_into(source: Path, device: torch.device) -> LoadedModel:
+    return load_model(ModelSettings(str(source), str(source), "float32", 256, "auto", False), device)
+
+
+class SpiedEagle3(CardEagle3):
+    """Notes what it drafts, and behind which position."""
+
+    made: list[tuple[int, int, list[int]]]
+
+    def draft(self, rows: Sequence[DraftRow]) -> torch.Tensor:
+        lengths = self.head.slots.length[[row.slot for row in rows]].tolist()
+        drafts = super().draft(rows)
+        for row, length, found in zip(rows, lengths, drafts.tolist(), strict=True):
+            self.made.append((row.slot, length, found[: row.num_drafts]))
+        return drafts
+
+
+def eagle_runner(source: Path, head_folder: Path, device: torch.device) -> tuple[Eagle3CardRunner, SpiedEagle3]:
+    loaded = load_looked_into(source, device)
+    head = load_head(str(head_folder), loaded, device)
+    layout = replace(loaded.kv_layout(16), num_extra_layers=1)
+    pool = KvPool(layout, NUM_SLOTS * BLOCKS_A_SLOT + 1, device)
+    made: list[SpiedEagle3] = []
+
+    def make(slots: CudaSlots) -> SpiedEagle3:
+        made.append(SpiedEagle3(head, pool, slots, MAX_DRAFTS))
+        made[0].made = []
+        return made[0]
+
+    drafting = CardDrafting(make, MAX_DRAFTS, is_told=False)
+    return Eagle3CardRunner(loaded, pool, NUM_SLOTS, MAX_LEN, drafting=drafting), made[0]
+
+
+@pytest.fixture(scope="module")
+def head_folder(folder: Path) -> Path:
+    save_eagle(folder / "head", HEAD | {"eagle_aux_hidden_state_layer_ids": list(LAYER_IDS)}, random_tensors(HEAD))
+    return folder / "head"
+
+
+def states_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """By transformers alone: what is in front of the layers that the head looks at, and behind the last one."""
+    last: list[torch.Tensor] = []
+    hook = model.model.layers[-1].register_forward_hook(lambda module, arguments, output: last.append(output))
+    hidden = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    hook.remove()
+    states = (*hidden[:-1], last[0])
+    return torch.cat([states[layer_id][0] for layer_id in LAYER_IDS], dim=1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("is_warm", [True, False], ids=["graphs", "by hand"])
+def test_a_heads_drafts_are_those_of_its_publication(
+    device: torch.device, looked_into: Path, head_folder: Path, lag: int, is_warm: bool
+) -> None:
+    """Behind prompts and rows, with right and wrong drafts: what the head has of a sequence is right every time. And
+    the texts are those without."""
+    expected = texts_without_drafts(load_looked_into(looked_into, device), device, GREEDY)
+    runner, drafter = eagle_runner(looked_into, head_folder, device)
+    if is_warm:
+        runner.warm_up()
+    runner.pool.tensor.fill_(torch.nan)  # nobody may look at what nobody has written
+    host = Host(runner, NUM_NEW, GREEDY, lag)
+    host.begin(PROMPTS)
+    assert host.run({0: 4, 1: 2, 3: 1}) == expected
+    assert runner.num_failed_drafters == 0
+    alone = AutoModelForCausalLM.from_pretrained(looked_into, dtype=torch.float32).eval()
+    reference = Reference(HEAD, random_tensors(HEAD))
+    assert {slot for slot, _, _ in drafter.made} == {0, 1, 3}
+    for slot, length, drafts in drafter.made:
+        ids = host.running[slot].tokens[: length + 1]
+        if len(ids) == length + 1:
+            assert drafts == reference.drafts(states_of(alone, ids[:-1]), ids, len(drafts)), (slot, length)
