@@ -21,6 +21,7 @@ from replicas.model.model_loader import LoadedModel, load_model
 from replicas.settings import ModelSettings
 from replicas.speculation.draft_loading import load_head
 from replicas.speculation.drafter import DraftRow
+from scheduler.plan import RuleContext, SlotInit
 from scheduler.sampling_params import SamplingParams
 from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
 from tests.replicas.eagle3_reference import Reference, config_of, random_tensors, save_eagle
