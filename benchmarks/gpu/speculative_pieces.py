@@ -68,6 +68,25 @@ def oracle(options: argparse.Namespace) -> dict[str, Any]:
     return _measured(options, engine, partial(_texts, texts=("repeat",), batches=(1, 16, 64)))
 
 
+def eagle3(options: argparse.Namespace) -> dict[str, Any]:
+    """A head of random weights: what it costs, ms a token with nothing that holds; then with nothing drafted."""
+    from benchmarks.gpu.bare_drafts import Drafts
+    from benchmarks.gpu.random_head import random_head
+
+    if options.device != "cuda":
+        return {"skipped": "needs a card"}
+    size = min(_DRAFT_VOCABULARY, _vocab_size(options) // 2)
+
+    def drafts(constant: int) -> Drafts:
+        return Drafts(MAX_DRAFTS, None, None, constant, lambda served: random_head(served, size))
+
+    engine = _engine(options, drafts(MAX_DRAFTS))
+    measure = partial(_texts, texts=("repeat",), batches=(1, 16, 64))
+    found = _measured(options, engine, measure)
+    beside = _measured(options, engine.beside(None, drafts(0)), measure)
+    return found | {f"none_{key}": value for key, value in beside.items()}
+
+
 def vllm(drafting: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
     """vLLM's offline class. Not twice in one process: the second takes the memory that the first one gives back for
     somebody else's, and refuses to start."""
@@ -224,6 +243,7 @@ PIECES: dict[str, Piece] = {
     "speculative-plain": plain,
     "speculative": ngram,
     "speculative-oracle": oracle,
+    "speculative-eagle3": eagle3,
     "vllm-plain": partial(vllm, None),
     "vllm-ngram": partial(vllm, _VLLM_NGRAMS),
 }

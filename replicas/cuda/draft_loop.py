@@ -67,7 +67,7 @@ class LoopParts:
 
 
 class CatchUpPass:
-    """Reads up to CATCH_UP tokens of each of some rows. Gives nothing that anybody looks at."""
+    """Reads up to CATCH_UP tokens of each of some rows. Gives where those are that it reads to their ends."""
 
     def __init__(self, parts: LoopParts, num_rows: int) -> None:
         self._parts = parts
@@ -75,7 +75,7 @@ class CatchUpPass:
 
     def run(self) -> torch.Tensor:
         slots, wanted, _ = self.static_input
-        return self._parts.logits_of(CATCH_UP, slots, wanted)[1]
+        return self._parts.logits_of(CATCH_UP, slots, wanted)[0].lengths
 
 
 class DraftLoop:
