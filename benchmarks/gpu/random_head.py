@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from replicas.model.model_loader import LoadedModel
 from replicas.speculation.eagle3_files import Eagle3Config
@@ -39,5 +40,5 @@ def random_head(served: LoadedModel, draft_vocab_size: int) -> Eagle3Head:
         own[name] = numbers.to(served.dtype)
     head.load_state_dict(own, strict=False, assign=True)
     head.target_ids = torch.arange(draft_vocab_size, device=device)
-    head.rotary_emb = type(head.rotary_emb)(layer, device=device)
+    head.rotary_emb = LlamaRotaryEmbedding(layer).to(device)
     return head.eval().requires_grad_(False)
