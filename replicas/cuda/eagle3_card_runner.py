@@ -74,7 +74,8 @@ class Eagle3CardRunner(CudaRunner):
         captured = self._graphs.captured()
         with start_step("capturing the head's layer behind each graph", len(captured), "graphs") as step:
             for graph in captured:
-                made = FollowPass(self._eagle.head, self._states, graph.given)
+                # What was captured has not run yet: where its tokens lie stands in its memory behind the first replay.
+                made = FollowPass(self._eagle.head, self._states, graph.repeat())
                 self._follows[graph] = _Follows(made, StepGraph(made.static_input, made.run, self._graphs.memory, None))
                 step.advance()
         torch.cuda.synchronize()
@@ -133,7 +134,7 @@ class Eagle3CardRunner(CudaRunner):
         if planned.chunk is not None:
             made.next_id.fill_(self._next_id(planned.chunk))
         made.static_input[: len(drawn)].copy_(drawn)
-        follows.graph.replay(made.static_input)
+        follows.graph.repeat()
 
     def _next_id(self, chunk: Slice) -> int:
         """Of the prompt, behind a chunk; -1: it is drawn."""

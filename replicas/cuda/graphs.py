@@ -96,6 +96,10 @@ class StepGraph(Generic[_Given]):
     def replay(self, values: torch.Tensor) -> _Given:
         """values: in pinned memory or on the device, in the static input's shape. Does not wait."""
         self._input.copy_(values, non_blocking=True)
+        return self.repeat()
+
+    def repeat(self) -> _Given:
+        """Once more, by the input as it is: at first that with which it was captured. Does not wait."""
         self._graph.replay()
         return self.given
 

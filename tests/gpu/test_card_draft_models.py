@@ -68,8 +68,8 @@ class StaticGraph(CalledGraph):
     def __init__(self, static_input: torch.Tensor, run: Any, pool: Any, stream: Any) -> None:
         self._input, self._run, self.given = static_input, run, run()
 
-    def replay(self, values: torch.Tensor) -> Any:
-        copy_into(self.given, super().replay(values))
+    def repeat(self) -> Any:
+        copy_into(self.given, super().repeat())
         return self.given
 
 
