@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from benchmarks.gpu.bare_drafts import Drafts
 from replicas.engine.constrained_rows import Grammars
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
@@ -29,39 +30,17 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
-from replicas.serving.device_runner import make_runner, speculation_of
+from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
-from replicas.speculation.drafter import Drafter
-from replicas.speculation.history import TokenHistory
 from scheduler.admission import AdmissionPolicy
 from scheduler.capabilities import DECODE
-from scheduler.constant_drafts import ConstantDrafts
-from scheduler.draft_planner import Speculation
 from scheduler.grammar import Grammar
 from scheduler.lane_split import LaneObjectives
 from scheduler.pool_limits import PoolLimits
 from scheduler.prefix_book import PrefixOptions
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from replicas.cuda.card_drafts import CardDrafting
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """make_drafter, card_drafting: as `make_runner` wants them, for a CPU and a card. max_drafts: of a row. constant:
-    every row has so many; None: as many as pay."""
-
-    max_drafts: int
-    make_drafter: Callable[[TokenHistory], Drafter] | None
-    card_drafting: Callable[[], CardDrafting] | None
-    constant: int | None = None
-
-    def speculation(self, runner: ModelRunner) -> Speculation:
-        chosen = speculation_of(runner, self.max_drafts)
-        return chosen if self.constant is None else replace(chosen, speculator=ConstantDrafts(self.constant))
 
 
 @dataclass(slots=True)
@@ -178,6 +157,8 @@ class BareEngine:
         self.load_s = time.perf_counter() - started_s
         self.memory = LoadMemory.now(device)
         layout = loaded.kv_layout(size.block_size, few.kv_dtype)
+        head = drafts.make_head(loaded) if drafts and drafts.make_head else None
+        layout = layout if head is None else replace(layout, num_extra_layers=1)
         if size.capacity_tokens is not None:
             capacity_bytes = size.capacity_tokens * layout.bytes_per_token
         else:
@@ -185,8 +166,8 @@ class BareEngine:
         pool = KvPool(layout, capacity_bytes // layout.block_bytes, device)
         self.runner: ModelRunner = make_runner(
             loaded, pool, size.max_sequences, size.max_model_len, size.num_host_blocks, lanes is not None,
-            make_drafter=drafts.make_drafter if drafts else None,
-            card_drafting=drafts.card_drafting if drafts else None,
+            make_drafter=drafts.make_drafter if drafts else None, head=head,
+            card_drafting=drafts.on_card(pool, head) if drafts else None,
         )  # fmt: skip
         self.failed_check = ""
         try:

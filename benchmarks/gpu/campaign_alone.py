@@ -49,10 +49,13 @@ ALONE = {
     "speculative-plain": 70.0,
     "speculative": 85.0,
     "speculative-oracle": 75.0,
+    "speculative-eagle3": 95.0,
     "vllm-plain": 130.0,
     "vllm-ngram": 130.0,
 }
-_SPECULATIVE = ("speculative-plain", "speculative", "speculative-oracle", "vllm-plain", "vllm-ngram")
+_SPECULATIVE = (
+    "speculative-plain", "speculative", "speculative-oracle", "speculative-eagle3", "vllm-plain", "vllm-ngram"
+)  # fmt: skip
 _MOST_OF_EXPECTED = 2.5  # times as long as expected: it hangs
 
 

@@ -26,7 +26,8 @@ from benchmarks.gpu.walking_model import AHEAD, followers, make_walk, start_of_n
 from scheduler.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # vLLM's process has nothing of them
-    from benchmarks.gpu.bare_engine import BareEngine, Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
+    from benchmarks.gpu.bare_engine import BareEngine
 
 MAX_DRAFTS = 4
 # As an EAGLE-3 head's drafts are reported to hold, each if those in front of it do.
@@ -64,10 +65,10 @@ def oracle(options: argparse.Namespace, *, is_fp8: bool = False) -> dict[str, An
     or rounded to 8 bits. With as many drafts as pay; then with always so many."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
-    from benchmarks.gpu.bare_engine import Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
 
     def drafts(constant: int | None) -> Drafts:
-        return Drafts(MAX_DRAFTS, None, lambda: _oracle(options, is_fp8), constant)
+        return Drafts(MAX_DRAFTS, None, lambda _: _oracle(options, is_fp8), constant)
 
     engine = _engine(options, drafts(None))
     measure = partial(_texts, texts=("repeat",), batches=(1, 16, 64))
@@ -76,6 +77,25 @@ def oracle(options: argparse.Namespace, *, is_fp8: bool = False) -> dict[str, An
         beside = _measured(options, engine.beside(None, drafts(constant)), measure)
         found |= {f"always_{constant}_{key}": value for key, value in beside.items()}
     return found
+
+
+def eagle3(options: argparse.Namespace) -> dict[str, Any]:
+    """A head of random weights: what it costs, ms a token with nothing that holds; then with nothing drafted."""
+    from benchmarks.gpu.bare_drafts import Drafts
+    from benchmarks.gpu.random_head import random_head
+
+    if options.device != "cuda":
+        return {"skipped": "needs a card"}
+    size = min(_DRAFT_VOCABULARY, _vocab_size(options) // 2)
+
+    def drafts(constant: int) -> Drafts:
+        return Drafts(MAX_DRAFTS, None, None, constant, lambda served: random_head(served, size))
+
+    engine = _engine(options, drafts(MAX_DRAFTS))
+    measure = partial(_texts, texts=("repeat",), batches=(1, 16, 64))
+    found = _measured(options, engine, measure)
+    beside = _measured(options, engine.beside(None, drafts(0)), measure)
+    return found | {f"none_{key}": value for key, value in beside.items()}
 
 
 def vllm(drafting: dict[str, Any] | None, options: argparse.Namespace) -> dict[str, Any]:
@@ -205,10 +225,10 @@ def count_drafts(engine: BareEngine) -> dict[str, int]:
 def ngram_drafts(constant: int | None) -> Drafts:
     """By n-grams of 2 to 4 tokens. constant: in every row so many; None: as many as pay."""
 
-    from benchmarks.gpu.bare_engine import Drafts
+    from benchmarks.gpu.bare_drafts import Drafts
     from replicas.speculation.ngram_drafter import NgramDrafter
 
-    def on_card() -> Any:
+    def on_card(_: Any) -> Any:
         from replicas.cuda.card_drafts import CardDrafting
         from replicas.cuda.card_ngram_drafter import CardNgramDrafter
 
@@ -242,6 +262,7 @@ PIECES: dict[str, Piece] = {
     "speculative": ngram,
     "speculative-oracle": oracle,
     "speculative-oracle-fp8": partial(oracle, is_fp8=True),
+    "speculative-eagle3": eagle3,
     "vllm-plain": partial(vllm, None),
     "vllm-ngram": partial(vllm, _VLLM_NGRAMS),
 }

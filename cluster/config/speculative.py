@@ -14,7 +14,6 @@ from cluster.config.pool import PoolsConfig
 from cluster.config.section import Section, absolute_path, base_dir_of
 
 _MODEL_METHODS = ("draft_model", "eagle3")
-_CPU_METHODS = (*_MODEL_METHODS, "grammar")
 
 
 class SpeculativeConfig(Section):
@@ -77,8 +76,8 @@ def speculative_conflicts(speculative: SpeculativeConfig, layout: str, pools: Po
     if method == "eagle3" and layout == "two_lanes":
         reason = "eagle3 needs prompts and answers in the same lane; set layout: colocated or split, or method: ngram"
         yield Conflict(key, reason, around)
-    if method in _CPU_METHODS and any(pool.device == "cuda" for pool in pools.deployed().values()):
-        yield Conflict(key, f"{method} is for CPUs so far; with device cuda set ngram or none", around)
+    if method == "grammar" and any(pool.device == "cuda" for pool in pools.deployed().values()):
+        yield Conflict(key, "grammar is for CPUs so far; with device cuda set another one, or none", around)
     if speculative.ngram_min > speculative.ngram_max:
         reason = (
             f"{speculative.ngram_min} is more than speculative.ngram_max, {speculative.ngram_max}; expected at most "

@@ -24,7 +24,17 @@ from replicas.model_support import UnsupportedModel
 from replicas.stored_numbers import FP8, as_stored
 
 CUDA_ATTENTION_NAME = "splitserve_paged_cuda"
+_FP8_CAPABILITY = (8, 9)  # cards from here on convert numbers of 8 bits
 _FRESH_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+
+def refuse_numbers(stored: torch.dtype, of_model: torch.dtype, device: torch.device) -> None:
+    """Raises UnsupportedModel for a pool whose numbers no kernel reads."""
+    if stored is not FP8 and stored is not of_model:
+        raise UnsupportedModel(f"a KV pool of {stored}: kernels here want the model's {of_model}, or {FP8}")
+    if stored is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        has = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise UnsupportedModel(f"kv.dtype fp8 needs a card of compute capability 8.9, this one has {has}; set auto")
 
 
 def bind_attention(model: nn.Module, pool: KvPool) -> None:

@@ -18,7 +18,7 @@ from replicas.kernels.row_feed import FedRows, PlannedRows, feed_rows
 from replicas.kernels.work_sharing import WorkSharing
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
-from replicas.speculation.drafter import NO_DRAFT, Drafter, DraftRow
+from replicas.speculation.drafter import NO_DRAFT, Drafter, DraftRow, ExpectingDrafter
 from scheduler.plan import Slice, SlotInit, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -116,6 +116,11 @@ class CardDrafts:
         return self._drafter is not None
 
     @property
+    def drafter(self) -> Drafter | None:
+        """None once it has failed."""
+        return self._drafter
+
+    @property
     def most(self) -> int:
         """Tokens of a row."""
         return 1 + self.max_drafts
@@ -126,7 +131,17 @@ class CardDrafts:
             self._started.discard(init.slot)
             if init.may_draft and self._drafter is not None:
                 self._started.add(init.slot)
-                self._asking(lambda drafter, init=init: drafter.start(init))  # type: ignore[misc]
+                self.asking(lambda drafter, init=init: drafter.start(init))  # type: ignore[misc]
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """As of an ExpectingDrafter, if it is one. Mutates."""
+        if isinstance(expecting := self._drafter, ExpectingDrafter):
+            self.asking(lambda _: expecting.expect(slot, prompt_ids))
+
+    def read_ahead(self) -> bool:
+        """Likewise."""
+        expecting = self._drafter
+        return isinstance(expecting, ExpectingDrafter) and bool(self.asking(lambda _: expecting.read_ahead()))
 
     def resolved(self, plan: StepPlan, most_tokens: int | None) -> StepPlan:
         """The plan as it is computed: without drafts where nobody makes any, or for so many rows, or rows' tokens, that
@@ -143,10 +158,10 @@ class CardDrafts:
         Mutates into."""
         into.fill_(NO_DRAFT)
         asking = [index for index, row in enumerate(rows) if row.num_drafts]
-        wanted = [DraftRow(row.slot, row.choice, row.num_drafts) for row in rows if row.num_drafts]
+        wanted = [DraftRow(row.slot, row.choice, row.num_drafts, row.start) for row in rows if row.num_drafts]
         if not wanted:
             return
-        found = self._asking(lambda drafter: drafter.draft(wanted))
+        found = self.asking(lambda drafter: drafter.draft(wanted))
         if found is None or not found.shape[1]:
             return
         if len(asking) == len(rows):
@@ -212,10 +227,10 @@ class CardDrafts:
             index = numbers_to_device(kept, counts.device)
             counts, tokens = counts[index], tokens[index]
         told = [slots[index] for index in kept]
-        self._asking(lambda drafter: drafter.accepted(told, tokens, counts))
+        self.asking(lambda drafter: drafter.accepted(told, tokens, counts))
 
-    def _asking(self, ask: Callable[[Drafter], _T]) -> _T | None:
-        """None once the drafter has failed: that costs drafts, not text."""
+    def asking(self, ask: Callable[[Drafter], _T]) -> _T | None:
+        """What it answers. None once the drafter has failed: that costs drafts, not text."""
         if self._drafter is None:
             return None
         try:

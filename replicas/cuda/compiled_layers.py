@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from replicas.cuda.layer_taps import TappedLayer
 from replicas.kernels.dependent_launch import launches_early
 
 logger = logging.getLogger(__name__)
@@ -15,7 +16,8 @@ def compile_decoder_layers(model: torch.nn.Module, num_layers: int, device: torc
     """From their next call on; that one takes seconds. Mutates."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for layer in _decoder_layers(model, num_layers):
-        layer.compile(dynamic=True, options=_compiler_options(device))
+        inner = layer.layer if isinstance(layer, TappedLayer) else layer
+        inner.compile(dynamic=True, options=_compiler_options(device))
 
 
 def _compiler_options(device: torch.device) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +27,20 @@ from scheduler.plan import Slice
 _MORE_CHOICES = 7
 
 
+class PassChunk(NamedTuple):
+    """A prompt's chunk in a pass, behind its rows: token ids, padded; first token, length and position; slot [1]."""
+
+    ids: torch.Tensor
+    span: torch.Tensor
+    slot: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A launched pass. logits [samples or more, vocab_size], valid until the graph's next replay.
 
     slots, positions (of the token that was fed), choices: int32, one for each row of logits, padding included. fed: the
-    rows, if they have drafts.
+    rows, if they have drafts. step: what its layers were given; chunk: of its prompt, if it has one.
     """
 
     logits: torch.Tensor
@@ -40,6 +48,8 @@ class Pass:
     positions: torch.Tensor
     choices: torch.Tensor
     fed: FedRows | None = None
+    step: CudaStep | None = None
+    chunk: PassChunk | None = None
 
 
 class PassModel:
@@ -84,7 +94,7 @@ class DecodePass:
         self._model = model
         self._size = size
         self.static_input = self.values(()).to(model.device)
-        self._layout = _launches(model.sharing, size).pack()
+        self._layout = launches_of(model.sharing, size).pack()
 
     def values(self, rows: Sequence[Slice]) -> torch.Tensor:
         """The static input for these rows, in pinned memory."""
@@ -107,7 +117,7 @@ class DecodePass:
         shares = self._model.sharing.share_out(positions)
         table = self._model.slots.block_table
         step = CudaStep(table, places, self._model.no_chunks, shares, self._layout)
-        return Pass(self._model.logits(input_ids, positions, 0, step), slots, positions, choices)
+        return Pass(self._model.logits(input_ids, positions, 0, step), slots, positions, choices, step=step)
 
 
 class DraftPass:
@@ -121,7 +131,7 @@ class DraftPass:
         self._num_rows, self._num_tokens = min(shape), shape.num_tokens
         self.drafts = torch.full((self._num_rows, drafts.max_drafts), NO_DRAFT, dtype=torch.int64, device=model.device)
         self.static_input = self.values(()).to(model.device)
-        launches = _launches(model.sharing, self._num_rows)
+        launches = launches_of(model.sharing, self._num_rows)
         self._layout = replace(
             launches, num_queries=self._num_tokens, most_queries=drafts.most, rows_at=model.sharing.rows_at
         ).pack()
@@ -136,7 +146,8 @@ class DraftPass:
         fed = self._drafts.laid_out(planned, self.drafts, self._model.sharing)
         table = self._model.slots.block_table
         step = CudaStep(table, fed.places, self._model.no_chunks, fed.shares, self._layout)
-        return Pass(self._model.logits(fed.ids, fed.positions, 0, step), fed.slots, fed.positions, fed.choices, fed)
+        logits = self._model.logits(fed.ids, fed.positions, 0, step)
+        return Pass(logits, fed.slots, fed.positions, fed.choices, fed, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +186,7 @@ class PromptPass:
         self._shape = shape
         rows, samples = shape.num_rows, shape.num_samples
         self._sizes = [rows, rows, samples, samples, samples, samples, 6, 1, shape.length]
-        self._layout = _launches(model.sharing, rows, shape).pack()
+        self._layout = launches_of(model.sharing, rows, shape).pack()
         self._offsets = torch.arange(shape.length, dtype=torch.int32, device=model.device)
         nothing = Slice.of_prompt("", model.slots.padding_slot, 0, ())
         self.static_input = self.values(nothing, ()).to(model.device)
@@ -218,10 +229,12 @@ class PromptPass:
         if row_ids is None:
             row_ids = self._model.slots.last_token.index_select(0, row_slots)
         input_ids = torch.cat([row_ids, ids])
-        return Pass(self._model.logits(input_ids, token_positions, kept.long(), step), slots, positions, choices)
+        logits = self._model.logits(input_ids, token_positions, kept.long(), step)
+        return Pass(logits, slots, positions, choices, None, step, PassChunk(ids, chunk[:3], slot))
 
 
-def _launches(sharing: WorkSharing, num_rows: int, shape: PromptShape | None = None) -> Launches:
+def launches_of(sharing: WorkSharing, num_rows: int, shape: PromptShape | None = None) -> Launches:
+    """Of so many rows of a token each, and a chunk of that shape."""
     fresh = ((num_rows, shape.length, 1),) if shape and shape.is_fresh else ()
     longest = shape.length if shape and not shape.is_fresh else 0
     pieces, tile_len = (sharing.most_pieces(num_rows), sharing.tile_len(num_rows)) if num_rows else (0, 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -40,6 +40,9 @@ _ANYWHERE_ALONE = (64, 256, 512, 1024, 2304)
 _MOST_PROMPTS = 4
 # A pass more takes as long as so many tokens more in one.
 _TOKENS_A_PASS = 200
+
+
+_Given = TypeVar("_Given")
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -71,11 +74,11 @@ def lone_prompt_shapes(longest: int, *, has_fresh: bool) -> list[PromptShape]:
     return sorted(kept, key=lambda shape: (shape.num_tokens, not shape.is_fresh))
 
 
-class StepGraph:
+class StepGraph(Generic[_Given]):
     """One captured pass. Its static input is filled by a pinned copy that torch keeps until it has run."""
 
     def __init__(
-        self, static_input: torch.Tensor, run: Callable[[], Pass], pool: Any, stream: torch.cuda.Stream | None = None
+        self, static_input: torch.Tensor, run: Callable[[], _Given], pool: Any, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Capture `run`, which reads static_input. Launches it once before. Blocks. stream: whose multiprocessors it
         keeps to; None: all of them."""
@@ -88,27 +91,32 @@ class StepGraph:
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, stream=captured_on):
-            self._pass = run()
+            self.given = run()
 
-    def replay(self, values: torch.Tensor) -> Pass:
-        """values: int32 in pinned memory, in the static input's shape. Does not wait."""
+    def replay(self, values: torch.Tensor) -> _Given:
+        """values: in pinned memory or on the device, in the static input's shape. Does not wait."""
         self._input.copy_(values, non_blocking=True)
+        return self.repeat()
+
+    def repeat(self) -> _Given:
+        """Once more, by the input as it is: at first that with which it was captured. Does not wait."""
         self._graph.replay()
-        return self._pass
+        return self.given
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPass:
     """A pass that a graph does for a plan. num_samples: of how many of its rows of logits, the first ones, the plan
     wants tokens. used: the slots that get them, one each. rows: those with drafts instead, which come to lie in
-    `drafts`."""
+    `drafts`. chunk: of a prompt, if it has one."""
 
-    graph: StepGraph
+    graph: StepGraph[Pass]
     values: torch.Tensor
     num_samples: int
     used: tuple[int, ...] = ()
     rows: tuple[Slice, ...] = ()
     drafts: torch.Tensor | None = None
+    chunk: Slice | None = None
 
     def launch(self, drafting: CardDrafts | None = None) -> Pass:
         """Does not wait. What the last pass of any graph gave is overwritten. drafting: makes its drafts."""
@@ -154,14 +162,14 @@ class StepGraphs:
         self._model = PassModel(model, slots, sharing, drafts)
         self._drafts = drafts
         self._draft_shapes = draft_shapes(len(slots.sampling), drafts.max_drafts) if drafts else []
-        self._drafting: dict[DraftShape, tuple[DraftPass, StepGraph]] = {}
+        self._drafting: dict[DraftShape, tuple[DraftPass, StepGraph[Pass]]] = {}
         self._slots = slots
         self._pool = torch.cuda.graph_pool_handle() if memory is None else memory
         self._stream = stream
         self._batch_sizes = list(sizes)
         self._shapes = list(shapes)
-        self._decode: dict[int, tuple[DecodePass, StepGraph]] = {}
-        self._prompts: dict[PromptShape, tuple[PromptPass, StepGraph]] = {}
+        self._decode: dict[int, tuple[DecodePass, StepGraph[Pass]]] = {}
+        self._prompts: dict[PromptShape, tuple[PromptPass, StepGraph[Pass]]] = {}
 
     def capture(self) -> int:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
@@ -182,12 +190,21 @@ class StepGraphs:
                 step.advance()
         return num_graphs
 
+    def captured(self) -> list[StepGraph[Pass]]:
+        """All that there are, large before small."""
+        return [graph for passes in (self._prompts, self._decode, self._drafting) for _, graph in passes.values()]
+
+    @property
+    def memory(self) -> Any:
+        """That they take, for others that never run while they do."""
+        return self._pool
+
     @property
     def most_row_tokens(self) -> int:
         """Of a step with drafts."""
         return max([shape.num_tokens for shape in self._drafting], default=0)
 
-    def _captured(self, captured: PromptPass | DecodePass | DraftPass) -> StepGraph:
+    def _captured(self, captured: PromptPass | DecodePass | DraftPass) -> StepGraph[Pass]:
         return StepGraph(captured.static_input, captured.run, self._pool, self._stream)
 
     def draw_all_ways(self) -> None:
@@ -264,4 +281,4 @@ class StepGraphs:
     def _plan_prompt(self, shape: PromptShape, chunk: Slice, rows: Sequence[Slice]) -> PlannedPass:
         prompt, graph = self._prompts[shape]
         used = (*(row.slot for row in rows), *([chunk.slot] * chunk.num_sampled), *(fork.slot for fork in chunk.forks))
-        return PlannedPass(graph, prompt.values(chunk, rows), len(used), used)
+        return PlannedPass(graph, prompt.values(chunk, rows), len(used), used, chunk=chunk)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from replicas.cuda.attention import bind_attention, library_attention, prepare_library
+from replicas.cuda.attention import bind_attention, library_attention, prepare_library, refuse_numbers
 from replicas.cuda.card_drafts import MOST_ROW_TOKENS, MOST_ROWS, CardDrafting, CardDrafts, refuse_guesses
+from replicas.cuda.card_forward import CardForward
 from replicas.cuda.card_layers import card_layers
 from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.drawn_rows import DrawnRows
-from replicas.cuda.graph_passes import PromptShape
+from replicas.cuda.graph_passes import Pass, PromptShape
 from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
 from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain
-from replicas.cuda.step import build_cuda_inputs, fresh_runs
+from replicas.cuda.step import CudaInputs, build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import SettledTokens, TokensInFlight
 from replicas.device_copy import to_device
 from replicas.kernels.row_feed import FedRows
@@ -34,14 +35,12 @@ from replicas.kv.kv_pool import KvPool
 from replicas.layers.replaced_layers import replace_layers
 from replicas.model.model_loader import LoadedModel
 from replicas.model.model_runner import ForwardHandle, ModelRunner, StepHandle
-from replicas.model_support import UnsupportedModel
 from replicas.sampling.prompt_scores import ChunkScores
 from replicas.sampling.rules.token_masks import TokenMasks
 from replicas.sampling.sample_place import SamplePlace
 from replicas.sampling.sampled_tokens import SampledTokens
 from replicas.speculation.drafting_runner import computed_rows
 from replicas.start_step import start_step
-from replicas.stored_numbers import FP8
 from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
@@ -49,16 +48,6 @@ logger = logging.getLogger(__name__)
 
 # Prompt lengths of the steps that compile the layers: no two sizes in them are equal, or they would be taken for one.
 _WARM_UP_LENGTHS = (37, 23)
-_FP8_CAPABILITY = (8, 9)  # cards from here on convert numbers of 8 bits
-
-
-@dataclass(frozen=True, slots=True)
-class CardForward(ForwardHandle):
-    """fed: the plan's rows with drafts, as they were fed, until the next step; None: the plan has none. drawn: of its
-    rows of logits, which there are; on its way before anybody waits for masks. None: other code chooses."""
-
-    fed: FedRows | None = None
-    drawn: DrawnRows | None = None
 
 
 class CudaRunner(ModelRunner):
@@ -80,7 +69,7 @@ class CudaRunner(ModelRunner):
         """drafting: who makes drafts, and how many of a row; None: there are none, and rows are where plans say."""
         super().__init__(loaded, pool, num_slots, max_model_len, num_host_blocks)
         device = pool.tensor.device
-        _refuse_numbers(pool.layout.dtype, loaded.dtype, device)
+        refuse_numbers(pool.layout.dtype, loaded.dtype, device)
         self._max_model_len = max_model_len
         num_blocks = -(-max_model_len // pool.layout.block_size)
         self._slots: CudaSlots = CudaSlots(num_slots, num_blocks, max_model_len, device, drafting is not None)
@@ -113,6 +102,13 @@ class CudaRunner(ModelRunner):
     def can_draft(self, sampling: SamplingParams) -> bool:
         """The drawing kernels choose behind each draft, and only they."""
         return self._drafts is not None and self._drafts.is_alive and is_plain(sampling)
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        if self._drafts is not None:
+            self._drafts.expect(slot, prompt_ids)
+
+    def read_ahead(self) -> bool:
+        return self._drafts is not None and self._drafts.read_ahead()
 
     @property
     def num_failed_drafters(self) -> int:
@@ -187,11 +183,18 @@ class CudaRunner(ModelRunner):
                 has_sampled=kinds.has_sampled, has_filtered=kinds.has_filtered, most_kept=kinds.most_kept,
             )  # fmt: skip
             tokens.append(drawn[: planned.num_samples])
-            if self._drafts is not None and launched.fed is not None:
-                accepted = self._drafts.accept(planned.rows, drawn, launched.fed)
-            elif self._drafts is not None:
-                self._drafts.follow(planned.used, drawn, launched.slots, launched.positions)
+            if self._drafts is not None and (counted := self._held(self._drafts, planned, launched, drawn)) is not None:
+                accepted = counted
         return SettledTokens(torch.cat(tokens), accepted=accepted)
+
+    def _held(
+        self, drafts: CardDrafts, planned: PlannedPass, launched: Pass, drawn: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What was drawn behind a pass, held against its drafts: as `CardDrafts.accept`, None without. Mutates."""
+        if launched.fed is not None:
+            return drafts.accept(planned.rows, drawn, launched.fed)
+        drafts.follow(planned.used, drawn, launched.slots, launched.positions)
+        return None
 
     def _draw_rows(self, forwarded: ForwardHandle, drawn: DrawnRows, masks: TokenMasks | None) -> StepHandle:
         logits, kinds, mask_places = forwarded.logits, drawn.kinds, None
@@ -274,26 +277,23 @@ class CudaRunner(ModelRunner):
         chunk = Slice.of_prompt("warm-up", 0, 0, tuple(range(1, length + 1)), (SampleTarget(0, 0),))
         self.launch(StepPlan(-1, (init,), (TableWrite(0, 0, blocks),), (), (chunk,))).result()
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        if self._drafts is not None and any(row.num_tokens > 1 for row in plan.rows):
+    def _are_fed(self, rows: Sequence[Slice]) -> bool:
+        """Whether rows by hand are laid out with what drafts they have; else each is its last token."""
+        return any(row.num_tokens > 1 for row in rows)
+
+    def _inputs(self, plan: StepPlan) -> CudaInputs:
+        """Of a pass by hand. Mutates: what it feeds its rows."""
+        if self._drafts is not None and self._are_fed(plan.rows):
             self._fed = self._drafts.fed(plan.rows, self._sharing)
-        inputs = build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh, self._fed)
+        return build_cuda_inputs(plan, self._slots, self._sharing, self._has_fresh, self._fed)
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        inputs = self._inputs(plan)
         with library_attention():
             output = self._model(
                 input_ids=inputs.input_ids[None],
                 position_ids=inputs.step.positions.long()[None],
-                use_cache=False,
-                logits_to_keep=inputs.logit_rows,
-                paged=inputs.step,
-            )
+                use_cache=False, logits_to_keep=inputs.logit_rows, paged=inputs.step,
+            )  # fmt: skip
         logits: torch.Tensor = output.logits[0].float()
         return logits
-
-
-def _refuse_numbers(stored: torch.dtype, of_model: torch.dtype, device: torch.device) -> None:
-    """Raises UnsupportedModel for a pool whose numbers no kernel reads."""
-    if stored is not FP8 and stored is not of_model:
-        raise UnsupportedModel(f"a KV pool of {stored}: kernels here want the model's {of_model}, or {FP8}")
-    if stored is FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        has = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise UnsupportedModel(f"kv.dtype fp8 needs a card of compute capability 8.9, this one has {has}; set auto")

@@ -34,7 +34,7 @@ def make_runner(
     card_drafting: Callable[[], CardDrafting] | None = None,
 ) -> ModelRunner:
     """The runner for the pool's device. make_drafter: as of a DraftingRunner; head: as of an Eagle3Runner;
-    card_drafting: what drafts on a card; none of them: it has no drafts.
+    card_drafting: what drafts on a card, with a head by that; none of them: it has no drafts.
 
     Raises UnsupportedModel, and NotDivisible if it can't have two lanes.
     """
@@ -43,6 +43,10 @@ def make_runner(
         from replicas.cuda.lane_runner import DividedRunner
 
         return DividedRunner(loaded, pool, num_slots, max_model_len, num_host_blocks, drafting=drafting)
+    if pool.tensor.is_cuda and head is not None and drafting is not None:
+        from replicas.cuda.eagle3_card_runner import Eagle3CardRunner
+
+        return Eagle3CardRunner(loaded, pool, num_slots, max_model_len, num_host_blocks, drafting=drafting)
     if pool.tensor.is_cuda:
         from replicas.cuda.runner import CudaRunner  # its kernels need triton, which a CPU torch lacks
 

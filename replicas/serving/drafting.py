@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from replicas.start_step import start_step
 
 # Of a loaded model, a pool for it, slots, tokens of a sequence: what computes it.
 MakeRunner = Callable[[LoadedModel, KvPool, int, int], ModelRunner]
+
+_Runner = TypeVar("_Runner", bound=ModelRunner)
 
 if TYPE_CHECKING:
     from replicas.cuda.card_drafts import CardDrafting
@@ -56,11 +58,9 @@ class Drafting:
         method, source = speculative.method, speculative.model
         if method == "none" or (not (settings.pool == "decode" or settings.may_also) and method != "eagle3"):
             return None
-        if method == "ngram":
-            return Drafting(settings)
-        if device.type != "cpu":
-            raise CannotDraft(f"speculative.method {method} is for CPUs so far; on a card set ngram, or none")
-        if method == "grammar":
+        if method == "grammar" and device.type != "cpu":
+            raise CannotDraft("speculative.method grammar is for CPUs so far; on a card set ngram, or none")
+        if method in ("ngram", "grammar"):
             return Drafting(settings)
         assert source is not None, "the config has seen to it"
         if method == "eagle3":
@@ -97,22 +97,41 @@ class Drafting:
             return lambda _: None
         if self.draft is None:
             return lambda history: NgramDrafter(history, speculative.ngram_min, speculative.ngram_max)
-        loaded, max_len = self.draft.loaded, self.draft.max_len
+        runner = self._checked(self.draft, num_blocks, device, make_runner)
+        sizes = (self.draft.max_len, self.draft.loaded.vocab_size, self.served_vocab_size)
+        return lambda history: DraftModel(runner, history, *sizes, self.counts)
+
+    def on_card(self, pool: KvPool) -> CardDrafting:
+        """The same for a runner on a card. pool: the served model's."""
+        # Their kernels need triton, which a CPU torch lacks.
+        from replicas.cuda.card_draft_model import CardDraftModel
+        from replicas.cuda.card_drafts import CardDrafting
+        from replicas.cuda.card_eagle3 import CardEagle3
+        from replicas.cuda.card_ngram_drafter import CardNgramDrafter
+        from replicas.cuda.draft_model_runner import DraftModelRunner
+
+        speculative, head, draft = self.settings.speculative, self.head, self.draft
+        most = speculative.max_drafts
+        if head is not None:
+            return CardDrafting(lambda slots: CardEagle3(head, pool, slots, most), most, is_told=False)
+        if draft is not None:
+            runner = self._checked(draft, pool.num_blocks, pool.tensor.device, DraftModelRunner)
+            sizes = (draft.max_len, self.served_vocab_size, most)
+            return CardDrafting(lambda slots: CardDraftModel(runner, slots, *sizes, self.counts), most, is_told=False)
+        ngrams = (most, speculative.ngram_min, speculative.ngram_max)
+        return CardDrafting(lambda slots: CardNgramDrafter(slots, *ngrams), most, is_told=False)
+
+    def _checked(
+        self, draft: LoadedDraft, num_blocks: int, device: torch.device, make_runner: Callable[..., _Runner]
+    ) -> _Runner:
+        """What computes the draft model, checked and warm, with a pool of so many blocks. make_runner: as MakeRunner.
+        Blocks. Allocates. Raises as `self_check`."""
+        loaded = draft.loaded
         pool = KvPool(loaded.kv_layout(self.settings.kv.block_size), num_blocks, device)
-        runner = make_runner(loaded, pool, self.settings.max_running_sequences, max_len)
+        runner = make_runner(loaded, pool, self.settings.max_running_sequences, draft.max_len)
         with start_step("self-check of the draft model"), naming_failures("speculative.model", "its self-check"):
             self_check(runner, loaded)
             if runner.warm_up():
                 self_check(runner, loaded)
         pool.tensor.zero_()
-        sizes = (max_len, loaded.vocab_size, self.served_vocab_size)
-        return lambda history: DraftModel(runner, history, *sizes, self.counts)
-
-    def on_card(self) -> CardDrafting:
-        """The same for a runner on a card."""
-        from replicas.cuda.card_drafts import CardDrafting  # its kernels need triton, which a CPU torch lacks
-        from replicas.cuda.card_ngram_drafter import CardNgramDrafter
-
-        speculative = self.settings.speculative
-        sizes = (speculative.max_drafts, speculative.ngram_min, speculative.ngram_max)
-        return CardDrafting(lambda slots: CardNgramDrafter(slots, *sizes), speculative.max_drafts, is_told=False)
+        return runner

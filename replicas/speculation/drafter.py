@@ -7,7 +7,7 @@ are: it costs time when it is wrong, never words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,11 +17,13 @@ NO_DRAFT = -1
 
 
 class DraftRow(NamedTuple):
-    """A row that may have drafts behind its slot's last token: at most num_drafts, and at least 1."""
+    """A row that may have drafts behind its slot's last token: at most num_drafts, and at least 1. position: of that
+    token, at most, where it is the device that knows it."""
 
     slot: int
     choice: int
     num_drafts: int
+    position: int = 0
 
 
 class Drafter(Protocol):
@@ -45,3 +47,15 @@ class Drafter(Protocol):
         counts[i], at least one, of tokens[i]. int64 [len(slots), n] and [len(slots)]. Mutates. On a card nothing may
         wait for the device.
         """
+
+
+@runtime_checkable
+class ExpectingDrafter(Drafter, Protocol):
+    """One that reads prompts itself, and may do so before their sequences are here."""
+
+    def expect(self, slot: int, prompt_ids: tuple[int, ...]) -> None:
+        """A sequence with this prompt will take a slot when its KV is here. Not for slots of other lanes' threads.
+        Mutates."""
+
+    def read_ahead(self) -> bool:
+        """Read a part of the prompts that are expected; false if nothing is left of them. Blocks. Mutates."""

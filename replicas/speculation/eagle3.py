@@ -190,7 +190,7 @@ class Eagle3Drafter:
         if is_ahead:  # what nobody has computed yet may be no number
             self._pool.clear(inputs.fresh_blocks, ())
         step = PagedStep(self._pool, inputs, hidden.dtype)
-        output: Tensor = self._head(hidden, torch.tensor(next_ids), step)
+        output: Tensor = self._head(hidden, torch.tensor(next_ids), inputs.positions, step)
         return output
 
     def _draw(self, outputs: Tensor, rows: Sequence[DraftRow], lengths: dict[int, int], place: int) -> list[int]:

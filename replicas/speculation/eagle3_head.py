@@ -6,7 +6,8 @@ its output stands for token i + 2. Drafting further, its own output takes the pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from replicas.model.attention import paged_attention
-from replicas.model.paged_context import PagedStep
 from replicas.speculation.eagle3_files import NUM_HIDDEN_STATES, Eagle3Config, Eagle3Files, refuse_unexplained
 
 
@@ -50,15 +50,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, layer.hidden_size, bias=False)
         norms = [Norm(self.head_dim, layer.rms_norm_eps) if has_head_norms else nn.Identity() for _ in range(2)]
         self.q_norm, self.k_norm = norms
+        self.attend: Callable[..., tuple[Tensor, None]] = paged_attention  # a card has another one
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], step: PagedStep) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], step: Any) -> Tensor:
         """x: [1, n, 2 * hidden]. Writes keys and values. [1, n, hidden]."""
         query, key, value = (
             part.unflatten(2, (-1, self.head_dim)) for part in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         )
         query, key = self.q_norm(query).transpose(1, 2), self.k_norm(key).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *angles)
-        attended, _ = paged_attention(self, query, key, value.transpose(1, 2), None, paged=step)
+        attended, _ = self.attend(self, query, key, value.transpose(1, 2), None, paged=step)
         output: Tensor = self.o_proj(attended.flatten(2))
         return output
 
@@ -86,7 +87,7 @@ class Layer(nn.Module):
         self.hidden_norm = Norm(layer.hidden_size, layer.rms_norm_eps)
         self.post_attention_layernorm = Norm(layer.hidden_size, layer.rms_norm_eps)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], step: PagedStep) -> Tensor:
+    def forward(self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], step: Any) -> Tensor:
         normed = self.hidden_norm(hidden)
         hidden = normed if self._has_normed_residual else hidden
         x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
@@ -135,20 +136,26 @@ class Eagle3Head(nn.Module):
         output: Tensor = self.fc(states)
         return output
 
-    def forward(self, hidden: Tensor, next_ids: Tensor, step: PagedStep) -> Tensor:
-        """hidden: [n, hidden size], `fused` or its own output, at the step's positions. next_ids: int64 [n], the tokens
-        behind these. Writes keys and values at the positions. Its output, [n, hidden size]."""
+    def forward(self, hidden: Tensor, next_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
+        """hidden: [n, hidden size], `fused` or its own output, at positions, int64 [n]. next_ids: int64 [n], the tokens
+        behind these. step: what its attention is given. Writes keys and values at the positions. Its output, [n, hidden
+        size]."""
         embedded = self.embed_tokens(next_ids)[None].to(hidden.dtype)
-        angles = self.rotary_emb(hidden[None], step.inputs.positions[None])
+        angles = self.rotary_emb(hidden[None], positions[None])
         output: Tensor = self.layer(embedded, hidden[None], angles, step)[0]
         if self.config.is_fed_normed:
             output = self.norm(output)
         return output
 
+    def draft_logits(self, output: Tensor) -> Tensor:
+        """[n, draft vocabulary], of the tokens that it drafts, in the order of target_ids."""
+        normed = output if self.config.is_fed_normed else self.norm(output)
+        known: Tensor = self.lm_head(normed)
+        return known
+
     def logits(self, output: Tensor, vocab_size: int) -> Tensor:
         """float32 [n, vocab_size] of the served model's tokens: -inf of those that it never drafts."""
-        normed = output if self.config.is_fed_normed else self.norm(output)
-        known: Tensor = self.lm_head(normed).float()
+        known = self.draft_logits(output).float()
         logits = known.new_full((len(output), vocab_size), -torch.inf)
         logits[:, self.target_ids] = known
         return logits

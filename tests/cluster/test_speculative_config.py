@@ -62,10 +62,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "grammars on a card": (values({"method": "grammar"}, pool=CARD), "speculative.method: grammar is for CPUs so far"),
     "a model for grammars": (values({"method": "grammar", "model": "./m"}), "is of no use with method grammar"),
-    "a draft model on a card": (
-        values({"method": "draft_model", "model": "o/m"}, pool=CARD),
-        "speculative.method: draft_model is for CPUs so far",
-    ),
 }
 
 
@@ -81,6 +77,9 @@ def test_one_wrong_thing_is_one_clear_line(name: str) -> None:
 def test_what_may_be_said() -> None:
     assert config_of(values({})).speculative == SpeculativeConfig()
     assert config_of(values({"method": "ngram"}, pool=CARD)).speculative.method == "ngram"
+    for method in ("draft_model", "eagle3"):
+        on_cards = config_of(values({"method": method, "model": "org/model"}, pool=CARD))
+        assert on_cards.speculative.drafts_by_model
     for count in DRAFT_COUNTS:
         assert config_of(values({"max_drafts": count})).speculative.max_drafts == count
     assert config_of(values({"method": "eagle3", "model": "org/head"})).speculative.model == "org/head"
