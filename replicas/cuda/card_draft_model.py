@@ -28,7 +28,7 @@ from scheduler.plan import BlockCopy, Slice, SlotInit, StepPlan, TableWrite
 
 # Rows, fewer than there may be, and drafts that get a loop of their own; a small model's pass takes as long for some
 # rows as for one.
-_ROWS, _DRAFTS = (1, 4, 16), (2, 4, 7)
+_ROWS, _DRAFTS = (1, 4, 16, 64), (2, 4, 7)
 # Of a step: a row that has paused for longer comes back over some steps.
 _MOST_CATCH_UPS = 4
 

@@ -23,7 +23,7 @@ from replicas.start_step import start_step
 from scheduler.plan import SlotInit
 
 # Rows, fewer than there may be, and drafts that get a loop of their own.
-_ROWS, _DRAFTS = (1, 2, 4, 8, 16, 32), (2, 4, 7)
+_ROWS, _DRAFTS = (1, 2, 4, 8, 16, 32, 64), (2, 4, 7)
 
 
 class HeadLoop:
