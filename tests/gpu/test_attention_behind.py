@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, paged_case, relative_error
+from tests.gpu.paged_case import BLOCK_SIZE, TOLERANCE, attention, by_definition, paged_case, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import attention_behind
@@ -21,19 +21,6 @@ from replicas.stored_numbers import FP8
 pytestmark = pytest.mark.interpreted
 
 DTYPES = [torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
-
-
-def by_definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `library_attention_of`."""
-    group = query.shape[1] // key.shape[1]
-    k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), k) * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype).contiguous()
-    return out, scores.logsumexp(-1).float()
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +101,7 @@ def test_long_chunks_behind_earlier_tokens(
 def check(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, sizes: tuple[int, int, int]
 ) -> None:
-    """sizes: tokens in front, of the chunk, and with its padding. Those in front are another sequence's, found again."""
+    """sizes: tokens in front, of the chunk, and with its padding. Those in front are another sequence's, too."""
     num_heads, num_kv_heads = heads
     num_earlier, length, padded = sizes
     lengths = [num_earlier, num_earlier + length]
