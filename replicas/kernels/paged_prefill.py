@@ -118,7 +118,7 @@ def paged_prefill(
     elif padded > 128:
         block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
     elif kv.dtype is query.dtype:
-        # A chunk of 2,048, first and behind 4,096 (Llama-3.1-8B, H200): 146 and 560 us a layer; of 128 rows 156 and 580.
+        # 2,048 tokens, first and behind 4,096 (Llama-3.1-8B, H200): 146 and 560 us a layer; tiles of 128, 156 and 580.
         block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
     else:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 3  # each tile makes its keys numbers anew
