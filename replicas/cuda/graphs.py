@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
 # be anywhere in a prompt, and of fresh prompts. Between them prompts are padded.
-# 2304: a long prompt's part of a step of that many tokens. Each graph takes 0.1 s of a start.
-_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# 2304: what a step of that many tokens, as configs for cards have it, has room for. Each graph takes 0.1 s of a start.
+_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304)
 _BESIDE_ROWS = (
     (32, (64, 256, 512, 1024, 1536, 2304), (768, 1024, 1536, 2048)),
     (128, (64, 512, 2304), (1024, 2048)),

@@ -83,13 +83,14 @@ class Launches:
 
     def pack(self) -> torch.Tensor:
         head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk]
-        more = [self.num_queries, self.most_queries, self.rows_at, self.num_earlier]
+        more = [self.num_queries, self.most_queries, self.rows_at, self.num_earlier, len(self.fresh)]
         return torch.tensor([*head, *more, *(number for run in self.fresh for number in run)], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Launches:
-        num_rows, num_pieces, tile_len, num_chunks, longest, queries, most, rows_at, earlier, *rest = packed.tolist()
-        fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
+        num_rows, num_pieces, tile_len, num_chunks, longest, *more = packed.tolist()
+        queries, most, rows_at, earlier, count, *rest = more
+        fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, 3 * count, 3))
         return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh, queries, most, rows_at, earlier)
 
 

@@ -28,6 +28,7 @@ from replicas.cuda import attention_behind
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes, prompt_shapes
 from replicas.cuda.runner import CudaRunner
+from replicas.cuda.step import Launches
 
 pytestmark = pytest.mark.interpreted
 
@@ -162,3 +163,9 @@ def test_prompts_that_are_too_short_for_them_cost_no_graphs() -> None:
     for has_fresh, count in ((True, 3), (False, 0)):
         shapes = prompt_shapes(64, 8192, has_fresh=has_fresh)
         assert sum(shape.num_earlier > 0 for shape in shapes) == count
+
+
+@pytest.mark.parametrize("fresh", [(), ((3, 2048, 2),), ((0, 2048, 1), (2048, 3072, 4))])
+def test_what_the_host_launches_is_read_as_it_was_packed(fresh: tuple[tuple[int, int, int], ...]) -> None:
+    for launches in (Launches(5, 7, 64, 2, 300, fresh), Launches(2, 3, 32, 0, 0, fresh, 9, 3, 20, 4096)):
+        assert Launches.unpack(launches.pack()) == launches
