@@ -7,6 +7,10 @@ from typing import Protocol
 from scheduler.admission import AdmissionPolicy
 from scheduler.pool_limits import PoolLimits
 
+# On a card long prompts are cut at multiples of so many tokens: a library attends from there on, and its kernels are
+# prepared, which takes longer than a step, for few lengths of what is in front.
+CHUNK_MULTIPLE = 2048
+
 
 class PoolKeys(Protocol):
     """The keys of a pool that say so, in the config and in `EngineSettings`."""
@@ -25,6 +29,9 @@ class PoolKeys(Protocol):
 
     @property
     def may_also(self) -> bool: ...
+
+    @property
+    def device(self) -> str: ...
 
 
 class PoolTooSmall(ValueError):
@@ -52,7 +59,13 @@ def pool_limits(
             f"a KV cache of {num_blocks * block_size} tokens ({block_bytes // block_size} bytes each) is less than "
             f"model.max_model_len {max_model_len}; give it more memory"
         )
-    return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens, num_reserved)
+    multiple = chunk_multiple(pool.device)
+    return PoolLimits(num_blocks, block_size, pool.max_running_sequences, pool.max_batch_tokens, num_reserved, multiple)
+
+
+def chunk_multiple(device: str) -> int:
+    """As PoolLimits has it, of an engine on "cpu" or "cuda"."""
+    return CHUNK_MULTIPLE if device == "cuda" else 1
 
 
 def keeps_prefixes_on_host(pool: str, layout: str) -> bool:

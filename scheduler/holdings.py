@@ -85,7 +85,7 @@ class Holdings:
         self.decode_lane = Lane()
         self.prefill_lane = Lane() if has_two_lanes else self.decode_lane
         self.builder = self.decode_lane.builder
-        self.prompts = PrefillBatcher(_MOST_SHARED_TOKENS if has_two_lanes else None)
+        self.prompts = PrefillBatcher(_MOST_SHARED_TOKENS if has_two_lanes else None, limits.chunk_multiple)
         filled = None if self.prefixes is None else self.prefixes.filled
         self.batch = DecodeBatcher(self.allocator, self.builder, block_size, filled, self.drafts)
         self.preemption = Preemption(self.allocator, self.builder, block_size, self.host)

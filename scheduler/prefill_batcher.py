@@ -4,6 +4,9 @@ A prompt is cut into no more pieces than its length asks for. What a step has le
 prompt that would then need a piece more: the prompt in front would have its first token later, and the cut one is none
 the sooner. (On an H200 two prompts of 2,048 tokens in steps of 2,304 took 57 and 58 ms so, and 47 each whole.)
 
+Where a step has room for so many tokens, a prompt that goes on behind it is cut at a multiple of chunk_multiple, and
+what is left of the step stays empty: on a card its next chunk is computed faster from there on.
+
 Where no row waits for a step, a long prompt may be one step: its attention is a library's then, not that over the pool.
 But prompts that share a step all have their first tokens at its end, so no more share one than keep a device busy.
 """
@@ -22,9 +25,11 @@ class PrefillBatcher:
     their order is that of `waiting_queue` here too; but one that was begun is finished first.
     """
 
-    def __init__(self, most_shared_tokens: int | None = None) -> None:
-        """most_shared_tokens: of a step that has several prompts; None: as many as of any other."""
+    def __init__(self, most_shared_tokens: int | None = None, chunk_multiple: int = 1) -> None:
+        """most_shared_tokens: of a step that has several prompts; None: as many as of any other. chunk_multiple: as in
+        PoolLimits."""
         self._most_shared_tokens = most_shared_tokens
+        self._chunk_multiple = chunk_multiple
         self._waiting = WaitingQueue()
         self._begun: Request | None = None
         self._num_pending_tokens = 0
@@ -67,15 +72,22 @@ class PrefillBatcher:
             request.num_prefilled += chunk.num_tokens
             self._num_pending_tokens -= chunk.num_tokens
             request.last_step_id = step_id
-            if chunk.num_sampled:
-                completed.append(request)
-                self._begun = None
+            if request.num_prefilled < request.prompt_len:
+                break  # it was cut: what is left of the step is nobody's
+            completed.append(request)
+            self._begun = None
         return chunks, completed
 
     def _begin(self, room: int, token_budget: int) -> Request | None:
         with closing(self._waiting.in_order()) as waiting:
             first = next(waiting, None)
-        if first is None or _num_pieces(first, room, token_budget) > _num_pieces(first, token_budget, token_budget):
+        if first is None:
+            return None
+        of_room, of_budget = (
+            num_pieces(first.num_prefilled, first.prompt_len, tokens, token_budget, self._chunk_multiple)
+            for tokens in (room, token_budget)
+        )
+        if of_room > of_budget:
             return None
         if self._most_shared_tokens is not None and room < token_budget:
             num_tokens = token_budget - room + first.prompt_len - first.num_prefilled
@@ -85,10 +97,9 @@ class PrefillBatcher:
         self._begun = first
         return first
 
-    @staticmethod
-    def _next_chunk(request: Request, token_budget: int) -> Slice:
+    def _next_chunk(self, request: Request, token_budget: int) -> Slice:
         start = request.num_prefilled
-        end = min(request.prompt_len, start + token_budget)
+        end = chunk_end(start, request.prompt_len, token_budget, self._chunk_multiple)
         targets: tuple[SampleTarget, ...] = ()
         if end == request.prompt_len:
             # What is handed over has one sequence for all choices: they only part at decode.
@@ -103,7 +114,23 @@ class PrefillBatcher:
         return Slice.of_prompt(request.request_id, slot, start, prompt_ids[start:end], targets, scored_ids)
 
 
-def _num_pieces(request: Request, room: int, token_budget: int) -> int:
-    """Into how many chunks its prompt is cut if the first is of up to `room` tokens, and the others of the budget."""
-    rest = max(0, request.prompt_len - request.num_prefilled - room)
-    return 1 + -(-rest // token_budget)
+def chunk_end(start: int, prompt_len: int, room: int, multiple: int) -> int:
+    """Where the chunk that begins at `start` ends: behind at most `room` tokens, at a multiple if the prompt goes on.
+
+    Only where there is room for chunks of `multiple` tokens, and not where a small piece would be left of it: each
+    chunk is a pass of its own.
+    """
+    end = min(prompt_len, start + room)
+    cut = end // multiple * multiple
+    return cut if end < prompt_len and room >= multiple and cut - start >= max(1, multiple // 4) else end
+
+
+def num_pieces(start: int, prompt_len: int, room: int, token_budget: int, multiple: int) -> int:
+    """Into how many chunks a prompt is cut from `start` on, if the first is of up to `room` tokens, and the others of
+    the budget. multiple: as `chunk_end` has it."""
+    count = 1
+    start = chunk_end(start, prompt_len, room, multiple)
+    while start < prompt_len and token_budget >= multiple > 1:
+        start = chunk_end(start, prompt_len, token_budget, multiple)
+        count += 1
+    return count - (start - prompt_len) // token_budget

@@ -36,6 +36,7 @@ FOREIGN = {
     "model._init_weights": "transformers: random weights of one module, as a model's authors have them",
     "model._keep_in_fp32_modules": "transformers: what a model's authors keep exact",
     "_keep_in_fp32_modules_strict": "transformers: as above",
+    "torch.ops.aten._scaled_dot_product_cudnn_attention": "torch: attention that also says its log-sum-exps",
     "torch._int_mm": "torch: a product of int8, exact in int32",
     "torch._scaled_mm": "torch: a product of fp8; its public name is not in every release that is served with",
     "_supports_attention_backend": "transformers: whether a model's attention can be replaced",

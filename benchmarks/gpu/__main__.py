@@ -46,6 +46,8 @@ def kernels(with_tiles: bool) -> dict[str, Any]:
     print(table(products))
     prefill = [times.prefill_attention(length) for length in (2048, 8192)]
     print(table(prefill))
+    behind = [times.attention_behind(earlier) for earlier in (2048, 4096, 6144, 14_336)]
+    print(table(behind))
     draws = [times.token_draws(batch, 128_256) for batch in (1, 16, 64, 256)]
     print(table(draws))
     return {
@@ -53,6 +55,7 @@ def kernels(with_tiles: bool) -> dict[str, Any]:
         "decode_attention": decode,
         "products": products,
         "prefill_attention": prefill,
+        "attention_behind": behind,
         "token_draws": draws,
     }
 

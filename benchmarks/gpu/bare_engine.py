@@ -30,6 +30,7 @@ from replicas.model.model_loader import load_model
 from replicas.model.model_runner import ModelRunner
 from replicas.model.self_check import self_check
 from replicas.model_support import UnsupportedModel
+from replicas.pool_size import chunk_multiple
 from replicas.serving.device_runner import make_runner
 from replicas.serving.grammars_opening import GrammarsOpening
 from replicas.settings import GrammarSettings, ModelSettings
@@ -192,7 +193,8 @@ class BareEngine:
     def _assemble(self, sender: RecordingSender, prefixes: PrefixOptions | None, drafts: Drafts | None) -> None:
         """Scheduler and engine around the runner. Mutates."""
         size, lanes = self._size, self._lanes
-        limits = PoolLimits(self._num_blocks, size.block_size, size.max_sequences, size.max_step_tokens)
+        of_size = size.block_size, size.max_sequences, size.max_step_tokens
+        limits = PoolLimits(self._num_blocks, *of_size, chunk_multiple=chunk_multiple(size.device))
         policy = AdmissionPolicy(quantile=size.quantile)
         self.scheduler = Scheduler(
             limits, DECODE, policy, self._lag, size.num_host_blocks, lanes is not None, prefixes,

@@ -105,7 +105,7 @@ def logits(options: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.gpu.logits import check
 
     lengths = (
-        (5, 40, 100, 33, 64, 70) if options.small else (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
+        (5, 40, 100, 33, 64, 70) if options.small else (5, 1024, 100, 2048, 700, 64, 1500, 512, 4000, 300, 33, 768)
     )
     asked = argparse.Namespace(device=options.device, lanes=2, slack=0.1)
     torch.backends.cuda.matmul.allow_tf32 = False

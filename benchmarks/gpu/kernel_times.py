@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.step_times import device_ms
+from replicas.cuda.attention_behind import attend_behind
 from replicas.kernels.gemv import gemv
 from replicas.kernels.paged_decode import paged_decode
 from replicas.kernels.paged_prefill import paged_prefill
@@ -122,6 +123,26 @@ def prefill_attention(length: int) -> dict[str, Any]:
             ms = graph_ms(lambda: F.scaled_dot_product_attention(q4, k4, k4, is_causal=True, enable_gqa=True), 20)
         row[f"{name} TF/s"] = flop / ms / 1e9
     return row
+
+
+def attention_behind(earlier: int, length: int = 2048) -> dict[str, Any]:
+    """Microseconds of attention of a chunk behind earlier tokens: by our kernel over the pool, and by the library."""
+    num_blocks = -(-(earlier + length) // BLOCK)
+    pool = torch.randn(num_blocks, 2, BLOCK, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    block_table = torch.randperm(num_blocks, device="cuda")[None].contiguous()
+    q = torch.randn(length, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, length, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+    out, slots = torch.empty_like(q), torch.zeros(length, dtype=torch.int32, device="cuda")
+    chunks = torch.tensor([[0, length, earlier], [0, 0, 0]], dtype=torch.int32, device="cuda")
+
+    def over_the_pool() -> None:
+        paged_prefill(q, pool, block_table, slots, chunks, 1, length, DIM**-0.5, out)
+
+    def by_library() -> None:
+        attend_behind(q, k, v, pool, block_table, slots, chunks[0], earlier, DIM**-0.5, out)
+
+    ours, library = (1e3 * graph_ms(way, 20) for way in (over_the_pool, by_library))
+    return {"behind": earlier, "paged us": round(ours, 1), "library us": round(library, 1)}
 
 
 def token_draws(batch: int, vocab_size: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from benchmarks.gpu.logits_reference import NUM_FORCED, Case, Rows, make_cases, 
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import table
 from replicas.model.model_runner import ModelRunner
+from replicas.pool_size import CHUNK_MULTIPLE
 from scheduler.lane_split import WHOLE_CARD, LaneObjectives, LaneShare
 from scheduler.memory_budget import num_blocks_for
 from scheduler.plan import SampledToken, SampleTarget, Slice, SlotInit, StepPlan, TableWrite
@@ -36,8 +37,9 @@ from scheduler.sampling_params import SamplingParams
 BLOCK_SIZE = 16
 # With log-probabilities a step's logits go through `sample_tokens`, where they can be seen.
 _SEEN = SamplingParams(temperature=0.0, num_logprobs=0)
-# Graphs of prompts, prompts beyond them, fresh heads with and without a rest, a prompt shorter than a block.
-_LENGTHS = (5, 1024, 100, 2048, 700, 64, 1500, 512, 2500, 300, 33, 768)
+# Graphs of prompts, prompts beyond them, a chunk that a library attends behind another one, a prompt shorter than a
+# block.
+_LENGTHS = (5, 1024, 100, 2048, 700, 64, 1500, 512, 4000, 300, 33, 768)
 
 
 class SeenLogits:
@@ -129,11 +131,12 @@ class SeenLogits:
         side_by_side = cases[third : 2 * third]
         self.step("prompts together", [], [(case, 0, len(case.prompt)) for case in side_by_side])
         for index, case in enumerate(cases[2 * third :]):
-            cut = len(case.prompt) // 2 + 1
+            length = len(case.prompt)
+            cut = CHUNK_MULTIPLE if length > CHUNK_MULTIPLE else length // 2 + 1
             # Rows of the first prompts run along: steps that mix.
             mixed = [(cases[index], 0)] if index < third else []
             self.step("prompt in chunks", mixed, [(case, 0, cut)])
-            self.step("prompt in chunks", [], [(case, cut, len(case.prompt))])
+            self.step("prompt in chunks", [], [(case, cut, length)])
         late = [case for index, case in enumerate(cases) if not (index < third and index < len(cases) - 2 * third)]
         self.step("rows", [(case, 0) for case in late], [])
         for index in range(1, NUM_FORCED - 1):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from replicas.cuda.attention_behind import attend_behind
 from replicas.cuda.operators import operator
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels.kv_write import write_kv
@@ -182,6 +183,11 @@ def _attend_unscaled(
             out,
             RowQueries(launches.most_queries, launches.num_rows, launches.rows_at) if launches.num_queries else None,
         )
+    if launches.num_earlier:
+        attend_behind(
+            query[rows:], key[rows:], value[rows:], kv, step.block_table, token_slots[rows:], step.chunks[0],
+            launches.num_earlier, scale, out[rows:],
+        )  # fmt: skip
     for first, length, count in launches.fresh:
         span = slice(first, first + length * count)
         attended = _attend_fresh(query[span], key[span], value[span], count, scale)

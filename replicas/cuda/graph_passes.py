@@ -153,11 +153,13 @@ class DraftPass:
 @dataclass(frozen=True, slots=True)
 class PromptShape:
     """num_rows: decode rows that there is room for; length: tokens of one prompt's chunk. is_fresh: a library kernel
-    attends, which knows no KV from before."""
+    attends, which knows no KV from before. num_earlier: it does so behind exactly so many tokens; 0 and not fresh:
+    the chunk may be anywhere."""
 
     num_rows: int
     length: int
     is_fresh: bool
+    num_earlier: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -171,7 +173,8 @@ class PromptShape:
         """Whether this chunk beside so many rows can be computed so."""
         fits = chunk.num_tokens <= self.length and num_rows <= self.num_rows
         has_room = num_rows + len(chunk.sampled_choices) <= self.num_samples
-        return fits and has_room and not (self.is_fresh and chunk.start) and chunk.scored_ids is None
+        is_placed = chunk.start == self.num_earlier or not (self.is_fresh or self.num_earlier)
+        return fits and has_room and is_placed and chunk.scored_ids is None
 
 
 class PromptPass:
@@ -236,9 +239,10 @@ class PromptPass:
 def launches_of(sharing: WorkSharing, num_rows: int, shape: PromptShape | None = None) -> Launches:
     """Of so many rows of a token each, and a chunk of that shape."""
     fresh = ((num_rows, shape.length, 1),) if shape and shape.is_fresh else ()
-    longest = shape.length if shape and not shape.is_fresh else 0
+    num_earlier = shape.num_earlier if shape else 0
+    longest = shape.length if shape and not (shape.is_fresh or num_earlier) else 0
     pieces, tile_len = (sharing.most_pieces(num_rows), sharing.tile_len(num_rows)) if num_rows else (0, 0)
-    return Launches(num_rows, pieces, tile_len, int(longest > 0), longest, fresh)
+    return Launches(num_rows, pieces, tile_len, int(longest > 0), longest, fresh, num_earlier=num_earlier)
 
 
 def _pinned(values: list[list[int]] | list[int]) -> torch.Tensor:

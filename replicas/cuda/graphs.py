@@ -9,6 +9,7 @@ numbers of their tokens, with no prompt beside them.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,19 +24,24 @@ from replicas.kernels.row_feed import FedRows
 from replicas.kernels.token_draw import draw_tokens
 from replicas.kernels.token_mask import forbid_tokens
 from replicas.kernels.work_sharing import WorkSharing
+from replicas.pool_size import CHUNK_MULTIPLE
 from replicas.start_step import start_step
 from scheduler.plan import Slice, StepPlan
 
+logger = logging.getLogger(__name__)
+
 # Lengths of fresh prompts without rows; then, by the number of rows that there is room for, lengths of chunks that may
 # be anywhere in a prompt, and of fresh prompts. Between them prompts are padded.
-# 2304: a long prompt's part of a step of that many tokens. Each graph takes 0.1 s of a start.
-_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+# 2304: what a step of that many tokens, as configs for cards have it, has room for. Each graph takes 0.1 s of a start.
+_ALONE = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2304)
 _BESIDE_ROWS = (
-    (32, (64, 256, 512, 1024, 2304), (768, 1024, 1536, 2048)),
+    (32, (64, 256, 512, 1024, 1536, 2304), (768, 1024, 1536, 2048)),
     (128, (64, 512, 2304), (1024, 2048)),
 )
 # Of prompts in steps without rows: lengths of chunks that may be anywhere, and fresh ones as above.
-_ANYWHERE_ALONE = (64, 256, 512, 1024, 2304)
+_ANYWHERE_ALONE = (64, 256, 512, 1024, 1536, 2304)
+# Chunks where long prompts are cut (`chunk_multiple`), by how many tokens are in front of them: `attend_behind`.
+_EARLIER = tuple(range(CHUNK_MULTIPLE, 8 * CHUNK_MULTIPLE, CHUNK_MULTIPLE))
 # Each pass reads all weights: more prompts than these are computed together, by hand.
 _MOST_PROMPTS = 4
 # A pass more takes as long as so many tokens more in one.
@@ -63,7 +69,8 @@ def prompt_shapes(most_rows: int, longest: int, *, has_fresh: bool) -> list[Prom
         shapes += [PromptShape(room, length, is_fresh=False) for length in anywhere]
         shapes += [PromptShape(room, length, is_fresh=True) for length in fresh]
     kept = {shape for shape in shapes if shape.length <= longest and (has_fresh or not shape.is_fresh)}
-    return sorted(kept, key=lambda shape: (shape.num_tokens, shape.num_rows, not shape.is_fresh))
+    kept |= set(_shapes_behind(longest)) if has_fresh else set()
+    return sorted(kept, key=lambda shape: (shape.num_tokens, shape.num_rows, not shape.is_fresh, shape.num_earlier))
 
 
 def lone_prompt_shapes(longest: int, *, has_fresh: bool) -> list[PromptShape]:
@@ -71,7 +78,14 @@ def lone_prompt_shapes(longest: int, *, has_fresh: bool) -> list[PromptShape]:
     fresh = [PromptShape(0, length, is_fresh=True) for length in _ALONE if has_fresh]
     anywhere = [PromptShape(0, length, is_fresh=False) for length in _ANYWHERE_ALONE]
     kept = [shape for shape in fresh + anywhere if shape.length <= max(longest, min(_ANYWHERE_ALONE))]
-    return sorted(kept, key=lambda shape: (shape.num_tokens, not shape.is_fresh))
+    kept += _shapes_behind(longest) if has_fresh else []
+    return sorted(kept, key=lambda shape: (shape.num_tokens, not shape.is_fresh, shape.num_earlier))
+
+
+def _shapes_behind(longest: int) -> list[PromptShape]:
+    """Of chunks of prompts of up to so many tokens that have some of the library's in front."""
+    earlier = [num_tokens for num_tokens in _EARLIER if num_tokens < longest]
+    return [PromptShape(0, CHUNK_MULTIPLE, is_fresh=False, num_earlier=num_tokens) for num_tokens in earlier]
 
 
 class StepGraph(Generic[_Given]):
@@ -175,9 +189,8 @@ class StepGraphs:
         """Capture everything, large before small so that memory is shared; how many graphs there are. Blocks."""
         num_graphs = len(self._shapes) + len(self._batch_sizes) + len(self._draft_shapes)
         with start_step("capturing graphs", num_graphs, "graphs") as step:
-            for shape in reversed(self._shapes):
-                prompt = PromptPass(self._model, shape)
-                self._prompts[shape] = prompt, self._captured(prompt)
+            for shape in reversed(list(self._shapes)):
+                self._capture_prompt(shape)
                 step.advance()
             for size in reversed(self._batch_sizes):
                 decode = DecodePass(self._model, size)
@@ -203,6 +216,22 @@ class StepGraphs:
     def most_row_tokens(self) -> int:
         """Of a step with drafts."""
         return max([shape.num_tokens for shape in self._drafting], default=0)
+
+    def _capture_prompt(self, shape: PromptShape) -> None:
+        """Mutates. Where the library can't attend behind earlier tokens there is none of those shapes."""
+        if shape not in self._shapes:
+            return
+        prompt = PromptPass(self._model, shape)
+        try:
+            self._prompts[shape] = prompt, self._captured(prompt)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not shape.num_earlier:
+                raise
+            self._shapes = [other for other in self._shapes if not other.num_earlier]
+            extra = {"event": "no_library_behind", "reason": str(error)}
+            logger.warning("long prompts' later chunks take longer: our kernel attends, not a library", extra=extra)
 
     def _captured(self, captured: PromptPass | DecodePass | DraftPass) -> StepGraph[Pass]:
         return StepGraph(captured.static_input, captured.run, self._pool, self._stream)

@@ -37,7 +37,7 @@ def attend_rotated(
     norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, epsilon)
     query, key, value = rotate_into_pool(
         projected, norms, cos, sin, kv, block_table, step.token_slots, step.positions, launches.num_row_tokens,
-        copies_value=bool(launches.fresh), scales=scales,
+        copies_value=bool(launches.fresh or launches.num_earlier), scales=scales,
     )  # fmt: skip
     return attend_written(query, key, value, kv, step, launches, scale, scales).flatten(1)
 

@@ -62,6 +62,7 @@ class Launches:
 
     fresh: (first token, length, count) of prompts of one length side by side. Where rows may have drafts: num_queries
     in all, at most most_queries in one, and the line of `shares` from which on it stands which; else all three are 0.
+    num_earlier: in front of the step's only chunk, which then is none of num_chunks: `attend_behind`; else 0.
     """
 
     num_rows: int
@@ -73,6 +74,7 @@ class Launches:
     num_queries: int = 0
     most_queries: int = 0
     rows_at: int = 0
+    num_earlier: int = 0
 
     @property
     def num_row_tokens(self) -> int:
@@ -81,14 +83,15 @@ class Launches:
 
     def pack(self) -> torch.Tensor:
         head = [self.num_rows, self.num_pieces, self.tile_len, self.num_chunks, self.longest_chunk]
-        drafts = [self.num_queries, self.most_queries, self.rows_at]
-        return torch.tensor([*head, *drafts, *(number for run in self.fresh for number in run)], dtype=torch.int64)
+        more = [self.num_queries, self.most_queries, self.rows_at, self.num_earlier, len(self.fresh)]
+        return torch.tensor([*head, *more, *(number for run in self.fresh for number in run)], dtype=torch.int64)
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> Launches:
-        num_rows, num_pieces, tile_len, num_chunks, longest, queries, most, rows_at, *rest = packed.tolist()
-        fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3))
-        return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh, queries, most, rows_at)
+        num_rows, num_pieces, tile_len, num_chunks, longest, *more = packed.tolist()
+        queries, most, rows_at, earlier, count, *rest = more
+        fresh = tuple((rest[i], rest[i + 1], rest[i + 2]) for i in range(0, 3 * count, 3))
+        return cls(num_rows, num_pieces, tile_len, num_chunks, longest, fresh, queries, most, rows_at, earlier)
 
 
 class ChunkPart(NamedTuple):

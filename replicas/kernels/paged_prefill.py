@@ -115,8 +115,13 @@ def paged_prefill(
     padded = triton.next_power_of_2(head_dim)
     if query.element_size() > 2:
         block_m, block_n, num_warps, num_stages = (32 if padded > 128 else 64), 32, 4, 1
+    elif padded > 128:
+        block_m, block_n, num_warps, num_stages = 64, 32, 4, 2
+    elif kv.dtype is query.dtype:
+        # 2,048 tokens, first and behind 4,096 (Llama-3.1-8B, H200): 146 and 560 us a layer; tiles of 128, 156 and 580.
+        block_m, block_n, num_warps, num_stages = 64, 64, 4, 3
     else:
-        block_m, block_n, num_warps, num_stages = (64, 32, 4, 2) if padded > 128 else (128, 64, 8, 3)
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3  # each tile makes its keys numbers anew
     _attend_tile[(triton.cdiv(longest, block_m), num_chunks, num_heads)](
         query, kv, out, table, slots, chunks, scale * _LOG2_E, query.stride(0), query.stride(1), kv.stride(0),
         table.stride(0), NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,

@@ -61,6 +61,19 @@ def attention(
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+def by_definition(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attention_behind.library_attention_of`, in float64."""
+    group = query.shape[1] // key.shape[1]
+    k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), k) * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype).contiguous()
+    return out, scores.logsumexp(-1).float()
+
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 

@@ -62,6 +62,7 @@ class Workload:
     all_able: bool = False  # both engines can do everything
     known_rate: float = 0.0  # part of the requests whose tokens must be known before the next row is planned
     prefill_step_tokens: int | None = None  # None: any number
+    chunk_multiple: int = 1  # where prompts are best cut
     two_lanes: bool = False  # each computes prompts beside its rows
     damage_rate: float = 0.0  # chance per tick and engine that something befalls a cached block in host memory
     prefixes: PrefixOptions | None = None  # with a prefix cache; prompts then often begin as others, or go on from them
@@ -131,9 +132,10 @@ class SimulatedSystem:
         max_sequences = rng.randint(3, 8)
         decode_blocks = int(rng.randint(45, 120) / workload.scarcity) // block_size + 4
         prefill_blocks = rng.randint(25, 60) // block_size + 2
-        decode = PoolLimits(decode_blocks, block_size, max_sequences, max_sequences + rng.randint(0, 16))
+        cut = {"chunk_multiple": workload.chunk_multiple}
+        decode = PoolLimits(decode_blocks, block_size, max_sequences, max_sequences + rng.randint(0, 16), **cut)
         step_tokens = workload.prefill_step_tokens or rng.randint(1, 16)
-        prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), step_tokens)
+        prefill = PoolLimits(prefill_blocks, block_size, rng.randint(1, 4), step_tokens, **cut)
         max_blocks = -(-(_LONGEST_PROMPT + _MOST_TOKENS) // block_size)
         self.now_s = 0.0
         self.clients: dict[str, Client] = {}

@@ -10,7 +10,7 @@ import pytest
 from scheduler.capabilities import DECODE
 from scheduler.plan import SampleTarget, Slice
 from scheduler.pool_limits import PoolLimits
-from scheduler.prefill_batcher import PrefillBatcher
+from scheduler.prefill_batcher import PrefillBatcher, chunk_end, num_pieces
 from scheduler.request import Request, RequestState, Sequence
 from scheduler.scheduler import Scheduler
 from tests.scheduler.short_requests import make_request
@@ -25,8 +25,8 @@ def admitted(
     return request
 
 
-def batcher_of(*requests: Request, most_shared_tokens: int | None = None) -> PrefillBatcher:
-    batcher = PrefillBatcher(most_shared_tokens)
+def batcher_of(*requests: Request, most_shared_tokens: int | None = None, chunk_multiple: int = 1) -> PrefillBatcher:
+    batcher = PrefillBatcher(most_shared_tokens, chunk_multiple)
     for request in requests:
         batcher.add(request)
     return batcher
@@ -107,6 +107,59 @@ def test_of_two_lanes_only_the_prompts_of_one_do_not_wait_for_what_shares_their_
         plan = scheduler.plan_prefill(0.0) if has_two_lanes else scheduler.plan(0.0)
         assert plan is not None
         assert len(plan.chunks) == num_together
+
+
+@pytest.mark.parametrize(
+    ("start", "prompt_len", "room", "end"),
+    [
+        (0, 8192, 2304, 2048),  # cut where the library goes on
+        (2048, 8192, 2304, 4096),
+        (6144, 8192, 2304, 8192),
+        (0, 2304, 2304, 2304),  # one step does all of it
+        (0, 2305, 2304, 2048),
+        (4096, 6400, 2304, 6400),
+        (1000, 8192, 2304, 2048),  # behind a prefix that was found: back to a multiple
+        (1536, 8192, 2048, 2048),
+        (1537, 8192, 2048, 3585),  # only 511 tokens would be left of it
+        (1537, 8192, 2304, 3841),
+        (1793, 8192, 2304, 4096),
+        (0, 8192, 2047, 2047),  # rows take so much of each step that no chunk is as long
+        (0, 40000, 8448, 8192),
+        (0, 40000, 6000, 4096),
+    ],
+)
+def test_a_prompt_that_goes_on_is_cut_at_a_multiple_where_there_is_room_for_one(
+    start: int, prompt_len: int, room: int, end: int
+) -> None:
+    assert chunk_end(start, prompt_len, room, 2048) == end
+    assert chunk_end(start, prompt_len, room, 1) == min(prompt_len, start + room)
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 64])
+def test_pieces_are_counted_as_prompts_are_cut(multiple: int) -> None:
+    rng = random.Random(multiple)
+    for _ in range(300):
+        prompt_len, budget = rng.randint(1, 300), rng.randint(1, 90)
+        start, room = rng.randrange(prompt_len), rng.randint(1, budget)
+        expected, at = 0, start
+        while at < prompt_len:
+            end = chunk_end(at, prompt_len, room if at == start else budget, multiple)
+            assert at < end <= at + budget, "never over the budget, and it always goes on"
+            expected, at = expected + 1, end
+        assert num_pieces(start, prompt_len, room, budget, multiple) == expected
+
+
+def test_what_a_cut_at_a_multiple_leaves_of_a_step_stays_empty() -> None:
+    batcher = batcher_of(admitted("a", 20), admitted("b", 2), chunk_multiple=8)
+    steps = [spans(batcher.plan_chunks(9, step_id, 0.0)[0]) for step_id in range(3)]
+    assert steps == [[("a", 0, 8)], [("a", 8, 16)], [("a", 16, 20), ("b", 0, 2)]]
+
+
+def test_a_prompt_is_not_begun_where_its_cuts_would_make_a_piece_more() -> None:
+    """Five tokens are left of the step: by length alone the second would be three chunks either way."""
+    batcher = batcher_of(admitted("a", 4), admitted("b", 23), chunk_multiple=8)
+    steps = [spans(batcher.plan_chunks(9, step_id, 0.0)[0]) for step_id in range(4)]
+    assert steps == [[("a", 0, 4)], [("b", 0, 8)], [("b", 8, 16)], [("b", 16, 23)]]
 
 
 @pytest.mark.parametrize("budget", [0, -3])

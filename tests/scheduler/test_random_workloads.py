@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.admission import AdmissionPolicy
+from scheduler.prefix_book import PrefixOptions
 from tests.scheduler.simulated_engine import FaultRates
 from tests.scheduler.simulated_system import SimulatedSystem, Status, Workload
 
@@ -44,6 +45,14 @@ def test_prompts_in_many_parts(lag: int) -> None:
     assert all(system.num_handed_over > 10 for system in systems)
     assert all(system.num_early > 10 for system in systems)
     assert any(system.num_ended_between for system in systems)
+
+
+@pytest.mark.parametrize("two_lanes", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_cut_at_multiples(seed: int, two_lanes: bool) -> None:
+    """Of less than a step has room for, behind prefixes that were found anywhere."""
+    prefixes = PrefixOptions("model")
+    run(Workload(seed, 1, local_share=0.6, chunk_multiple=4, two_lanes=two_lanes, prefixes=prefixes, faults=FAULTS))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
