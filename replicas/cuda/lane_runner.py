@@ -18,7 +18,8 @@ import torch
 from replicas.cuda.card_drafts import CardDrafting, CardDrafts
 from replicas.cuda.cublas_lt import CublasLt, NoCublasLt
 from replicas.cuda.graph_passes import PromptShape
-from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes
+from replicas.cuda.graph_shapes import lone_prompt_shapes
+from replicas.cuda.graphs import StepGraphs
 from replicas.cuda.green_contexts import GreenContexts, NoGreenContexts
 from replicas.cuda.part_products import PartProducts
 from replicas.cuda.runner import CudaRunner

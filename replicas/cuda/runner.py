@@ -21,7 +21,8 @@ from replicas.cuda.card_layers import card_layers
 from replicas.cuda.compiled_layers import compile_decoder_layers
 from replicas.cuda.drawn_rows import DrawnRows
 from replicas.cuda.graph_passes import Pass, PromptShape
-from replicas.cuda.graphs import PlannedPass, StepGraphs, batch_sizes, prompt_shapes, run_passes
+from replicas.cuda.graph_shapes import batch_sizes, prompt_shapes
+from replicas.cuda.graphs import PlannedPass, StepGraphs, run_passes
 from replicas.cuda.slots import CudaSlots, SamplingKinds, is_plain
 from replicas.cuda.step import CudaInputs, build_cuda_inputs, fresh_runs
 from replicas.cuda.tokens_in_flight import SettledTokens, TokensInFlight

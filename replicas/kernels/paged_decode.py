@@ -142,8 +142,8 @@ def _attend_piece(
             is_q = is_member[:, None] & is_column[None, :]
             q = as_queries(tl.load(q_rows + columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
             result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
-            stored, stride_block, nothing = kv, kv_stride_block, 0.0
-            stride_token: tl.constexpr = kv_stride_token
+            stored, stride_block, nothing = kv, kv_stride_block, 0.0  # type: ignore[assignment]
+            stride_token: tl.constexpr = kv_stride_token  # type: ignore[no-redef]
         largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([MEMBERS_PADDED], tl.float32)
         of_head = head * (stride_token // NUM_KV_HEADS) + columns

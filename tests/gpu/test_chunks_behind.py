@@ -26,7 +26,8 @@ from tests.gpu.paged_case import by_definition
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import attention_behind
 from replicas.cuda import graphs as cuda_graphs
-from replicas.cuda.graphs import StepGraphs, lone_prompt_shapes, prompt_shapes
+from replicas.cuda.graph_shapes import lone_prompt_shapes, prompt_shapes
+from replicas.cuda.graphs import StepGraphs
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.step import Launches
 

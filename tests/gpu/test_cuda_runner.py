@@ -32,6 +32,7 @@ from tests.gpu.paged_case import TOLERANCE, relative_error
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda import attention as cuda_attention
+from replicas.cuda import graph_shapes
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda import runner as cuda_runner
 from replicas.cuda import step as cuda_step
@@ -60,7 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("largest", [1, 3, 16, 200, 224, 256, 300, 1024])
 def test_sizes_of_batches_ascend_to_the_largest_and_waste_little(largest: int) -> None:
-    sizes = cuda_graphs.batch_sizes(largest)
+    sizes = graph_shapes.batch_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (1, largest)
     for num_rows in range(1, largest + 1):
@@ -89,8 +90,8 @@ class CalledGraph:
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small prompts take all ways; what only a card has is left out where there is none."""
-    monkeypatch.setattr(cuda_graphs, "_ALONE", (16, 32, 64))
-    monkeypatch.setattr(cuda_graphs, "_BESIDE_ROWS", ((3, (16, 32), (64,)), (128, (16,), ())))
+    monkeypatch.setattr(graph_shapes, "_ALONE", (16, 32, 64))
+    monkeypatch.setattr(graph_shapes, "_BESIDE_ROWS", ((3, (16, 32), (64,)), (128, (16,), ())))
     monkeypatch.setattr(cuda_step, "_MIN_FRESH", 32)
     if torch.cuda.is_available():
         return

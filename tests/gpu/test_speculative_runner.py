@@ -176,8 +176,8 @@ def few_graphs(card: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F8
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("replicas.cuda.card_drafts._ROW_TOKENS", (8, 20))
     monkeypatch.setattr("replicas.cuda.card_drafts._MANY_ROW_TOKENS", (20,))
-    monkeypatch.setattr("replicas.cuda.graphs._ALONE", (64,))
-    monkeypatch.setattr("replicas.cuda.graphs._BESIDE_ROWS", ((4, (64,), ()),))
+    monkeypatch.setattr("replicas.cuda.graph_shapes._ALONE", (64,))
+    monkeypatch.setattr("replicas.cuda.graph_shapes._BESIDE_ROWS", ((4, (64,), ()),))
     monkeypatch.setattr("replicas.cuda.runner.batch_sizes", lambda largest: [largest])
 
 
