@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 MOST_ROWS = 256  # of a step with drafts; with more, rows have none
 # Tokens of a step's rows, ascending: each gets a graph of its own, in which rows and drafts may be divided anyhow. Of
 # few rows, and of many. Whether drafts pay there is not said here: steps are timed.
-_FEW_ROWS = 64
+_FEW_ROWS = 80  # as many as attend by short tiles without drafts, whose graphs have 80 rows, then 96
 _ROW_TOKENS = (3, 5, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320)
 _MANY_ROW_TOKENS = (128, 192, 288, 384, 512, 640, 768)
 MOST_ROW_TOKENS = _MANY_ROW_TOKENS[-1]  # the last graph's logits are 200 MB, with a vocabulary of 128k
