@@ -26,7 +26,7 @@ from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import graphs as cuda_graphs
+from replicas.cuda import graph_shapes
 from replicas.cuda import lane_runner
 from replicas.cuda.cublas_lt import NoCublasLt
 from replicas.cuda.lane_runner import DividedRunner, products_of
@@ -46,7 +46,7 @@ ALONE, BESIDE = LaneTimes(0.050, 0.005), LaneTimes(0.100, 0.008)
 
 @pytest.fixture(autouse=True)
 def streams(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "_ANYWHERE_ALONE", (16, 32))
+    monkeypatch.setattr(graph_shapes, "_ANYWHERE_ALONE", (16, 32))
     if torch.cuda.is_available():
         return
     monkeypatch.setattr(lane_runner, "times_of_shares", lambda rows, lanes, plans: (ALONE, {SHARE: BESIDE}))
