@@ -24,8 +24,7 @@ from scheduler.sampling_params import SamplingParams
 from tests.gpu.paged_case import by_definition
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import attention_behind
-from replicas.cuda import graph_shapes
+from replicas.cuda import attention_behind, graph_shapes
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda.graph_shapes import lone_prompt_shapes, prompt_shapes
 from replicas.cuda.graphs import StepGraphs
@@ -62,7 +61,7 @@ class CalledGraph:
 @pytest.fixture
 def runner(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaRunner:
     """Of a tiny model, and the library's chunks of 32 tokens behind 32 or 64."""
-    monkeypatch.setattr(cuda_graphs, "CHUNK_MULTIPLE", 32)
+    monkeypatch.setattr(graph_shapes, "CHUNK_MULTIPLE", 32)
     monkeypatch.setattr(graph_shapes, "_EARLIER", (32, 64))
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -26,8 +26,7 @@ from scheduler.plan import SampleTarget, Slice, SlotInit, StepPlan, TableWrite
 from scheduler.sampling_params import SamplingParams
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import graph_shapes
-from replicas.cuda import lane_runner
+from replicas.cuda import graph_shapes, lane_runner
 from replicas.cuda.cublas_lt import NoCublasLt
 from replicas.cuda.lane_runner import DividedRunner, products_of
 from replicas.cuda.part_products import part_here

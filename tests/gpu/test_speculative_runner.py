@@ -27,7 +27,8 @@ from scheduler.sampling_params import SamplingParams
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.card_drafts import CardDrafting, DraftShape, columns_of, draft_shapes
 from replicas.cuda.card_ngram_drafter import CardNgramDrafter
-from replicas.cuda.graphs import PlannedPass, batch_sizes
+from replicas.cuda.graph_shapes import batch_sizes
+from replicas.cuda.graphs import PlannedPass
 from replicas.cuda.runner import CudaRunner
 from replicas.cuda.slots import CudaSlots
 from replicas.kernels.slot_columns import HISTORY, LENGTH
