@@ -58,12 +58,13 @@ class Weights:
     int4: list[torch.Tensor]
     whole: list[torch.Tensor]
     scales: torch.Tensor
-    group_scales: torch.Tensor
-    zeros: torch.Tensor
+    factors: torch.Tensor
     arrived: torch.Tensor
 
     @staticmethod
     def of(num_out: int, num_in: int) -> Weights:
+        from replicas.kernels.int4_numbers import group_factors
+
         def copies(num_bytes: int) -> int:
             return max(2, min(20, round(_READ_BYTES / num_bytes)))
 
@@ -78,8 +79,10 @@ class Weights:
             words(num_in // 2, copies(size // 2)),
             [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies(2 * size))],
             torch.rand(num_out, 1, device="cuda") * 1e-3,
-            torch.rand(num_out, groups, device="cuda") * 1e-3,
-            torch.randint(0, 16, (num_out, groups), dtype=torch.uint8, device="cuda"),
+            group_factors(
+                torch.rand(num_out, groups, device="cuda") * 1e-3,
+                torch.randint(0, 16, (num_out, groups), dtype=torch.uint8, device="cuda"),
+            ),
             torch.zeros(num_out // 16, dtype=torch.int32, device="cuda"),
         )
 
@@ -126,10 +129,7 @@ class ProductTimes:
         w, as_tile = self._weights, ProductTile(*tile)
         x, rounded, of_rows = self.rows(num_rows)
         if kind == "int4":
-            return [
-                lambda one=one: int4_product(x, one, w.group_scales, w.zeros, _GROUP, None, as_tile, w.arrived)
-                for one in w.int4
-            ]
+            return [lambda one=one: int4_product(x, one, w.factors, _GROUP, None, as_tile, w.arrived) for one in w.int4]
         return [
             lambda one=one: scaled_product(
                 rounded, of_rows, one, w.scales, self._size[1], None, as_tile, w.arrived, torch.bfloat16
@@ -156,7 +156,7 @@ class ProductTimes:
         }
         if num_rows > max(FEW):
             ways["int4 made numbers"] = [
-                lambda one=one: int4_unpack(one, w.group_scales, w.zeros, _GROUP, torch.bfloat16) for one in w.int4
+                lambda one=one: int4_unpack(one, w.factors, _GROUP, torch.bfloat16) for one in w.int4
             ]
         found: dict[str, Any] = {}
         for name, runs in ways.items():
@@ -173,7 +173,7 @@ class ProductTimes:
     def _told(self, kind: str, ms: float) -> list[float]:
         """us, GB/s of the weights, and these as a part of what the card's memory could."""
         size = self._size[0] * self._size[1]
-        num_bytes = size // 2 + 5 * (size // _GROUP) if kind == "int4" else size
+        num_bytes = size // 2 + 4 * (size // _GROUP) if kind == "int4" else size
         rate = num_bytes / ms / 1e-3
         return [round(1e3 * ms, 1), round(rate / 1e9), round(rate / _CARD_BYTES_PER_S, 2)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from replicas.cuda.int4_card_linear import int4_card_linear
 from replicas.cuda.quantised_card_linear import quantised_card_linear
 from replicas.cuda.skinny_linear import skinny_linear
 from replicas.layers.linear import LinearLayer
@@ -12,4 +13,6 @@ from replicas.layers.quantised_linear import QuantisedLinear
 
 def card_linear(module: nn.Module) -> LinearLayer | None:
     """None for what stays as it is."""
-    return quantised_card_linear(module) if isinstance(module, QuantisedLinear) else skinny_linear(module)
+    if not isinstance(module, QuantisedLinear):
+        return skinny_linear(module)
+    return int4_card_linear(module) if module.weights.is_int4 else quantised_card_linear(module)

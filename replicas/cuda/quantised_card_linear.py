@@ -1,4 +1,4 @@
-"""Linear layers of quantised weights on a card: kernels of ours for few rows, the library's for more; CUDA only.
+"""Linear layers of weights of 8 bits on a card: kernels of ours for few rows, the library's for more; CUDA only.
 
 The same products as those of `QuantisedLinear`, whatever the number of rows: rounded inputs are rounded by the same
 kernel for few and for many.
@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from replicas.cuda.operators import operator
-from replicas.cuda.quantised_tiles import int4_tile, program_bytes, scaled_tile
-from replicas.kernels.int4_product import int4_product
-from replicas.kernels.int4_unpack import int4_unpack
+from replicas.cuda.quantised_tiles import program_bytes, scaled_tile
 from replicas.kernels.round_rows import round_rows
 from replicas.kernels.scaled_product import scaled_product
 from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised
@@ -28,23 +26,19 @@ _LIBRARY_MULTIPLE = 16  # of inputs and outputs of its 8-bit products
 
 
 def quantised_product(
-    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
-    input_scale: torch.Tensor | None, bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int,
-    input_group: int,
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int, input_group: int,
 ) -> torch.Tensor:  # fmt: skip
-    """x [R, K] of 16 bits, weights as in `PackedWeights`, bias [N] -> [R, N]. input_group: inputs that are rounded by
-    one number; 0: none are. arrived as in `skinny_product`.
+    """x [R, K] of 16 bits, weights of 8 as in `PackedWeights`, bias [N] -> [R, N]. input_group: inputs that are rounded
+    by one number; 0: none are. arrived as in `skinny_product`.
 
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
-    weights = PackedWeights(values, scales, group_size, zeros, None, input_scale)
+    weights = PackedWeights(values, scales, group_size, input_scale=input_scale)
     num_out, num_in = weights.num_outputs, weights.num_inputs
     is_few = 0 < len(x) <= _SOME
     if not input_group:
-        if is_few and zeros is not None:
-            tile = int4_tile(len(x), num_out, num_in)
-            return int4_product(x.contiguous(), values, scales, zeros, group_size, bias, tile, arrived)
-        return F.linear(x, _numbers(weights, x.dtype), bias)
+        return F.linear(x, dequantised(weights, x.dtype), bias)
     if not len(x):
         return x.new_empty(0, num_out)
     if input_scale is not None:
@@ -72,21 +66,13 @@ def _of_many_rows(
         out = (total if bias is None else total + bias).to(dtype)
     else:
         numbers = (rounded.float() * by_input(of_rows, weights.group_size, weights.num_inputs)).to(dtype)
-        out = F.linear(numbers, _numbers(weights, dtype), bias)
+        out = F.linear(numbers, dequantised(weights, dtype), bias)
     return out
 
 
-def _numbers(weights: PackedWeights, dtype: torch.dtype) -> torch.Tensor:
-    """As `dequantised`."""
-    if not weights.is_int4:
-        return dequantised(weights, dtype)
-    return int4_unpack(weights.values, weights.scales, weights.zeros, weights.group_size, dtype)
-
-
 def _shape_of_product(
-    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
-    input_scale: torch.Tensor | None, bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int,
-    input_group: int,
+    x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None, arrived: torch.Tensor, group_size: int, input_group: int,
 ) -> torch.Tensor:  # fmt: skip
     return x.new_empty(x.shape[0], values.shape[0])
 
@@ -95,7 +81,7 @@ _quantised_product = operator(quantised_product, _shape_of_product)
 
 
 class QuantisedCardLinear(QuantisedLinear):
-    """A quantised linear layer, also of joined projections, of 16-bit activations."""
+    """A linear layer of weights of 8 bits, also of joined projections, of 16-bit activations."""
 
     def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
         super().__init__(weights, bias, scheme)
@@ -109,7 +95,7 @@ class QuantisedCardLinear(QuantisedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.as_weights_have_them(x.flatten(0, -2))
         out: torch.Tensor = _quantised_product(
-            rows, self.values, self.scales, self.zeros, self.input_scale, self.bias, self.arrived, self.group_size,
+            rows, self.values, self.scales, self.input_scale, self.bias, self.arrived, self.group_size,
             self._input_group,
         )  # fmt: skip
         return out.view(*x.shape[:-1], self.out_features)

@@ -9,42 +9,42 @@ import torch
 import triton
 import triton.language as tl
 
-_HALF = tl.constexpr(16)
-_BLOCK_BYTES = 1024  # of a program
+from replicas.kernels.int4_numbers import int4_numbers
+from replicas.kernels.pool_numbers import is_compiled
+
+_ROWS, _WORDS = 4, 512  # of a program
 
 
 @triton.jit
 def _unpack(
-    values, scales, zeros, out, num_bytes, num_groups, group_size, HAS_ZEROS: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Some bytes of one output: two weights each, 16 inputs apart."""
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_byte = places < num_bytes
-    packed = tl.load(values + row * num_bytes + places, mask=is_byte, other=0)
-    low = places // _HALF * (2 * _HALF) + places % _HALF
-    group = low // group_size  # 32 inputs next to each other are of one
-    scale = tl.load(scales + row * num_groups + group, mask=is_byte, other=0.0)
-    scale = scale.to(out.dtype.element_ty).to(tl.float32)
-    low_number, high_number = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
-    if HAS_ZEROS:
-        zero = tl.load(zeros + row * num_groups + group, mask=is_byte, other=0).to(tl.float32)
-        low_number, high_number = low_number - zero, high_number - zero
-    begin = out + row * (2 * num_bytes) + low
-    tl.store(begin, (low_number * scale).to(out.dtype.element_ty), mask=is_byte)
-    tl.store(begin + _HALF, (high_number * scale).to(out.dtype.element_ty), mask=is_byte)
+    weight, factors, out, num_out, num_words, GROUP_SIZE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    IS_COMPILED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some words of some outputs: four weights each, 8 inputs apart."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    places = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    is_word = (rows < num_out)[:, None] & (places < num_words)[None, :]
+    words = tl.load(weight + rows.to(tl.int64)[:, None] * num_words + places[None, :], mask=is_word, other=0)
+    inputs = places // 8 * 32 + places % 8
+    # 32 inputs next to each other are of one group.
+    of_groups = factors + (inputs // GROUP_SIZE)[None, :] * num_out + rows[:, None]
+    made_by = tl.load(of_groups, mask=is_word, other=0)
+    first, second, third, last = int4_numbers(words, made_by, out.dtype.element_ty, IS_COMPILED)
+    begin = out + rows.to(tl.int64)[:, None] * (4 * num_words) + inputs[None, :]
+    tl.store(begin, first, mask=is_word)
+    tl.store(begin + 8, second, mask=is_word)
+    tl.store(begin + 16, third, mask=is_word)
+    tl.store(begin + 24, last, mask=is_word)
 
 
-def int4_unpack(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """[N, K] of this type. values uint8 [N, K / 2], scales float32 and zeros uint8 [N, groups], as in `PackedWeights`;
-    contiguous, group_size a multiple of 32. Does not block."""
-    num_out, num_bytes = values.shape
-    out = torch.empty(num_out, 2 * num_bytes, dtype=dtype, device=values.device)
-    block = min(_BLOCK_BYTES, triton.next_power_of_2(num_bytes))
-    _unpack[(num_out, triton.cdiv(num_bytes, block))](
-        values, scales, scales if zeros is None else zeros, out, num_bytes, scales.shape[1], group_size,
-        HAS_ZEROS=zeros is not None, BLOCK=block, num_warps=4,
+def int4_unpack(weight: torch.Tensor, factors: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[N, K] of this type, which is of 16 bits. weight uint8 [N, K / 2] and group_size as in `PackedWeights`, factors
+    as in `group_factors`; contiguous, group_size a multiple of 32. Does not block."""
+    num_out, num_words = weight.shape[0], weight.shape[1] // 2
+    out = torch.empty(num_out, 4 * num_words, dtype=dtype, device=weight.device)
+    words = min(_WORDS, triton.next_power_of_2(num_words))
+    _unpack[(triton.cdiv(num_out, _ROWS), triton.cdiv(num_words, words))](
+        weight.view(torch.int16), factors, out, num_out, num_words, GROUP_SIZE=group_size, ROWS=_ROWS, WORDS=words,
+        IS_COMPILED=is_compiled(weight.device), num_warps=8,
     )  # fmt: skip
     return out

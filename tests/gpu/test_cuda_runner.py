@@ -35,6 +35,7 @@ from replicas.cuda import attention as cuda_attention
 from replicas.cuda import graphs as cuda_graphs
 from replicas.cuda import runner as cuda_runner
 from replicas.cuda import step as cuda_step
+from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.rotated_attention import RotatedAttention
 from replicas.cuda.runner import CudaRunner
@@ -148,7 +149,8 @@ def test_the_self_check_of_quantised_layers_holds(device: torch.device, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 128}))
     loaded = load_model(ModelSettings(str(tmp_path), str(tmp_path), "float16", 256, "dummy", False, kind), device)
     runner = runner_of(loaded, device)
-    layers = [module for module in runner._model.modules() if isinstance(module, QuantisedCardLinear)]
+    made = Int4CardLinear if kind == "int4" else QuantisedCardLinear
+    layers = [module for module in runner._model.modules() if isinstance(module, made)]
     assert len(layers) == 4 * CONFIG["num_hidden_layers"]
     self_check(runner, loaded)
     assert runner.warm_up()

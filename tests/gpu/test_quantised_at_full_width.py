@@ -14,6 +14,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.runner import CudaRunner
 from replicas.kernels.round_rows import round_rows
@@ -41,16 +42,16 @@ CONFIG = {
 }  # fmt: skip
 
 
-def layers_of(kind: str, device: torch.device) -> Iterator[QuantisedCardLinear]:
+def layers_of(kind: str, device: torch.device) -> Iterator[QuantisedCardLinear | Int4CardLinear]:
     """Of weights and sizes as random models have them."""
     for num_out, num_in in SHAPES:
         torch.manual_seed(num_out + num_in)
         weight = (torch.randn(num_out, num_in, device=device) * 0.02).bfloat16()
         if kind == "int4":
-            packed = rounding.round_weights_int4(weight, 128)
+            yield Int4CardLinear(rounding.round_weights_int4(weight, 128), None, KINDS[kind])
         else:
             packed = rounding.round_weights(weight, FP8 if kind == "fp8" else torch.int8)
-        yield QuantisedCardLinear(packed, None, KINDS[kind])
+            yield QuantisedCardLinear(packed, None, KINDS[kind])
 
 
 def rows_of(num_rows: int, num_in: int, device: torch.device) -> torch.Tensor:

@@ -9,9 +9,11 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 from replicas.cuda.card_linear import card_linear
+from replicas.cuda.int4_card_linear import Int4CardLinear
 from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.quantised_tiles import SMALLEST_BYTES, int4_tile, scaled_tile
 from replicas.cuda.skinny_linear import count_apart
+from replicas.kernels.int4_numbers import group_factors
 from replicas.kernels.int4_unpack import int4_unpack
 from replicas.layers.packed_weights import FP8, PackedWeights, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
@@ -78,7 +80,7 @@ def test_equals_the_definition(name: str, has_bias: bool, device: torch.device) 
     bias = torch.nn.Parameter(torch.randn(NUM_OUT, dtype=DTYPE), requires_grad=False) if has_bias else None
     plain = QuantisedLinear(weights, bias, of).to(device)
     layer = card_linear(plain)
-    assert isinstance(layer, QuantisedCardLinear)
+    assert isinstance(layer, Int4CardLinear if of.kind is WeightKind.INT4 else QuantisedCardLinear)
     assert layer.values.data_ptr() == plain.values.data_ptr()
     assert card_linear(layer) is None, "a second time there is nothing to replace"
     for num_rows in (1, 5, 64, 70):
@@ -99,20 +101,35 @@ def test_a_twin_counts_apart(device: torch.device) -> None:
     assert layer.arrived is not before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
-@pytest.mark.parametrize(("num_in", "group_size"), [(256, 32), (256, 64), (3072, 128), (160, 160)])
+@pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * torch.cuda.is_available())
+@pytest.mark.parametrize(("num_in", "group_size"), [(256, 32), (256, 64), (3072, 128), (160, 160), (96, 96)])
 def test_int4_weights_made_numbers_are_those_of_the_definition(
     num_in: int, group_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     torch.manual_seed(5)
     packed = round_weights_int4(torch.randn(37, num_in), group_size)
-    for zeros in (packed.zeros, None):
-        made_here = replace(packed, zeros=zeros)
-        found = int4_unpack(
-            packed.values.to(device), packed.scales.to(device), None if zeros is None else zeros.to(device),
-            group_size, dtype,
-        )  # fmt: skip
-        assert torch.equal(found.cpu(), dequantised(made_here, dtype))
+    assert packed.zeros is not None
+    factors = group_factors(packed.scales, packed.zeros)
+    found = int4_unpack(packed.values.to(device), factors.to(device), group_size, dtype)
+    assert torch.equal(found.cpu(), dequantised(packed, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_without_their_last_bits_are_rounded_as_whole_ones(dtype: torch.dtype) -> None:
+    """Those that lie between two numbers of the type, and right beside the middle of two, more than others."""
+    torch.manual_seed(6)
+    near = torch.rand(20_000).add(0.01).to(dtype)
+    above = (near.view(torch.int16) + 1).view(dtype)
+    middle = (near.float() + above.float()) / 2
+    beside = [(middle.view(torch.int32) + step).view(torch.float32) for step in (-300, -256, -1, 0, 1, 255, 256, 300)]
+    scales = torch.cat([near.float(), torch.rand(20_000) * 1e-3, torch.rand(20_000) * 1e-7, *beside])[:, None]
+    zeros = torch.randint(0, 128, scales.shape, dtype=torch.uint8)
+    words = group_factors(scales, zeros)
+    assert words.shape == (1, len(scales))
+    assert torch.equal((words & 255).t(), zeros.int())
+    kept = (words & ~255).view(torch.float32).t()
+    assert not torch.equal(kept, scales)
+    assert torch.equal(kept.to(dtype), scales.to(dtype))
 
 
 @pytest.mark.parametrize("most_bytes", [SMALLEST_BYTES, 227 * 1024])

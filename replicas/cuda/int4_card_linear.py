@@ -1,0 +1,71 @@
+"""Linear layers of weights of 4 bits on a card: a kernel of ours for few rows, the library's for more; CUDA only.
+
+The same product as that of `QuantisedLinear`, whatever the number of rows: for many all weights are made numbers by a
+kernel of its own, for few they are within the product.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from replicas.cuda.operators import operator
+from replicas.cuda.quantised_tiles import int4_tile
+from replicas.kernels.int4_numbers import group_factors
+from replicas.kernels.int4_product import int4_product
+from replicas.kernels.int4_unpack import int4_unpack
+from replicas.layers.packed_weights import PackedWeights
+from replicas.layers.quantised_linear import QuantisedLinear
+from replicas.quantisation.scheme import Scheme
+
+_SOME = 64  # rows
+_BLOCK_N = 64
+
+
+def product_of_int4(
+    x: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """x [R, K] of 16 bits, values and group_size as in `PackedWeights`, factors as `group_factors` has them, bias [N]
+    -> [R, N]. arrived as in `skinny_product`.
+
+    An operator of its own so that a compiled layer is the same for all numbers of rows.
+    """
+    if 0 < len(x) <= _SOME:
+        tile = int4_tile(len(x), factors.shape[1], x.shape[1])
+        return int4_product(x.contiguous(), values, factors, group_size, bias, tile, arrived)
+    return F.linear(x, int4_unpack(values, factors, group_size, x.dtype), bias)
+
+
+def _shape_of_product(
+    x: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], values.shape[0])
+
+
+_product_of_int4 = operator(product_of_int4, _shape_of_product)
+
+
+class Int4CardLinear(QuantisedLinear):
+    """A linear layer of weights of 4 bits, also of joined projections, of 16-bit activations, which are not rounded."""
+
+    factors: torch.Tensor
+
+    def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
+        super().__init__(weights, bias, scheme)
+        assert weights.zeros is not None
+        arrived = torch.zeros(-(-weights.num_outputs // _BLOCK_N), dtype=torch.int32, device=weights.values.device)
+        self.register_buffer("arrived", arrived, persistent=False)
+        self.register_buffer("factors", group_factors(weights.scales, weights.zeros), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.as_weights_have_them(x.flatten(0, -2))
+        out: torch.Tensor = _product_of_int4(rows, self.values, self.factors, self.bias, self.arrived, self.group_size)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def int4_card_linear(layer: QuantisedLinear) -> Int4CardLinear | None:
+    """Its tensors shared. None for one that stands here already."""
+    return None if isinstance(layer, Int4CardLinear) else Int4CardLinear(layer.weights, layer.bias, layer.scheme)
