@@ -63,7 +63,7 @@ class Weights:
 
     @staticmethod
     def of(num_out: int, num_in: int) -> Weights:
-        from replicas.kernels.int4_numbers import group_factors
+        from replicas.kernels.int4_words import group_factors, words_of
 
         def copies(num_bytes: int) -> int:
             return max(2, min(20, round(_READ_BYTES / num_bytes)))
@@ -76,7 +76,7 @@ class Weights:
         size, groups = num_out * num_in, num_in // _GROUP
         return Weights(
             [one.view(torch.float8_e4m3fn) for one in words(num_in, copies(size))],
-            words(num_in // 2, copies(size // 2)),
+            [words_of(one) for one in words(num_in // 2, copies(size // 2))],
             [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies(2 * size))],
             torch.rand(num_out, 1, device="cuda") * 1e-3,
             group_factors(
@@ -156,7 +156,7 @@ class ProductTimes:
         }
         if num_rows > max(FEW):
             ways["int4 made numbers"] = [
-                lambda one=one: int4_unpack(one, w.factors, _GROUP, torch.bfloat16) for one in w.int4
+                lambda one=one: int4_unpack(one, w.factors, _GROUP, self._size[1], torch.bfloat16) for one in w.int4
             ]
         found: dict[str, Any] = {}
         for name, runs in ways.items():

@@ -12,9 +12,9 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile
-from replicas.kernels.int4_numbers import group_factors
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
+from replicas.kernels.int4_words import group_factors, values_of, words_of
 from replicas.layers.packed_weights import PackedWeights
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.quantisation.scheme import Scheme
@@ -24,41 +24,53 @@ _BLOCK_N = 64
 
 
 def product_of_int4(
-    x: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
     group_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    """x [R, K] of 16 bits, values and group_size as in `PackedWeights`, factors as `group_factors` has them, bias [N]
-    -> [R, N]. arrived as in `skinny_product`.
+    """x [R, K] of 16 bits, words as `words_of` has them, factors as `group_factors`, bias [N] -> [R, N]. arrived as in
+    `skinny_product`.
 
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
+    num_out, num_in = words.shape[1], x.shape[1]
     if 0 < len(x) <= _SOME:
-        tile = int4_tile(len(x), factors.shape[1], x.shape[1])
-        return int4_product(x.contiguous(), values, factors, group_size, bias, tile, arrived)
-    return F.linear(x, int4_unpack(values, factors, group_size, x.dtype), bias)
+        tile = int4_tile(len(x), num_out, num_in)
+        return int4_product(x.contiguous(), words, factors, group_size, bias, tile, arrived)
+    return F.linear(x, int4_unpack(words, factors, group_size, num_in, x.dtype), bias)
 
 
 def _shape_of_product(
-    x: torch.Tensor, values: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
+    x: torch.Tensor, words: torch.Tensor, factors: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor,
     group_size: int,
 ) -> torch.Tensor:  # fmt: skip
-    return x.new_empty(x.shape[0], values.shape[0])
+    return x.new_empty(x.shape[0], words.shape[1])
 
 
 _product_of_int4 = operator(product_of_int4, _shape_of_product)
 
 
 class Int4CardLinear(QuantisedLinear):
-    """A linear layer of weights of 4 bits, also of joined projections, of 16-bit activations, which are not rounded."""
+    """A linear layer of weights of 4 bits, also of joined projections, of 16-bit activations, which are not rounded.
+
+    values: `words_of` those of `weights`, in their stead.
+    """
 
     factors: torch.Tensor
 
     def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
+        """Shares the tensors but those values."""
         super().__init__(weights, bias, scheme)
         assert weights.zeros is not None
+        self.values = nn.Parameter(words_of(weights.values), requires_grad=False)
         arrived = torch.zeros(-(-weights.num_outputs // _BLOCK_N), dtype=torch.int32, device=weights.values.device)
         self.register_buffer("arrived", arrived, persistent=False)
         self.register_buffer("factors", group_factors(weights.scales, weights.zeros), persistent=False)
+
+    @property
+    def weights(self) -> PackedWeights:
+        """Made each time."""
+        values = values_of(self.values, self.in_features)
+        return PackedWeights(values, self.scales, self.group_size, self.zeros, self.order, None, self.rotation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.as_weights_have_them(x.flatten(0, -2))
@@ -67,5 +79,5 @@ class Int4CardLinear(QuantisedLinear):
 
 
 def int4_card_linear(layer: QuantisedLinear) -> Int4CardLinear | None:
-    """Its tensors shared. None for one that stands here already."""
+    """None for one that stands here already."""
     return None if isinstance(layer, Int4CardLinear) else Int4CardLinear(layer.weights, layer.bias, layer.scheme)

@@ -1,9 +1,8 @@
 """Weights of few bits as they lie in memory here, whatever the file that they come from.
 
-fp8 and int8: a number each. int4: four in a word of 16 bits, so that two words in a register of 32 become four pairs of
-numbers by shifts and masks alone, none of them moved; and eight words are 32 inputs next to each other, of which the
-first eight are the lowest quarters, in their order. Scales (and zero points) are of one output and a group of inputs:
-blocks and whole tensors have them repeated, so that layers are joined by their rows.
+fp8 and int8: a number each. int4: two in a byte, of 32 inputs next to each other the first 16 in the low halves and
+the others in the high ones, so that both halves of 16 bytes are inputs in their order. Scales (and zero points) are of
+one output and a group of inputs: blocks and whole tensors have them repeated, so that layers are joined by their rows.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-QUARTER = 8  # inputs in the lowest quarters of as many words; as many behind them in the next ones
-PACKED_INPUTS = 4 * QUARTER
+HALF = 16  # inputs in the low halves of as many bytes; as many behind them in the high ones
+PACKED_INPUTS = 2 * HALF
 FP8 = torch.float8_e4m3fn
 _OF_INPUTS = ("order", "input_scale", "rotation")
 
@@ -54,16 +53,16 @@ class PackedWeights:
 
 
 def pack_int4(values: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K] of 0 to 15 -> [N, K / 2], the words' bytes, the lower one first. K is a multiple of 32."""
-    quarters = values.unflatten(1, (-1, 2, 2, QUARTER))  # the byte, its half, the word
-    packed: torch.Tensor = (quarters[:, :, :, 0] | (quarters[:, :, :, 1] << 4)).transpose(2, 3).flatten(1)
+    """uint8 [N, K] of 0 to 15 -> [N, K / 2]. K is a multiple of 32."""
+    low, high = values.unflatten(1, (-1, 2, HALF)).unbind(2)
+    packed: torch.Tensor = (low | (high << 4)).flatten(1)
     return packed
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """The reverse of `pack_int4`."""
-    words = packed.unflatten(1, (-1, QUARTER, 2)).transpose(2, 3)
-    unpacked: torch.Tensor = torch.stack((words & 15, words >> 4), dim=3).flatten(1)
+    halves = packed.unflatten(1, (-1, HALF))
+    unpacked: torch.Tensor = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
     return unpacked
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.kernels.int4_numbers import group_factors
 from replicas.kernels.int4_product import int4_product
+from replicas.kernels.int4_words import group_factors, words_of
 from replicas.kernels.round_rows import round_rows
 from replicas.kernels.scaled_product import scaled_product
 from replicas.kernels.skinny_product import ProductTile
@@ -111,7 +111,7 @@ def test_products_of_4_bits(
     arrived = arrived_of(num_out, device)
     outs = [
         int4_product(
-            x.to(device), weights.values.to(device), group_factors(scales, zeros).to(device), group_size,
+            x.to(device), words_of(weights.values).to(device), group_factors(scales, zeros).to(device), group_size,
             None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
         )
         for _ in "12"
@@ -128,7 +128,7 @@ def test_each_weight_of_4_bits_meets_its_input(device: torch.device) -> None:
     values = torch.full((num_in, num_in), 8, dtype=torch.uint8) + torch.eye(num_in, dtype=torch.uint8)
     scales, zeros = torch.ones(num_in, 1).half(), torch.full((num_in, 1), 8, dtype=torch.uint8)
     out = int4_product(
-        x.to(device), pack_int4(values).to(device), group_factors(scales, zeros).to(device), num_in, None,
+        x.to(device), words_of(pack_int4(values)).to(device), group_factors(scales, zeros).to(device), num_in, None,
         ProductTile(64, 128, 4, 3, 1), arrived_of(num_in, device),
     )  # fmt: skip
     assert torch.equal(out.cpu(), x)
