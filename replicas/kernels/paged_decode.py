@@ -2,10 +2,10 @@
 
 The algorithm is flash-decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): each program attends
 over one piece of one sequence's keys and keeps a running softmax (Milakov and Gimelshein, 2018); a second kernel weighs
-the pieces by their log-sum-exp. How long a piece may be follows from all contexts of the step, so that neither one long
-context nor a last wave of programs holds up the rest (the aim of Sanovar et al., "Lean Attention", 2024). The heads
-that share a KV head are the rows of one matrix product, so K and V are read once. The program of a row's last piece
-writes its new k and v first: no kernel of its own for that.
+the pieces by their log-sum-exp (`piece_weighing`). How long a piece may be follows from all contexts of the step, so
+that neither one long context nor a last wave of programs holds up the rest (the aim of Sanovar et al., "Lean
+Attention", 2024). The heads that share a KV head are the rows of one matrix product, so K and V are read once. The
+program of a row's last piece writes its new k and v first: no kernel of its own for that.
 
 A sequence's queries (its last token, and drafts behind it) are more rows of that product, which has room for them: a
 product has 16 rows at least, and a KV head 4 or 8 heads. Pieces are those of the first query alone, the last one with
@@ -22,12 +22,14 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import token_place
-from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled
+from replicas.kernels.piece_weighing import weigh_pieces
+from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled, pairs_as_numbers
+from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
-_WEIGHING_ROWS = 64
 # Rows of one product. With 64 the compiler takes another instruction, whose sums are others than those of 16 and of 32.
 _MOST_MEMBERS = 32
+_FEWEST_PAIRED = 32  # dimensions of a head: a product of the matrix units has 16 at least
 
 
 class RowQueries(NamedTuple):
@@ -43,14 +45,15 @@ class RowQueries(NamedTuple):
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _attend_piece(
-    query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
+    query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale_log2, query_stride_token,
     query_stride_head, key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
-    table_stride,
+    word_stride_block, table_stride,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
     QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_COMPILED: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
+    """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones."""
     wait_for_earlier(IS_EARLY)
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -122,38 +125,77 @@ def _attend_piece(
             heads = head * GROUP + members % GROUP
             token_of = (first_token + query_of)[:, None]
             seen = tl.minimum(position + query_of, end - 1)
-        q = tl.load(
-            query + token_of * query_stride_token + heads[:, None] * query_stride_head + dims[None, :],
-            mask=is_member[:, None] & is_dim[None, :],
-            other=0.0,
-        )
-        q = as_queries(q, kv.dtype.element_ty)
+        q_rows = query + token_of * query_stride_token + heads[:, None] * query_stride_head
+        if IS_PAIRED:
+            num_words: tl.constexpr = DIM_PADDED // 2
+            columns = tl.arange(0, num_words)
+            is_column = columns < HEAD_DIM // 2
+            is_q = is_member[:, None] & is_column[None, :]
+            q = as_queries(tl.load(q_rows + 2 * columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
+            q_odd = as_queries(tl.load(q_rows + 2 * columns[None, :] + 1, mask=is_q, other=0.0), kv.dtype.element_ty)
+            result = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
+            result_odd = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
+            stored, stride_block, nothing = words, word_stride_block, 0
+            stride_token: tl.constexpr = kv_stride_token // 2
+        else:
+            columns, is_column = dims, is_dim
+            is_q = is_member[:, None] & is_column[None, :]
+            q = as_queries(tl.load(q_rows + columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
+            result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
+            stored, stride_block, nothing = kv, kv_stride_block, 0.0
+            stride_token: tl.constexpr = kv_stride_token
         largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([MEMBERS_PADDED], tl.float32)
-        result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
+        of_head = head * (stride_token // NUM_KV_HEADS) + columns
+        if IS_PAIRED:
+            # Where a tile is, is read while the one before it is computed: else each waits for memory twice. What is of
+            # 16 bits takes all of the memory's bandwidth as it is, and has no registers to spare.
+            tokens = start + tl.arange(0, BLOCK_N)
+            later_blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
         for first in range(start, end, BLOCK_N):
             tokens = first + tl.arange(0, BLOCK_N)
             is_token = tokens < end
-            blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token + head * HEAD_DIM
-            k = tl.load(kv + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            k = as_numbers(k, q.dtype, IS_COMPILED)
-            scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+            if IS_PAIRED:
+                blocks, later = later_blocks, tokens + BLOCK_N
+                later_blocks = tl.load(row_table + later // BLOCK_SIZE, mask=later < end, other=0)
+            else:
+                blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0)
+            places = blocks * stride_block + (tokens % BLOCK_SIZE) * stride_token
+            k = tl.load(
+                stored + places[None, :] + of_head[:, None],
+                mask=is_token[None, :] & is_column[:, None],
+                other=nothing,
+            )
+            if IS_PAIRED:
+                k_even, k_odd = pairs_as_numbers(k, IS_COMPILED)
+                scores = tl.dot(q, k_even, input_precision=PRECISION)
+                scores = tl.dot(q_odd, k_odd, scores, input_precision=PRECISION) * scale_log2
+            else:
+                k = as_numbers(k, q.dtype, IS_COMPILED)
+                scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
             is_seen = is_token[None, :] if QUERIES == 1 else tokens[None, :] <= seen[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
             weights = tl.exp2(scores - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             v = tl.load(
-                kv + kv_stride_value + places[:, None] + dims[None, :],
-                mask=is_token[:, None] & is_dim[None, :],
-                other=0.0,
+                stored + BLOCK_SIZE * stride_token + places[:, None] + of_head[None, :],
+                mask=is_token[:, None] & is_column[None, :],
+                other=nothing,
             )
-            v = as_numbers(v, q.dtype, IS_COMPILED)
-            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+            if IS_PAIRED:
+                v_even, v_odd = pairs_as_numbers(v, IS_COMPILED)
+                w = weights.to(q.dtype)
+                result = result * shrink[:, None] + tl.dot(w, v_even, input_precision=PRECISION)
+                result_odd = result_odd * shrink[:, None] + tl.dot(w, v_odd, input_precision=PRECISION)
+            else:
+                v = as_numbers(v, q.dtype, IS_COMPILED)
+                result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             total = total * shrink + tl.sum(weights, 1)
             largest = new_largest
 
+        if IS_PAIRED:
+            result = tl.reshape(tl.join(result, result_odd), (MEMBERS_PADDED, DIM_PADDED))
         result = result / total[:, None]
         is_out = is_member[:, None] & is_dim[None, :]
         num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -171,51 +213,6 @@ def _attend_piece(
             tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _weigh_pieces(
-    out, partial, lse, shares, num_rows,
-    NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, IS_EARLY: tl.constexpr,
-) -> None:  # fmt: skip
-    """Rows that lie in several pieces. Of several queries: each is a row here, of QUERIES that a row may have."""
-    wait_for_earlier(IS_EARLY)
-    head = tl.program_id(1)
-    dims = tl.arange(0, DIM_PADDED)
-    is_dim = dims < HEAD_DIM
-    for row in range(tl.program_id(0), num_rows, ROWS):
-        sharer, token = row, row
-        if QUERIES > 1:
-            sharer = row // QUERIES
-        first, end = tl.load(shares + sharer * 4 + 3), tl.load(shares + sharer * 4 + 7)
-        if QUERIES > 1:
-            of_row = shares + (ROWS_AT + sharer) * 4
-            token = tl.load(of_row + 1) + row % QUERIES
-            end = tl.where(row % QUERIES < tl.load(of_row + 2), end, first)
-        if end > first + 1:
-            largest = tl.full([], float("-inf"), tl.float32)
-            total = tl.zeros([], tl.float32)
-            result = tl.zeros([DIM_PADDED], tl.float32)
-            for some in range(first, end, PIECES):
-                pieces = some + tl.arange(0, PIECES)
-                index = pieces * NUM_HEADS + head
-                if QUERIES > 1:
-                    index = (pieces * QUERIES + row % QUERIES) * NUM_HEADS + head
-                logs = tl.load(lse + index, mask=pieces < end, other=float("-inf"))
-                parts = tl.load(
-                    partial + index[:, None] * HEAD_DIM + dims[None, :],
-                    mask=(pieces < end)[:, None] & is_dim[None, :],
-                    other=0.0,
-                )
-                new_largest = tl.maximum(largest, tl.max(logs, 0))
-                weights = tl.exp2(logs - new_largest)
-                shrink = tl.exp2(largest - new_largest)
-                result = result * shrink + tl.sum(parts * weights[:, None], 0)
-                total = total * shrink + tl.sum(weights, 0)
-                largest = new_largest
-            place = out + (token * NUM_HEADS + head) * HEAD_DIM + dims
-            tl.store(place, (result / total).to(out.dtype.element_ty), mask=is_dim)
-
-
 def paged_decode(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -231,7 +228,7 @@ def paged_decode(
     out: torch.Tensor,
     rows: RowQueries | None = None,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
@@ -243,7 +240,7 @@ def paged_decode(
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
     of the rows, by the positions of their first queries, and slots and positions are not looked at.
-    num_warps, num_stages: of a program, for measurements.
+    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -255,6 +252,9 @@ def paged_decode(
     partial = torch.empty(num_partial, num_heads, head_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(num_partial, num_heads, dtype=torch.float32, device=query.device)
     is_early = launches_early(query.device)
+    is_paired = kv.dtype is FP8 and query.itemsize == 2 and head_dim >= _FEWEST_PAIRED
+    words = kv.view(torch.int16) if is_paired else kv
+    num_stages = num_stages or (3 if is_paired else 2)
     constants: dict[str, Any] = {
         "HEAD_DIM": head_dim,
         "DIM_PADDED": triton.next_power_of_2(head_dim),
@@ -263,16 +263,14 @@ def paged_decode(
         "launch_pdl": is_early,
     }
     _attend_piece[(num_pieces * num_parts * num_kv_heads,)](
-        query, key, value, kv, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E, query.stride(0),
-        query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0), table.stride(0),
-        NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len, PRECISION="ieee",
-        IS_COMPILED=is_compiled(query.device), num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
+        query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0),
+        words.stride(0), table.stride(0), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len,
+        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired, num_warps=num_warps,
+        num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
-    _weigh_pieces[(min(num_weighed, _WEIGHING_ROWS), num_heads)](
-        out, partial, lse, shares, num_weighed, NUM_HEADS=num_heads, QUERIES=num_queries, ROWS=_WEIGHING_ROWS,
-        PIECES=16, num_warps=2, **constants,
-    )  # fmt: skip
+    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants)
 
 
 def query_sizes(group: int, num_queries: int) -> dict[str, int]:

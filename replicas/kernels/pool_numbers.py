@@ -47,3 +47,25 @@ def as_numbers(stored, dtype: tl.constexpr, IS_COMPILED: tl.constexpr):
         return half if dtype == tl.float16 else half.to(tl.float32).to(dtype)
     else:
         return stored.to(dtype)
+
+
+@triton.jit
+def pairs_as_numbers(words, IS_COMPILED: tl.constexpr):
+    """Words of two e4m3 numbers -> float16 of the lower ones and of the upper ones: all numbers as by `as_numbers`.
+
+    words: int16. As numbers of 8 bits they would be moved through shared memory once more, twice as large, on their way
+    to the matrix units; words of 16 bits those read as they were stored, and conversion is done in their registers.
+    """
+    if IS_COMPILED:
+        lower, upper = tl.inline_asm_elementwise(
+            """{ .reg .b32 sorted; .reg .b16 lower, upper;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {lower, upper}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, lower;
+            cvt.rn.f16x2.e4m3x2 $1, upper; }""",
+            "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        lower = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        upper = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return lower, upper
