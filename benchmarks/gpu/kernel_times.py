@@ -57,7 +57,7 @@ def decode_attention(
     sharing = replace(sharing, num_resident=num_resident or sharing.num_resident)
     if tile:
         sharing = replace(sharing, short_tile=tile[0], long_tile=tile[0])
-    num_warps, num_stages = tile[1:] if tile else (4, 2)
+    num_warps, num_stages = tile[1:] if tile else (4, None)
     shares, num_pieces, tile_len = sharing.share_out(positions), sharing.most_pieces(batch), sharing.tile_len(batch)
     layer = iter(range(10**9))
 

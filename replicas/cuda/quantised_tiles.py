@@ -34,15 +34,15 @@ def scaled_tile(num_rows: int, num_out: int, num_in: int, most_bytes: int = SMAL
 
 
 def int4_tile(num_rows: int, num_out: int, num_in: int) -> ProductTile:
-    """Of weights of 4 bits, whose steps are no longer than a group. Four warps of 128 outputs are up to twice as fast
-    as two of 64, whose instructions are fewer: they have twice as much on its way."""
+    """Of weights of 4 bits. Seven programs of up to 16 rows fit a processor of Hopper's, three of 64; each step of one
+    waits for the memory, so that many at once are faster, but for what adding up their parts costs: more for more rows.
+    """
     if num_out >= _VERY_MANY_OUTPUTS:
-        num_parts = 2
+        num_parts = 4 if num_rows <= _VERY_FEW_ROWS else 2 if num_rows <= _FEW_ROWS else 1
     elif num_in < _MANY_INPUTS:
-        num_parts = 1
+        num_parts = 1 if num_rows > _FEW_ROWS else 2
     else:
-        is_cut = num_in >= _VERY_MANY_INPUTS or num_out <= _FEW_OUTPUTS
-        num_parts = 8 if is_cut or (num_rows > _FEW_ROWS and num_out <= _MANY_OUTPUTS) else 4
+        num_parts = 8 if num_rows <= _FEW_ROWS or num_in >= _VERY_MANY_INPUTS else 4
     return ProductTile(2 * _BLOCK_N, 128, 4, 3, num_parts)
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="a CPU torch comes without triton")
 import triton
 import triton.language as tl
 
-from replicas.kernels.pool_numbers import as_numbers, is_compiled
+from replicas.kernels.pool_numbers import as_numbers, is_compiled, pairs_as_numbers
 from replicas.stored_numbers import FP8
 
 pytestmark = pytest.mark.interpreted
@@ -22,6 +22,14 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_CARD
 def _convert(stored, out, IS_COMPILED: tl.constexpr) -> None:
     places = tl.arange(0, 1024)
     tl.store(out + places, as_numbers(tl.load(stored + places), out.dtype.element_ty, IS_COMPILED))
+
+
+@triton.jit
+def _convert_pairs(words, out, IS_COMPILED: tl.constexpr) -> None:
+    places = tl.arange(0, 1024)
+    lower, upper = pairs_as_numbers(tl.load(words + places), IS_COMPILED)
+    tl.store(out + 2 * places, lower)
+    tl.store(out + 2 * places + 1, upper)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,3 +51,13 @@ def test_what_is_of_the_type_already_stays(device: torch.device, dtype: torch.dt
     out = torch.empty_like(stored)
     _convert[(1,)](stored, out, IS_COMPILED=is_compiled(device))
     assert torch.equal(out, stored)
+
+
+def test_every_number_of_a_pair(device: torch.device) -> None:
+    codes = torch.randperm(2048).to(torch.int32).to(torch.uint8)  # each number in either place, beside others
+    if not ON_CARD:
+        codes[(codes & 127) == 127] = 0
+    out = torch.empty(2048, dtype=torch.float16, device=device)
+    _convert_pairs[(1,)](codes.view(torch.int16).to(device), out, IS_COMPILED=is_compiled(device))
+    assert torch.equal(out.cpu().nan_to_num(7777.0), codes.view(FP8).half().nan_to_num(7777.0))
+    assert bool(out.isnan().any()) == ON_CARD

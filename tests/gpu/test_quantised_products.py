@@ -121,14 +121,17 @@ def test_products_of_4_bits(
     assert not arrived.any()
 
 
-def test_each_weight_of_4_bits_meets_its_input(device: torch.device) -> None:
-    """One that is not zero at a time, and inputs that are all unlike."""
-    dtype, num_in = DTYPES[0], 64
-    x = torch.arange(1, num_in + 1).to(dtype)[None]
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_each_weight_of_4_bits_meets_its_input(device: torch.device, num_rows: int, group_size: int) -> None:
+    """One that is not zero at a time, inputs that are all unlike, scales that neighbours do not have."""
+    dtype, num_in = DTYPES[0], 256
+    x = (torch.arange(1, num_in + 1) + 3 * torch.arange(num_rows)[:, None]).to(dtype)
     values = torch.full((num_in, num_in), 8, dtype=torch.uint8) + torch.eye(num_in, dtype=torch.uint8)
-    scales, zeros = torch.ones(num_in, 1).half(), torch.full((num_in, 1), 8, dtype=torch.uint8)
+    outputs, groups = torch.arange(num_in)[:, None], torch.arange(num_in // group_size)
+    scales, zeros = torch.exp2((outputs + groups) % 3).half(), torch.full((num_in, len(groups)), 8, dtype=torch.uint8)
     out = int4_product(
-        x.to(device), words_of(pack_int4(values)).to(device), group_factors(scales, zeros).to(device), num_in, None,
+        x.to(device), words_of(pack_int4(values)).to(device), group_factors(scales, zeros).to(device), group_size, None,
         ProductTile(64, 128, 4, 3, 1), arrived_of(num_in, device),
     )  # fmt: skip
-    assert torch.equal(out.cpu(), x)
+    assert torch.equal(out.cpu(), x * scales[outputs[:, 0], outputs[:, 0] // group_size])
