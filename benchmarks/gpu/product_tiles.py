@@ -76,7 +76,7 @@ class Weights:
         size, groups = num_out * num_in, num_in // _GROUP
         return Weights(
             [one.view(torch.float8_e4m3fn) for one in words(num_in, copies(size))],
-            [words_of(one) for one in words(num_in // 2, copies(size // 2))],
+            [words_of(one & 15) for one in words(num_in, copies(size // 2))],
             [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies(2 * size))],
             torch.rand(num_out, 1, device="cuda") * 1e-3,
             group_factors(

@@ -14,8 +14,8 @@ from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import int4_tile
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
-from replicas.kernels.int4_words import group_factors, values_of, words_of
-from replicas.layers.packed_weights import PackedWeights
+from replicas.kernels.int4_words import group_factors, numbers_of, words_of
+from replicas.layers.packed_weights import PackedWeights, pack_int4, unpack_int4
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.quantisation.scheme import Scheme
 
@@ -52,7 +52,7 @@ _product_of_int4 = operator(product_of_int4, _shape_of_product)
 class Int4CardLinear(QuantisedLinear):
     """A linear layer of weights of 4 bits, also of joined projections, of 16-bit activations, which are not rounded.
 
-    values: `words_of` those of `weights`, in their stead.
+    values: `words_of` those that `weights` has.
     """
 
     factors: torch.Tensor
@@ -61,7 +61,7 @@ class Int4CardLinear(QuantisedLinear):
         """Shares the tensors but those values."""
         super().__init__(weights, bias, scheme)
         assert weights.zeros is not None
-        self.values = nn.Parameter(words_of(weights.values), requires_grad=False)
+        self.values = nn.Parameter(words_of(unpack_int4(weights.values)), requires_grad=False)
         arrived = torch.zeros(-(-weights.num_outputs // _BLOCK_N), dtype=torch.int32, device=weights.values.device)
         self.register_buffer("arrived", arrived, persistent=False)
         self.register_buffer("factors", group_factors(weights.scales, weights.zeros), persistent=False)
@@ -69,7 +69,7 @@ class Int4CardLinear(QuantisedLinear):
     @property
     def weights(self) -> PackedWeights:
         """Made each time."""
-        values = values_of(self.values, self.in_features)
+        values = pack_int4(numbers_of(self.values, self.in_features))
         return PackedWeights(values, self.scales, self.group_size, self.zeros, self.order, None, self.rotation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,27 +12,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from replicas.layers.packed_weights import pack_int4, unpack_int4
-
 CHUNK = 128
 QUARTER = CHUNK // 4
 _ZERO_BITS = 0xFF
 
 
-def words_of(values: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K / 2], as `PackedWeights` has them -> int16 [chunks, N, QUARTER]; the last chunk is filled with 0."""
-    numbers = unpack_int4(values)
+def words_of(numbers: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K] of 0 to 15 -> int16 [chunks, N, QUARTER]; the last chunk is filled with 0."""
     numbers = F.pad(numbers, (0, -numbers.shape[1] % CHUNK))
     quarters = numbers.unflatten(1, (-1, 2, 2, QUARTER))  # the word's byte, and its half
     as_bytes = (quarters[:, :, :, 0] | (quarters[:, :, :, 1] << 4)).transpose(2, 3).contiguous()
     return as_bytes.view(torch.int16).squeeze(3).transpose(0, 1).contiguous()
 
 
-def values_of(words: torch.Tensor, num_inputs: int) -> torch.Tensor:
+def numbers_of(words: torch.Tensor, num_inputs: int) -> torch.Tensor:
     """The reverse of `words_of`."""
     as_bytes = words.transpose(0, 1).contiguous().unsqueeze(3).view(torch.uint8).transpose(2, 3)
     numbers = torch.stack((as_bytes & 15, as_bytes >> 4), dim=3).flatten(1)
-    return pack_int4(numbers[:, :num_inputs])
+    return numbers[:, :num_inputs]
 
 
 def group_factors(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:

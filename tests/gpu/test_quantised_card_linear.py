@@ -14,8 +14,8 @@ from replicas.cuda.quantised_card_linear import QuantisedCardLinear
 from replicas.cuda.quantised_tiles import SMALLEST_BYTES, int4_tile, scaled_tile
 from replicas.cuda.skinny_linear import count_apart
 from replicas.kernels.int4_unpack import int4_unpack
-from replicas.kernels.int4_words import group_factors, values_of, words_of
-from replicas.layers.packed_weights import FP8, PackedWeights, dequantised
+from replicas.kernels.int4_words import group_factors, numbers_of, words_of
+from replicas.layers.packed_weights import FP8, PackedWeights, dequantised, unpack_int4
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.rounding import rotation, round_rows, round_weights, round_weights_int4
 from replicas.quantisation.scheme import Activations, Dialect, Granularity, Scheme, WeightKind
@@ -111,16 +111,16 @@ def test_int4_weights_made_numbers_are_those_of_the_definition(
     packed = round_weights_int4(torch.randn(37, num_in), group_size)
     assert packed.zeros is not None
     factors = group_factors(packed.scales, packed.zeros)
-    found = int4_unpack(words_of(packed.values).to(device), factors.to(device), group_size, num_in, dtype)
+    found = int4_unpack(words_of(unpack_int4(packed.values)).to(device), factors.to(device), group_size, num_in, dtype)
     assert torch.equal(found.cpu(), dequantised(packed, dtype))
 
 
 @pytest.mark.parametrize("num_in", [32, 96, 128, 320, 512])
 def test_the_order_of_the_card_is_undone(num_in: int) -> None:
-    values = torch.randint(0, 256, (5, num_in // 2), dtype=torch.uint8)
-    words = words_of(values)
+    numbers = torch.randint(0, 16, (5, num_in), dtype=torch.uint8)
+    words = words_of(numbers)
     assert words.shape == (-(-num_in // 128), 5, 32)
-    assert torch.equal(values_of(words, num_in), values)
+    assert torch.equal(numbers_of(words, num_in), numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -111,7 +111,7 @@ def test_products_of_4_bits(
     arrived = arrived_of(num_out, device)
     outs = [
         int4_product(
-            x.to(device), words_of(weights.values).to(device), group_factors(scales, zeros).to(device), group_size,
+            x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
             None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
         )
         for _ in "12"
@@ -131,7 +131,7 @@ def test_each_weight_of_4_bits_meets_its_input(device: torch.device, num_rows: i
     outputs, groups = torch.arange(num_in)[:, None], torch.arange(num_in // group_size)
     scales, zeros = torch.exp2((outputs + groups) % 3).half(), torch.full((num_in, len(groups)), 8, dtype=torch.uint8)
     out = int4_product(
-        x.to(device), words_of(pack_int4(values)).to(device), group_factors(scales, zeros).to(device), group_size, None,
+        x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size, None,
         ProductTile(64, 128, 4, 3, 1), arrived_of(num_in, device),
     )  # fmt: skip
     assert torch.equal(out.cpu(), x * scales[outputs[:, 0], outputs[:, 0] // group_size])
