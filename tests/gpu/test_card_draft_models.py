@@ -50,7 +50,7 @@ pytestmark = pytest.mark.interpreted
 SHAPE = CONFIG | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 NUM_LAYERS, LAYER_IDS = 2, (0, 1, 2)
 # Small, as the interpreter takes its time.
-NUM_SLOTS, MAX_LEN, MAX_DRAFTS, NUM_NEW = 2, 64, 2, 7
+NUM_SLOTS, MAX_LEN, MAX_DRAFTS, NUM_NEW = 2, 16 * BLOCKS_A_SLOT, 2, 7
 PROMPTS = {0: [7, 8, 9, 10] * 2, 1: [*range(20, 29)]}
 HEAD = config_of(hidden_size=64, num_heads=2, num_kv_heads=1, vocab_size=300, draft_vocab_size=120)
 
