@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[2]
+_STARTS = 4  # of a head
 
 
 def free_port() -> int:
@@ -56,20 +58,35 @@ class LocalRay:
         return {"RAY_REDIS_ADDRESS": redis_address, "RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 
     def start_head(self) -> subprocess.Popen[bytes]:
-        options = ["--head", f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--num-cpus=0"]
-        process = self._start("head", *options, "--dashboard-host=127.0.0.1", f"--temp-dir={self.folder}/r")
-        self.wait_for(lambda: self.applications() is not None, 120)
-        return process
+        """Each has a folder of its own, as a new pod has: Ray takes the address that the last one wrote there, which
+        the workers' command lines name too, for a GCS that runs, and refuses to start another. One that ends as it
+        starts, as Ray's does after 30 s on a machine with much else to do, is started again, as a pod is.
+        """
+        for _ in range(_STARTS):
+            folder = tempfile.mkdtemp(prefix="h", dir=self.folder)
+            options = ["--head", f"--port={self.gcs_port}", f"--dashboard-port={self.dashboard_port}", "--num-cpus=0"]
+            process = self._start("head", *options, "--dashboard-host=127.0.0.1", f"--temp-dir={folder}")
+            self.wait_for(functools.partial(self._is_up_or_over, process), 120)
+            if process.poll() is None:
+                return process
+        raise AssertionError(f"no head of {_STARTS} has come up: {(self.folder / 'head.log').read_text()[-3000:]}")
 
-    def start_worker(self, name: str) -> subprocess.Popen[bytes]:
+    def _is_up_or_over(self, process: subprocess.Popen[bytes]) -> bool:
+        return process.poll() is not None or self.applications() is not None
+
+    def start_worker(self, name: str, proxy_port: int | None = None) -> subprocess.Popen[bytes]:
+        """proxy_port: of Serve's proxy on this node alone; None: all nodes' proxies share the config's."""
         labels = ",".join(f"{key}={value}" for key, value in self.labels.items())
-        return self._start(name, f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=4", f"--labels={labels}")
+        own = {} if proxy_port is None else {"RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(proxy_port)}
+        options = [f"--address=127.0.0.1:{self.gcs_port}", "--num-cpus=4", f"--labels={labels}"]
+        return self._start(name, *options, **own)
 
-    def _start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, *options: str, **own: str) -> subprocess.Popen[bytes]:
+        """own: what its environment has besides."""
         log = self.stack.enter_context((self.folder / f"{name}.log").open("ab"))
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--node-ip-address=127.0.0.1"]
         command += ["--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}", *options]
-        environment = {k: v for k, v in {**os.environ, **self.environment}.items() if k != "RAY_ADDRESS"}
+        environment = {k: v for k, v in {**os.environ, **self.environment, **own}.items() if k != "RAY_ADDRESS"}
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=self.folder)
         self.stack.callback(self._stop, process)
         return process
