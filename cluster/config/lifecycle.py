@@ -38,7 +38,8 @@ class LifecycleConfig(Section):
         ge=0.0,
         le=3_600.0,
         description="How long a stream that has begun waits for another replica when those it needs have died. "
-        "Beyond: it ends with an error. Make it longer than a replica takes to start",
+        "Beyond: it ends with an error. While one is on its way it waits as long as a start takes, "
+        "ingress.cold_start_timeout_s at most. 0: it ends at once",
     )
     update_surge_percent: int = Field(
         default=0,

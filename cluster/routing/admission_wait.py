@@ -216,6 +216,16 @@ class AdmissionWaits:
             logger.warning("the queue is full: a request was turned away", extra=extra)
             raise _queue_full(num_waiting, num_replicas, self.next_arrival_s)
 
+    def recovers_until_s(self, pool: str, began_s: float) -> float:
+        """When one gives up whose answer has begun and who has waited since began_s for a pool that has nobody for him:
+        after the config's time, or as long as the start of those on their way may take, if that is longer; without any
+        in the config at once."""
+        patience_s, coming = self._limits.recovery_timeout_s, self._orders.coming(pool)
+        until_s = began_s + patience_s
+        if patience_s and coming.num:
+            return max(until_s, min(coming.due_s, began_s + self._limits.cold_start_timeout_s))
+        return until_s
+
     @property
     def next_arrival_s(self) -> float | None:
         """From now on, until a decode replica that was ordered is expected; None: there is none on its way."""

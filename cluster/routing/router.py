@@ -264,9 +264,12 @@ class Router:
 
     async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
         """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
-        until_s = min(deadline_s, time.monotonic() + self._limits.recovery_timeout_s)
-        while leg.has_begun and time.monotonic() < until_s:
-            if not isinstance(self._routes.decide(leg, past), Unavailable):
+        began_s = time.monotonic()
+        while leg.has_begun:
+            decided = self._routes.decide(leg, past)
+            if not isinstance(decided, Unavailable):
+                break
+            if time.monotonic() >= min(deadline_s, self._waits.recovers_until_s(decided.pool, began_s)):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
         return self._routes.route(leg, past)

@@ -10,6 +10,8 @@ from tests.chaos.faults import Fault, both, frozen, killed, pointed, rolled, sca
 # What clients see of their requests when the process that held their connections has gone; and Serve's word for none.
 LOST_INGRESS = ("error event ingress_lost", "status 503 ingress_lost")
 LOST_PROXY = ("connection cut", "connection refused")
+# Of new requests while a pool has nobody; those that have begun wait for who comes next.
+NOBODY_THERE = ("status 503 unavailable",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +33,14 @@ ROWS = {
         Row("nothing", None),
         Row("kill prefill", killed("prefill")),
         Row("kill decode", killed("decode")),
-        Row("kill both prefill", killed("prefill", 2)),
-        Row("kill both decode", killed("decode", 2)),
+        Row("kill both prefill", killed("prefill", 2), NOBODY_THERE),
+        Row("kill both decode", killed("decode", 2), NOBODY_THERE),
         Row("kill prefill and decode", both(killed("prefill"), killed("decode"))),
         Row("freeze prefill 2 s", frozen("prefill", 2.0)),
         Row("freeze prefill 20 s", frozen("prefill", 20.0)),
         Row("freeze decode 2 s", frozen("decode", 2.0)),
         Row("freeze decode 20 s", frozen("decode", 20.0)),
-        Row("freeze both decode 10 s", frozen("decode", 10.0, 2)),
+        Row("freeze both decode 10 s", frozen("decode", 10.0, 2), NOBODY_THERE),
         Row("SIGTERM prefill", terminated("prefill")),
         Row("SIGTERM decode", terminated("decode")),
         Row("roll both pools", rolled("prefill", "decode")),

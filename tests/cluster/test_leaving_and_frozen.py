@@ -207,6 +207,38 @@ async def test_a_stream_of_a_dead_replica_goes_on_at_the_one_that_replaces_it() 
         assert await task == undisturbed(generation)
 
 
+async def test_a_stream_waits_for_the_replacement_that_was_ordered_as_long_as_its_start_takes() -> None:
+    """On a busy machine, or with a large model, a start takes longer than `lifecycle.recovery_timeout_s`."""
+    async with running_router(pair(num_decode=1), max_retries=1, recovery_s=0.2) as rig:
+        rig.router.orders.expect({"decode": 60.0})
+        rig.router.orders.wanted({"decode": 1})
+        rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
+        ((generation, task),) = start_all(rig, 1)
+        await until(lambda: lost(rig, "dead") == 1)
+        rig.cluster.remove("decode-0")
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        assert rig.router.orders.coming("decode").num == 1
+        await asyncio.sleep(0.8)
+        assert not task.done()
+        rig.cluster.decode.join("decode-1")
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        assert await task == undisturbed(generation)
+
+
+async def test_it_gives_up_on_a_replacement_that_does_not_come() -> None:
+    """After twice as long as a start is known to take."""
+    async with running_router(pair(num_decode=1), max_retries=1, recovery_s=0.1) as rig:
+        rig.router.orders.expect({"decode": 0.2})
+        rig.router.orders.wanted({"decode": 1})
+        rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
+        ((_, task),) = start_all(rig, 1)
+        await until(lambda: lost(rig, "dead") == 1)
+        rig.cluster.remove("decode-0")
+        rig.router.pools_changed(rig.cluster.decode.replicas())
+        with pytest.raises(ApiError, match="no decode replica is available"):
+            await task
+
+
 async def test_the_dead_are_not_chosen_though_the_table_still_has_them() -> None:
     async with running_router(pair(), max_retries=1) as rig:
         rig.cluster.kill("decode-0")
