@@ -89,8 +89,7 @@ def test_another_one_does_it(server: RunningServer, judge: Judge, name: str, poo
     try:
         wait_until(lambda: PHASES[name].reached(server), PATIENCE_S)
         assert ended == []
-        owners = holders(server, pool)
-        pid = replicas(server, pool)[0] if (name, pool) in WITHOUT else owners[0]
+        pid = (replicas if (name, pool) in WITHOUT else holders)(server, pool)[0]
         kill(pid)
         assert state_of(pid) in ("", "Z")
     finally:
@@ -115,7 +114,7 @@ def holders(server: RunningServer, pool: str) -> list[int]:
         )
     }
     said = re.findall(rf"{pool} (\d+): ready after .* replica=(\S+)", server.log())
-    pids = [int(pid) for pid, replica in said if replica in named]
+    pids = [int(pid) for pid, replica in said if f"{pool}-{replica}" in named]
     assert named, f"no {pool} replica holds anything"
     assert len(pids) == len(named), (named, said)
     return pids
