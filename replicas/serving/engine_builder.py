@@ -239,10 +239,9 @@ class _Base:
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
         settings, drafting = self.settings, self.drafting
-        make_drafter, on_card = None, None
-        if drafting is not None and self.pool.tensor.is_cuda:
-            on_card = drafting.on_card(self.pool)
-        elif drafting is not None:
+        on_card = drafting.on_card(self.pool) if drafting and self.pool.tensor.is_cuda else None
+        make_drafter = None
+        if drafting and not on_card:
             make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
             make_runner,

@@ -113,7 +113,7 @@ def holders(server: RunningServer, pool: str) -> list[int]:
             or (name == "splitserve_kv_blocks" and labels["state"] not in ("free", "cached"))
         )
     }
-    said = re.findall(rf"{pool} (\d+): ready after .* replica=(\S+)", server.log())
+    said = set(re.findall(rf"{pool} (\d+): ready after .* replica=(\S+)", server.log()))  # in the console's log, too
     pids = [int(pid) for pid, replica in said if f"{pool}-{replica}" in named]
     assert named, f"no {pool} replica holds anything"
     assert len(pids) == len(named), (named, said)
