@@ -245,7 +245,7 @@ class _Base:
             make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
             make_runner, loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len,
-            num_host_blocks=self.num_host_blocks, make_drafter=make_drafter, head=None if drafting is None else drafting.head,
+            num_host_blocks=self.num_host_blocks, make_drafter=make_drafter, head=drafting.head if drafting else None,
             card_drafting=None if on_card is None else lambda: on_card,
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
