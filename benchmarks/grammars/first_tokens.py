@@ -3,7 +3,7 @@
 Answers of one token to one prompt, which the prefix cache knows, one request at a time. Each round asks four times, in
 an order of its own: twice without a schema, with one that was seen, with a new one. What a schema adds is the
 difference to the mean of the two without within a round; the difference of these two is noise. A first token of the
-bundled model takes some 80 ms, of which noise is more than a seen schema may add: so the same is asked of a server whose
+bundled model takes some 80 ms, whose noise is more than a seen schema may add: so the same is asked of a server whose
 model has one of its thirty layers, and is the same otherwise: tokenizer, vocabulary, and with these the work for masks.
 """
 

@@ -36,8 +36,10 @@ class MaskMaker:
         held = [index for index, text in enumerate(texts) if text.matcher is not None and text.failure is None]
         words = self._new_words(len(held), self._num_words)
         self._fill([texts[index] for index in held], words)
-        for index in held:
-            texts[index].check()
+        for place, index in enumerate(held):
+            if texts[index].check():
+                self._fill([texts[index]], words[place : place + 1])
+                texts[index].check()
         if any(texts[index].failure is not None for index in held):
             alive = [place for place, index in enumerate(held) if texts[index].failure is None]
             held, words = [held[place] for place in alive], words[alive]
@@ -63,8 +65,8 @@ class MaskMaker:
             ordered = [at_once[place] for place in _side_by_side(at_once)]
             self._executor.consume_token_par([(_matcher_of(text), text.pending[0]) for text in ordered])
             for text in ordered:
-                text.pending.clear()
-                text.consumed()
+                token_id = text.pending.pop()
+                text.consumed(token_id)
         for text in texts:
             if text.pending:
                 text.catch_up()
