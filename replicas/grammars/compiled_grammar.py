@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.joined_patterns import num_joined_patterns
@@ -36,9 +38,17 @@ class CompiledGrammar:
     with what they have for themselves (`start_alone`), and end only where they reach the limit there.
     """
 
-    def __init__(self, matcher: LLMatcher, num_ends: int, compile_twin: Callable[[], LLMatcher] | None = None) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        num_ends: int,
+        compile_twin: Callable[[], LLMatcher] | None = None,
+        first_words: NDArray[np.int32] | None = None,
+    ) -> None:
         """matcher: at the beginning, where it stays: `start` copies it. num_ends: tokens that end an answer.
-        compile_twin: milliseconds, lets other threads run; None: it has none."""
+        compile_twin: milliseconds, lets other threads run; None: it has none. first_words: the mask of every text's
+        first token, where it is known."""
+        self.first_words = first_words
         self.num_ends = num_ends
         self._compile_twin = compile_twin
         self._twins = [_Twin(matcher)]
@@ -117,7 +127,8 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
         raise GrammarRefused(f"one string would have to match {num_joined} regular expressions: at most {most} may be")
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=fuel.limits())
     _refuse_failed(matcher)
-    matcher.compute_bitmask()
+    first_words = np.empty(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+    matcher.unsafe_compute_mask_ptr(first_words.ctypes.data, first_words.nbytes)
     _refuse_failed(matcher)
     tried = matcher.deep_copy()
     if must_come := tried.compute_ff_bytes().partition(_SPECIAL)[0]:
@@ -125,7 +136,8 @@ def compile_grammar(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> Com
         if not tried.is_stopped():
             tried.compute_bitmask()
     _refuse_failed(tried)
-    return CompiledGrammar(matcher, len(tokenizer.eos_tokens), lambda: _compiled_again(tokenizer, text, fuel))
+    num_ends = len(tokenizer.eos_tokens)
+    return CompiledGrammar(matcher, num_ends, lambda: _compiled_again(tokenizer, text, fuel), first_words)
 
 
 def _compiled_again(tokenizer: LLTokenizer, text: str, fuel: GrammarFuel) -> LLMatcher:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from replicas.grammars.compiled_grammar import CompiledGrammar, reason_of
 from scheduler.grammar import Grammar
@@ -64,6 +65,11 @@ class FollowedText:
     def waits_with(self) -> tuple[int, int]:
         """What is equal of texts that can't be worked on at the same time: whose matchers have a lock in common."""
         return (-1, id(self)) if self._is_alone else (self.twin, id(self._compiled))
+
+    @property
+    def known_words(self) -> NDArray[np.int32] | None:
+        """Its mask, after `catch_up`, where that needs no work: of the first token, which is that of all its texts."""
+        return self._compiled.first_words if self.matcher is not None and not self._path else None
 
     def take(self, token_id: int) -> None:
         """The next token of the output. Mutates."""

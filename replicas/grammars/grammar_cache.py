@@ -19,7 +19,7 @@ from scheduler.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
-# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
+# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most). And a mask.
 _BYTES_PER_CHAR = 50
 # A grammar that so many texts have begun to follow gets a twin more.
 _TEXTS_A_TWIN = 4
@@ -82,7 +82,7 @@ class GrammarCache:
                     self._threads.submit(self._add_twins, text, known, known.future.result())
                 return known.future
             self.counts.misses += 1
-            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text))
+            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text) + self.tokenizer.vocab_size // 8)
             self._kept[text] = kept
             self._num_bytes += kept.num_bytes
             self._forget_old()

@@ -47,15 +47,21 @@ class MaskMaker:
 
     def _fill(self, texts: Sequence[FollowedText], words: NDArray[np.int32]) -> None:
         """A mask of each, in its row of words. Mutates both."""
-        matchers = [_matcher_of(text) for text in texts]
+        unknown: dict[int, FollowedText] = {}
+        for place, text in enumerate(texts):
+            if (known := text.known_words) is None:
+                unknown[place] = text
+            else:
+                words[place] = known
         first, num_bytes = words.ctypes.data, 4 * self._num_words
-        if self._executor is not None and _is_worth_waking(texts):
-            order = _side_by_side(texts)
-            rows = [(matchers[place], place) for place in order]
+        if self._executor is not None and _is_worth_waking(list(unknown.values())):
+            places = list(unknown)
+            order = [places[index] for index in _side_by_side(list(unknown.values()))]
+            rows = [(_matcher_of(unknown[place]), place) for place in order]
             self._executor.unsafe_compute_mask_ptr(rows, first, num_bytes, len(texts))
             return
-        for place, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
+        for place, text in unknown.items():
+            _matcher_of(text).unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
 
     def catch_up(self, texts: Sequence[FollowedText]) -> None:
         """Go by the tokens that they have taken. Mutates. Texts with one token to go by, as each has in a step, go by
