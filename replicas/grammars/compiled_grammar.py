@@ -48,6 +48,7 @@ class CompiledGrammar:
         """matcher: at the beginning, where it stays: `start` copies it. num_ends: tokens that end an answer.
         compile_twin: milliseconds, lets other threads run; None: it has none. first_words: the mask of every text's
         first token, where it is known."""
+        self.tell_worn_out: Callable[[], None] = lambda: None  # called for each twin that is
         self.first_words = first_words
         self.num_ends = num_ends
         self._compile_twin = compile_twin
@@ -100,9 +101,9 @@ class CompiledGrammar:
             if is_first:
                 self._twins[twin] = _Twin(worn.matcher, num_worn + 1)
         if is_first:
-            logger.info(
-                "a grammar's words are learned anew", extra={"event": "grammar_worn_out", "times": num_worn + 1}
-            )
+            self.tell_worn_out()
+            extra = {"event": "grammar_worn_out", "times": num_worn + 1}
+            logger.info("a grammar is compiled anew: its texts have reached max_lexer_states", extra=extra)
             if not (fresh := self._compile_twin()).is_error():
                 self._twins[twin].matcher = fresh
         alone = self._compile_twin()

@@ -27,12 +27,14 @@ _TEXTS_A_TWIN = 4
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Since the start. refused: texts that were not compiled. compile_s: seconds of all that were tried."""
+    """Since the start. refused: texts that were not compiled. compile_s: seconds of all that were tried. worn_out: how
+    often what texts of one grammar had learned together was too much to keep."""
 
     hits: int = 0
     misses: int = 0
     refused: int = 0
     compile_s: float = 0.0
+    worn_out: int = 0
 
 
 @dataclass(slots=True)
@@ -128,8 +130,13 @@ class GrammarCache:
         if grammar is None:
             kept.future.set_exception(error)
         else:
+            grammar.tell_worn_out = self._count_worn_out
             self._add_twins(text, kept, grammar)  # those who wait for it begin all at once
             kept.future.set_result(grammar)
+
+    def _count_worn_out(self) -> None:
+        with self._lock:
+            self.counts.worn_out += 1
 
     def _wants_twin(self, kept: _Kept) -> bool:
         return kept.num_twins < min(self._num_threads, 1 + kept.num_asked // _TEXTS_A_TWIN)

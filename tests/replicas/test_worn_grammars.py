@@ -12,6 +12,7 @@ from llguidance import LLTokenizer
 from replicas.grammars import grammar_text
 from replicas.grammars.compiled_grammar import CompiledGrammar, compile_grammar
 from replicas.grammars.followed_text import FollowedText
+from replicas.grammars.grammar_cache import GrammarCache
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.grammar_tokenizer import grammar_tokenizer
 from replicas.grammars.mask_maker import MaskMaker
@@ -111,6 +112,13 @@ def test_copies_and_what_comes_behind_an_opener_go_on_too(tokenizer: LLTokenizer
     anew = FollowedText(GREEDY_FOR_STATES, compiled_of(tokenizer))
     assert write(maker, [expected], 4, 10) == write(maker, [copied], 4, 10) == write(maker, [first], 4, 10)
     assert write(maker, [behind], 5, 10) == write(maker, [anew], 5, 10)
+
+
+def test_the_cache_counts_it(tokenizer: LLTokenizer) -> None:
+    cache = GrammarCache(tokenizer, FUEL, num_threads=1, max_entries=3, max_bytes=1 << 20)
+    wear_out(maker_of(tokenizer, 1), cache.get(GREEDY_FOR_STATES.text).result(60))
+    assert cache.counts.worn_out == 1
+    cache.close()
 
 
 def test_what_is_not_allowed_is_no_wear(tokenizer: LLTokenizer) -> None:
