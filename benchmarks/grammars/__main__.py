@@ -1,6 +1,6 @@
 """`python -m benchmarks.grammars [steps] [host] [first-tokens] [hostile]`: what schemas and grammars cost here.
 
-All four without a name: a quarter of an hour, on a machine that has nothing else to do. --short tries them. The last
+All four without a name: twenty minutes, on a machine that has nothing else to do. --short tries them. The last
 line names what was missed; the status is 1 then.
 """
 
