@@ -27,11 +27,12 @@ class FollowedText:
         "_compiled",
         "_grammar",
         "_is_alone",
+        "_matcher",
         "_num_worn",
         "_path",
         "failure",
         "has_strayed",
-        "matcher",
+        "is_held",
         "pending",
         "twin",
     )
@@ -43,10 +44,8 @@ class FollowedText:
         self._is_alone = False  # shares nothing with other texts any more
         self._num_worn = 0  # of its twin, when it began
         self._path: list[int] = []  # what its matcher has consumed
-        # At the place that the tokens lead to, but for those in pending; None while any token may come.
-        self.matcher: LLMatcher | None = None
-        if not grammar.begins_after:
-            self._start()
+        self._matcher: LLMatcher | None = None
+        self.is_held = not grammar.begins_after  # else any token may come
         self.pending: list[int] = list(token_ids)
         self.failure: str | None = None
         self.has_strayed = False  # failed by a token that it did not allow: a bug of ours
@@ -56,10 +55,20 @@ class FollowedText:
         other = FollowedText.__new__(FollowedText)
         other._grammar, other._compiled, other.twin = self._grammar, self._compiled, self.twin
         other._is_alone, other._num_worn, other._path = self._is_alone, self._num_worn, list(self._path)
-        other.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        other.is_held = self.is_held
         other.pending = list(self.pending)
         other.failure, other.has_strayed = self.failure, self.has_strayed
         return other
+
+    @property
+    def matcher(self) -> LLMatcher | None:
+        """At the place that the tokens lead to, but for those in pending; None while any token may come. Copied from
+        its twin when it is asked for first: a first token needs none."""
+        if self._matcher is None and self.is_held:
+            self._num_worn = self._compiled.num_worn(self.twin)
+            self._matcher = self._compiled.start(self.twin)
+        return self._matcher
 
     @property
     def waits_with(self) -> tuple[int, int]:
@@ -69,7 +78,7 @@ class FollowedText:
     @property
     def known_words(self) -> NDArray[np.int32] | None:
         """Its mask, after `catch_up`, where that needs no work: of the first token, which is that of all its texts."""
-        return self._compiled.first_words if self.matcher is not None and not self._path else None
+        return self._compiled.first_words if self.is_held and not self._path else None
 
     def take(self, token_id: int) -> None:
         """The next token of the output. Mutates."""
@@ -80,7 +89,7 @@ class FollowedText:
         for token_id in self.pending:
             if self.matcher is None:
                 if token_id in self._grammar.begins_after:
-                    self._start()
+                    self.is_held, self._is_alone, self._path = True, False, []
             else:
                 self.matcher.consume_token(token_id)
                 self.consumed(token_id)
@@ -103,32 +112,26 @@ class FollowedText:
         self._path.append(token_id)
         self.check()
         if self._grammar.repeats and self.failure is None and self._is_complete():
-            self.matcher = None
+            self.is_held, self._matcher = False, None
 
     def check(self) -> bool:
         """Note whether its matcher has failed. Mutates. True where it failed by what others have done, and has another
         matcher now, at the same place: what the first was asked is to be asked again. Blocks for milliseconds then."""
-        assert self.matcher is not None
-        if self.failure is not None or not self.matcher.is_error():
+        if self.failure is not None or self._matcher is None or not self._matcher.is_error():
             return False
-        reason = reason_of(self.matcher)
+        reason = reason_of(self._matcher)
         if _WORN_OUT in reason and not self._is_alone and self._go_on_alone():
             return True
-        self.failure = reason_of(self.matcher) or reason
+        self.failure = reason_of(self._matcher) if self._matcher.is_error() else reason
         self.has_strayed = _NOT_ALLOWED in self.failure
         return False
-
-    def _start(self) -> None:
-        self._num_worn = self._compiled.num_worn(self.twin)
-        self.matcher, self._path = self._compiled.start(self.twin), []
-        self._is_alone = False
 
     def _go_on_alone(self) -> bool:
         """By the same tokens, with a matcher that learns from nobody else. Whether it got there."""
         alone = self._compiled.start_alone(self.twin, self._num_worn)
         if alone is None:
             return False
-        self._is_alone, self.matcher = True, alone
+        self._is_alone, self._matcher = True, alone
         return bool(alone.consume_tokens(self._path)) and not alone.is_error()
 
     def _is_complete(self) -> bool:

@@ -33,7 +33,7 @@ class MaskMaker:
         Blocks for 20 to 1000 microseconds for each, shared by the threads.
         """
         self.catch_up(texts)
-        held = [index for index, text in enumerate(texts) if text.matcher is not None and text.failure is None]
+        held = [index for index, text in enumerate(texts) if text.is_held and text.failure is None]
         words = self._new_words(len(held), self._num_words)
         self._fill([texts[index] for index in held], words)
         for place, index in enumerate(held):
@@ -66,7 +66,7 @@ class MaskMaker:
     def catch_up(self, texts: Sequence[FollowedText]) -> None:
         """Go by the tokens that they have taken. Mutates. Texts with one token to go by, as each has in a step, go by
         it at the same time."""
-        at_once = [text for text in texts if text.matcher is not None and len(text.pending) == 1]
+        at_once = [text for text in texts if text.is_held and len(text.pending) == 1]
         if self._executor is not None and _is_worth_waking(at_once):
             ordered = [at_once[place] for place in _side_by_side(at_once)]
             self._executor.consume_token_par([(_matcher_of(text), text.pending[0]) for text in ordered])
