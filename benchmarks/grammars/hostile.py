@@ -4,9 +4,9 @@ A stream and /health are timed while nothing else happens, while the list is sen
 as often, as many of them refused. So what is told is what hostility costs, not what requests cost. All of it several
 times, in turns; from the second time on what can be made new is: nothing is known from before.
 
-Memory grows until caches are as full as the config lets them be and the allocator has what the largest one takes, and
-is flat from then on, unless something is never given back. So the last list is beside the one before it, of the same
-size, and what the earlier ones added is told.
+Memory grows until caches are as full as the config lets them be, and is flat from then on, unless something is never
+given back. So replicas keep few compiled grammars here, that the first list fills their caches many times over; the
+last list is beside the one before it, of the same size, and what the earlier ones added is told.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -38,7 +39,8 @@ from tests.cluster.hostile_grammars import body_of, hostile_sources, made_new
 _ROOT = Path(__file__).parents[2]
 _MOST_S, _MOST_TIMES, _MOST_GROWN_MB = 1.0, 1.2, 64.0
 _SEGMENT_S = 4.0  # of a bystander
-_NUM_LISTS = 3  # two fill what is bounded by the config: 512 compiled grammars
+_NUM_LISTS = 3
+_MOST_KEPT = 64  # compiled grammars: a list has four times as many that are followed
 # Of a request to the next one, unless that takes longer.
 _PERIOD_S = 0.2
 _PARTS = {"compile_process": "compiles", ":ingress": "ingress", ":decode": "decode", ":prefill": "prefill"}
@@ -55,7 +57,7 @@ def hostile_figures(every: int, quiet_s: float) -> list[Figure]:
     after_hostile: list[Counter[str]] = []
     after_harmless: list[Counter[str]] = []
     numbers = itertools.count()
-    config = yaml.safe_load((_ROOT / "configs" / "local.yaml").read_text())
+    config = _config()
     with tempfile.TemporaryDirectory() as folder, real_server(config, Path(folder)) as url:
         exchange(url, Kind("first", TEXT, body_of(_harmless(next(numbers), 200))))
         _bystand(url, _SEGMENT_S)
@@ -71,6 +73,11 @@ def hostile_figures(every: int, quiet_s: float) -> list[Figure]:
             after_harmless.append(_memory_mb())
     statuses = Counter(status for status, _ in answers.values())
     return [*_of_times(seconds, statuses), *_of_bystanders(**felt), *_of_memory(after_hostile, after_harmless)]
+
+
+def _config() -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((_ROOT / "configs" / "local.yaml").read_text())
+    return {**config, "structured_outputs": {**config["structured_outputs"], "cache_entries": _MOST_KEPT}}
 
 
 def _harmless(number: int, status: int) -> GrammarSource:
