@@ -1,8 +1,12 @@
 """Hostile schemas, expressions and grammars against a real server: how long each takes, what others feel, and memory.
 
 A stream and /health are timed while nothing else happens, while the list is sent, and while harmless ones are: as many,
-as often, as many of them refused. So what is told is what hostility costs, not what requests cost. All of it twice, in
-turns; the second time what can be made new is: nothing is known from before.
+as often, as many of them refused. So what is told is what hostility costs, not what requests cost. All of it several
+times, in turns; from the second time on what can be made new is: nothing is known from before.
+
+Memory grows until caches are as full as the config lets them be, and is flat from then on, unless something is never
+given back. So replicas keep few compiled grammars here, that the first list fills their caches many times over; the
+last list is beside the one before it, of the same size, and what the earlier ones added is told.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -33,7 +39,8 @@ from tests.cluster.hostile_grammars import body_of, hostile_sources, made_new
 _ROOT = Path(__file__).parents[2]
 _MOST_S, _MOST_TIMES, _MOST_GROWN_MB = 1.0, 1.2, 64.0
 _SEGMENT_S = 4.0  # of a bystander
-_NUM_LISTS = 2
+_NUM_LISTS = 3
+_MOST_KEPT = 64  # compiled grammars: a list has four times as many that are followed
 # Of a request to the next one, unless that takes longer.
 _PERIOD_S = 0.2
 _PARTS = {"compile_process": "compiles", ":ingress": "ingress", ":decode": "decode", ":prefill": "prefill"}
@@ -47,9 +54,10 @@ def hostile_figures(every: int, quiet_s: float) -> list[Figure]:
     hostile = dict(list(hostile_sources())[::every])
     felt: dict[str, Times] = {case: defaultdict(list) for case in ("quiet", "harmless", "hostile")}
     seconds: dict[str, float] = {}
-    memory: list[Counter[str]] = []
+    after_hostile: list[Counter[str]] = []
+    after_harmless: list[Counter[str]] = []
     numbers = itertools.count()
-    config = yaml.safe_load((_ROOT / "configs" / "local.yaml").read_text())
+    config = _config()
     with tempfile.TemporaryDirectory() as folder, real_server(config, Path(folder)) as url:
         exchange(url, Kind("first", TEXT, body_of(_harmless(next(numbers), 200))))
         _bystand(url, _SEGMENT_S)
@@ -58,12 +66,18 @@ def hostile_figures(every: int, quiet_s: float) -> list[Figure]:
             with _bystanding(url, felt["hostile"]):
                 news = {name: made_new(source, number) for name, source in hostile.items()}
                 answers = _send(url, news)
-            memory.append(_memory_mb())
+            after_hostile.append(_memory_mb())
             seconds = {name: max(taken_s, seconds.get(name, 0.0)) for name, (_, taken_s) in answers.items()}
             with _bystanding(url, felt["harmless"]):
                 _send(url, {name: _harmless(next(numbers), status) for name, (status, _) in answers.items()})
+            after_harmless.append(_memory_mb())
     statuses = Counter(status for status, _ in answers.values())
-    return [*_of_times(seconds, statuses), *_of_bystanders(**felt), *_of_memory(memory)]
+    return [*_of_times(seconds, statuses), *_of_bystanders(**felt), *_of_memory(after_hostile, after_harmless)]
+
+
+def _config() -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((_ROOT / "configs" / "local.yaml").read_text())
+    return {**config, "structured_outputs": {**config["structured_outputs"], "cache_entries": _MOST_KEPT}}
 
 
 def _harmless(number: int, status: int) -> GrammarSource:
@@ -105,13 +119,20 @@ def _of_bystanders(quiet: Times, harmless: Times, hostile: Times) -> list[Figure
     return figures
 
 
-def _of_memory(memory: list[Counter[str]]) -> list[Figure]:
-    """Of each kind of process, what the last list has added: the first one fills what is remembered."""
-    first, last = memory[0], memory[-1]
-    return [
-        Figure(f"memory of {part}", last[part] - first[part], "MB more", _MOST_GROWN_MB, f"{last[part]:.0f} MB now")
-        for part in sorted(last)
-    ]
+def _of_memory(after_hostile: list[Counter[str]], after_harmless: list[Counter[str]]) -> list[Figure]:
+    """Of each kind of process, what the last list has added since the one before it."""
+    return [_memory_of(part, after_hostile, after_harmless) for part in sorted(after_hostile[-1])]
+
+
+def _memory_of(part: str, after_hostile: list[Counter[str]], after_harmless: list[Counter[str]]) -> Figure:
+    before, last = after_hostile[-2:]
+    of_harmless = after_harmless[-2][part] - before[part]
+    added = [later[part] - earlier[part] for earlier, later in pairwise(after_hostile)]
+    told = (
+        f"each list added {' '.join(f'{mb:+.0f}' for mb in added)}, of the last {of_harmless:+.0f} by harmless ones; "
+    )
+    told += f"{last[part]:.0f} MB now"
+    return Figure(f"memory of {part}", added[-1], "MB more", _MOST_GROWN_MB, told)
 
 
 @contextmanager

@@ -173,6 +173,7 @@ _ENGINE_COUNTERS: dict[str, Labels] = {
     "lane_steps": {"pool": None, "lane": LANES},
     "lane_busy_seconds": {"pool": None, "lane": LANES},
     "grammar_lookups": {"pool": None, "result": GRAMMAR_LOOKUPS},
+    "grammars_worn_out": {"pool": None},
     "grammar_failures": {"pool": None, "reason": GRAMMAR_FAILURES},
     "masks": {"pool": None},
 }

@@ -6,12 +6,15 @@ from collections.abc import Iterable
 
 import numpy as np
 from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from replicas.grammars.compiled_grammar import CompiledGrammar, reason_of
 from scheduler.grammar import Grammar
 
 # How llguidance says that a token was none that the mask allowed. All its other errors are limits.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
+# And that all texts of a lexer together have learned more than may be kept: the only limit that others reach too.
+_WORN_OUT = "too many states"
 
 
 class FollowedText:
@@ -20,14 +23,29 @@ class FollowedText:
     `take` costs nothing; the work is done by `catch_up`, or for many texts at once by a `MaskMaker`.
     """
 
-    __slots__ = ("_compiled", "_grammar", "failure", "has_strayed", "matcher", "pending", "twin")
+    __slots__ = (
+        "_compiled",
+        "_grammar",
+        "_is_alone",
+        "_matcher",
+        "_num_worn",
+        "_path",
+        "failure",
+        "has_strayed",
+        "is_held",
+        "pending",
+        "twin",
+    )
 
     def __init__(self, grammar: Grammar, compiled: CompiledGrammar, token_ids: Iterable[int] = ()) -> None:
         """token_ids: what the output begins with."""
         self._grammar, self._compiled = grammar, compiled
         self.twin = compiled.choose_twin()
-        # At the place that the tokens lead to, but for those in pending; None while any token may come.
-        self.matcher: LLMatcher | None = None if grammar.begins_after else compiled.start(self.twin)
+        self._is_alone = False  # shares nothing with other texts any more
+        self._num_worn = 0  # of its twin, when it began
+        self._path: list[int] = []  # what its matcher has consumed
+        self._matcher: LLMatcher | None = None
+        self.is_held = not grammar.begins_after  # else any token may come
         self.pending: list[int] = list(token_ids)
         self.failure: str | None = None
         self.has_strayed = False  # failed by a token that it did not allow: a bug of ours
@@ -36,15 +54,31 @@ class FollowedText:
         """As it is now; from then on they are apart."""
         other = FollowedText.__new__(FollowedText)
         other._grammar, other._compiled, other.twin = self._grammar, self._compiled, self.twin
-        other.matcher = None if self.matcher is None else self.matcher.deep_copy()
+        other._is_alone, other._num_worn, other._path = self._is_alone, self._num_worn, list(self._path)
+        other._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        other.is_held = self.is_held
         other.pending = list(self.pending)
         other.failure, other.has_strayed = self.failure, self.has_strayed
         return other
 
     @property
+    def matcher(self) -> LLMatcher | None:
+        """At the place that the tokens lead to, but for those in pending; None while any token may come. Copied from
+        its twin when it is asked for first: a first token needs none."""
+        if self._matcher is None and self.is_held:
+            self._num_worn = self._compiled.num_worn(self.twin)
+            self._matcher = self._compiled.start(self.twin)
+        return self._matcher
+
+    @property
     def waits_with(self) -> tuple[int, int]:
         """What is equal of texts that can't be worked on at the same time: whose matchers have a lock in common."""
-        return self.twin, id(self._compiled)
+        return (-1, id(self)) if self._is_alone else (self.twin, id(self._compiled))
+
+    @property
+    def known_words(self) -> NDArray[np.int32] | None:
+        """Its mask, after `catch_up`, where that needs no work: of the first token, which is that of all its texts."""
+        return self._compiled.first_words if self.is_held and not self._path else None
 
     def take(self, token_id: int) -> None:
         """The next token of the output. Mutates."""
@@ -55,10 +89,10 @@ class FollowedText:
         for token_id in self.pending:
             if self.matcher is None:
                 if token_id in self._grammar.begins_after:
-                    self.matcher = self._compiled.start(self.twin)
+                    self.is_held, self._is_alone, self._path = True, False, []
             else:
                 self.matcher.consume_token(token_id)
-                self.consumed()
+                self.consumed(token_id)
         self.pending.clear()
 
     def forced(self, most: int) -> tuple[int, ...]:
@@ -72,24 +106,41 @@ class FollowedText:
         # A copy: what fails here is no failure of the text.
         return tuple(self.matcher.deep_copy().compute_ff_tokens()[:most])
 
-    def consumed(self) -> None:
-        """Its matcher has consumed a token. Mutates."""
+    def consumed(self, token_id: int) -> None:
+        """Its matcher has consumed the token. Mutates."""
         assert self.matcher is not None
+        self._path.append(token_id)
         self.check()
         if self._grammar.repeats and self.failure is None and self._is_complete():
-            self.matcher = None
+            self.is_held, self._matcher = False, None
 
-    def check(self) -> None:
-        """Note whether its matcher has failed. Mutates."""
-        assert self.matcher is not None
-        if self.failure is None and self.matcher.is_error():
-            self.failure = reason_of(self.matcher)
-            self.has_strayed = _NOT_ALLOWED in self.failure
+    def check(self) -> bool:
+        """Note whether its matcher has failed. Mutates. True where it failed by what others have done, and has another
+        matcher now, at the same place: what the first was asked is to be asked again. Blocks for milliseconds then."""
+        if self.failure is not None or self._matcher is None or not self._matcher.is_error():
+            return False
+        reason = reason_of(self._matcher)
+        if _WORN_OUT in reason and not self._is_alone and self._go_on_alone():
+            return True
+        self.failure = reason_of(self._matcher) if self._matcher.is_error() else reason
+        self.has_strayed = _NOT_ALLOWED in self.failure
+        return False
+
+    def _go_on_alone(self) -> bool:
+        """By the same tokens, with a matcher that learns from nobody else. Whether it got there."""
+        alone = self._compiled.start_alone(self.twin, self._num_worn)
+        if alone is None:
+            return False
+        self._is_alone, self._matcher = True, alone
+        return bool(alone.consume_tokens(self._path)) and not alone.is_error()
 
     def _is_complete(self) -> bool:
         """Whether the text is one, and no longer text begins with it. Some grammars tell only by their next mask."""
         assert self.matcher is not None
         if not self.matcher.is_accepting() or self.matcher.is_stopped():
             return self.matcher.is_accepting()
-        mask = self.matcher.deep_copy().compute_bitmask()
+        tried = self.matcher.deep_copy()
+        mask = tried.compute_bitmask()
+        if tried.is_error():  # the text's own next mask finds out why
+            return False
         return int(np.bitwise_count(np.frombuffer(mask, dtype=np.uint8)).sum()) <= self._compiled.num_ends

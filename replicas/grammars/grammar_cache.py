@@ -19,7 +19,7 @@ from scheduler.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
-# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most).
+# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most). And a mask.
 _BYTES_PER_CHAR = 50
 # A grammar that so many texts have begun to follow gets a twin more.
 _TEXTS_A_TWIN = 4
@@ -27,12 +27,14 @@ _TEXTS_A_TWIN = 4
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Since the start. refused: texts that were not compiled. compile_s: seconds of all that were tried."""
+    """Since the start. refused: texts that were not compiled. compile_s: seconds of all that were tried. worn_out: how
+    often what texts of one grammar had learned together was too much to keep."""
 
     hits: int = 0
     misses: int = 0
     refused: int = 0
     compile_s: float = 0.0
+    worn_out: int = 0
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class GrammarCache:
                     self._threads.submit(self._add_twins, text, known, known.future.result())
                 return known.future
             self.counts.misses += 1
-            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text))
+            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text) + self.tokenizer.vocab_size // 8)
             self._kept[text] = kept
             self._num_bytes += kept.num_bytes
             self._forget_old()
@@ -128,8 +130,13 @@ class GrammarCache:
         if grammar is None:
             kept.future.set_exception(error)
         else:
+            grammar.tell_worn_out = self._count_worn_out
             self._add_twins(text, kept, grammar)  # those who wait for it begin all at once
             kept.future.set_result(grammar)
+
+    def _count_worn_out(self) -> None:
+        with self._lock:
+            self.counts.worn_out += 1
 
     def _wants_twin(self, kept: _Kept) -> bool:
         return kept.num_twins < min(self._num_threads, 1 + kept.num_asked // _TEXTS_A_TWIN)

@@ -33,11 +33,13 @@ class MaskMaker:
         Blocks for 20 to 1000 microseconds for each, shared by the threads.
         """
         self.catch_up(texts)
-        held = [index for index, text in enumerate(texts) if text.matcher is not None and text.failure is None]
+        held = [index for index, text in enumerate(texts) if text.is_held and text.failure is None]
         words = self._new_words(len(held), self._num_words)
         self._fill([texts[index] for index in held], words)
-        for index in held:
-            texts[index].check()
+        for place, index in enumerate(held):
+            if texts[index].check():
+                self._fill([texts[index]], words[place : place + 1])
+                texts[index].check()
         if any(texts[index].failure is not None for index in held):
             alive = [place for place, index in enumerate(held) if texts[index].failure is None]
             held, words = [held[place] for place in alive], words[alive]
@@ -45,26 +47,32 @@ class MaskMaker:
 
     def _fill(self, texts: Sequence[FollowedText], words: NDArray[np.int32]) -> None:
         """A mask of each, in its row of words. Mutates both."""
-        matchers = [_matcher_of(text) for text in texts]
+        unknown: dict[int, FollowedText] = {}
+        for place, text in enumerate(texts):
+            if (known := text.known_words) is None:
+                unknown[place] = text
+            else:
+                words[place] = known
         first, num_bytes = words.ctypes.data, 4 * self._num_words
-        if self._executor is not None and _is_worth_waking(texts):
-            order = _side_by_side(texts)
-            rows = [(matchers[place], place) for place in order]
+        if self._executor is not None and _is_worth_waking(list(unknown.values())):
+            places = list(unknown)
+            order = [places[index] for index in _side_by_side(list(unknown.values()))]
+            rows = [(_matcher_of(unknown[place]), place) for place in order]
             self._executor.unsafe_compute_mask_ptr(rows, first, num_bytes, len(texts))
             return
-        for place, matcher in enumerate(matchers):
-            matcher.unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
+        for place, text in unknown.items():
+            _matcher_of(text).unsafe_compute_mask_ptr(first + place * num_bytes, num_bytes)
 
     def catch_up(self, texts: Sequence[FollowedText]) -> None:
         """Go by the tokens that they have taken. Mutates. Texts with one token to go by, as each has in a step, go by
         it at the same time."""
-        at_once = [text for text in texts if text.matcher is not None and len(text.pending) == 1]
+        at_once = [text for text in texts if text.is_held and len(text.pending) == 1]
         if self._executor is not None and _is_worth_waking(at_once):
             ordered = [at_once[place] for place in _side_by_side(at_once)]
             self._executor.consume_token_par([(_matcher_of(text), text.pending[0]) for text in ordered])
             for text in ordered:
-                text.pending.clear()
-                text.consumed()
+                token_id = text.pending.pop()
+                text.consumed(token_id)
         for text in texts:
             if text.pending:
                 text.catch_up()

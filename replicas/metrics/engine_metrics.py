@@ -97,10 +97,11 @@ class EngineMetrics:
         """So many came back otherwise."""
         self._pool.host_damage.add(num_blocks)
 
-    def grammars_looked_up(self, num_hits: int, num_misses: int) -> None:
+    def grammars_looked_up(self, num_hits: int, num_misses: int, num_worn_out: int) -> None:
         """Of the cache, so far. On the event loop."""
         self._pool.grammar_lookups.count_to(num_hits, result="hit")
         self._pool.grammar_lookups.count_to(num_misses, result="miss")
+        self._pool.grammars_worn_out.count_to(num_worn_out)
 
     def snapshot(
         self, status: EngineStatus, steps: StepClock, transfers: TransferSnapshot, forwarded: int, surplus: int

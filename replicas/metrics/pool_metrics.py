@@ -261,6 +261,11 @@ class PoolMetrics(MetricSet):
             {"result": GRAMMAR_LOOKUPS},
             fixed=self.of_pool,
         )
+        self.grammars_worn_out = self.counter(
+            "splitserve_grammars_worn_out",
+            "Grammars compiled anew, as their answers together had reached structured_outputs.fuel.max_lexer_states",
+            fixed=self.of_pool,
+        )
         self.grammar_failures = self.counter(
             "splitserve_grammar_failures",
             "Requests ended because of their grammar; limit: following it took too much work; strayed: a bug",

@@ -131,7 +131,7 @@ class BuiltEngine:
                 self.metrics.prefixes_on_host(tier.num_saved_blocks, scheduler.host.num_cached)
         if self.grammars is not None:
             looked_up = self.grammars.cache.counts
-            self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses)
+            self.metrics.grammars_looked_up(looked_up.hits, looked_up.misses, looked_up.worn_out)
         return self.metrics.snapshot(
             self.engine.status,
             self.engine.steps,

@@ -16,7 +16,7 @@ from replicas.engine.constrained_rows import ConstrainedRows, Grammars
 from replicas.engine.step_isolation import run_isolated
 from replicas.grammars import grammar_text
 from replicas.grammars.choice_texts import ChoiceTexts
-from replicas.grammars.compiled_grammar import compile_grammar
+from replicas.grammars.compiled_grammar import CompiledGrammar, compile_grammar
 from replicas.grammars.followed_text import FollowedText
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.mask_maker import MaskMaker
@@ -289,3 +289,23 @@ def test_texts_of_twins_have_the_masks_of_one_grammar(tokenizer: LLTokenizer, nu
     assert held == [number for number in range(30) if number != 4]
     assert np.array_equal(words, np.delete(expected, 4, axis=0))
     assert twins[4].has_strayed
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_first_mask_that_is_known_is_the_one_that_would_be_made(tokenizer: LLTokenizer, num_threads: int) -> None:
+    """Beside texts that are further on, at a beginning behind an opener, and of a copy."""
+    source = grammar_text.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    opener = ids_of(tokenizer, "x")[0]
+    known = compile_grammar(tokenizer, source, GrammarFuel())
+    known.add_twin()
+    unknown = CompiledGrammar(known.matcher, known.num_ends)
+    assert known.first_words is not None
+    masks = []
+    for compiled in (known, unknown):
+        texts = [FollowedText(Grammar(source), compiled, ids_of(tokenizer, '{"a"')[: place % 4]) for place in range(20)]
+        texts += [FollowedText(Grammar(source, (opener,)), compiled, [opener]), texts[0].copy(), texts[1].copy()]
+        held, words = MaskMaker(tokenizer, num_threads, empty).masks(texts)
+        assert held == list(range(len(texts)))
+        masks.append([allowed(row) for row in words])
+    assert masks[0] == masks[1]
+    assert masks[0][0] == masks[0][20] != masks[0][1]

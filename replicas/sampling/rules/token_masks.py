@@ -26,9 +26,8 @@ class TokenMasks:
         """Set what is not allowed to -inf, float32 [R, V]. Mutates. Does not synchronise with the host."""
         vocab_size = logits.shape[1]
         if logits.device.type == "cpu":
-            bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-            for row, allowed in zip(self.rows, bits, strict=True):
-                logits[row].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+            for row, words in zip(self.rows, self.words, strict=True):
+                _forbid(logits[row], words)
             return
         words = to_device(torch.from_numpy(self.words), logits.device)
         shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
@@ -60,3 +59,16 @@ class TokenMasks:
             if id_ < 32 * len(others):
                 others[id_ // 32] &= ~np.int32(np.uint32(1 << (id_ % 32)).view(np.int32))
         return not others.any()
+
+
+def _forbid(logits: Tensor, words: NDArray[np.int32]) -> None:
+    """Of one row on the host, float32 [V]. Mutates it. 20 microseconds where few tokens are allowed, 100 at most."""
+    is_allowed = np.unpackbits(words.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
+    if 2 * int(np.bitwise_count(words.view(np.uint32)).sum()) > len(logits):
+        logits.masked_fill_(torch.from_numpy(~is_allowed), -torch.inf)
+        return
+    (allowed,) = is_allowed.nonzero()
+    values = logits.numpy()
+    kept = values[allowed]
+    values.fill(-np.inf)
+    values[allowed] = kept
