@@ -239,16 +239,10 @@ class _Base:
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
         settings, drafting = self.settings, self.drafting
-        make_drafter, on_card = None, None
-        if drafting is not None and self.pool.tensor.is_cuda:
-            on_card = drafting.on_card(self.pool)
-        elif drafting is not None:
-            make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
             make_runner,
             loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
-            make_drafter=make_drafter, head=None if drafting is None else drafting.head,
-            card_drafting=None if on_card is None else lambda: on_card,
+            **({} if drafting is None else drafting.of_runner(self.pool, make_runner)),
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False
