@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -84,6 +84,17 @@ class Drafting:
         if self.head is None:
             return layout
         return replace(layout, num_extra_layers=1, extra_name=digest_weights(self.head))
+
+    def of_runner(self, pool: KvPool, make_runner: MakeRunner) -> dict[str, Any]:
+        """What a runner for the served model's pool is told of its drafts, as `make_runner` calls it; that one makes a
+        draft model's. Blocks, allocates and raises as `drafter_maker`."""
+        if pool.tensor.is_cuda:
+            on_card = self.on_card(pool)
+            return {"head": self.head, "card_drafting": lambda: on_card}
+        return {
+            "head": self.head,
+            "make_drafter": self.drafter_maker(pool.num_blocks, pool.tensor.device, make_runner),
+        }
 
     def drafter_maker(
         self, num_blocks: int, device: torch.device, make_runner: MakeRunner

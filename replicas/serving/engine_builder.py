@@ -239,14 +239,10 @@ class _Base:
     def _make_runner(self, loaded: LoadedModel) -> tuple[ModelRunner, bool]:
         """And whether there are two lanes: where they are asked for and the device can have them."""
         settings, drafting = self.settings, self.drafting
-        on_card = drafting.on_card(self.pool) if drafting and self.pool.tensor.is_cuda else None
-        make_drafter = None
-        if drafting and not on_card:
-            make_drafter = drafting.drafter_maker(self.limits.num_blocks, self.pool.tensor.device, make_runner)
         make = partial(
-            make_runner, loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len,
-            num_host_blocks=self.num_host_blocks, make_drafter=make_drafter, head=drafting.head if drafting else None,
-            card_drafting=None if on_card is None else lambda: on_card,
+            make_runner,
+            loaded, self.pool, settings.max_running_sequences, settings.model.max_model_len, self.num_host_blocks,
+            **({} if drafting is None else drafting.of_runner(self.pool, make_runner)),
         )  # fmt: skip
         if settings.layout != "two_lanes" or settings.pool != "decode":
             return make(), False

@@ -101,7 +101,15 @@ def make_engine(lag: int, drafts: Drafts | None, capacity_tokens: int = CAPACITY
     return BareEngine(model_folder(), "float32", "auto", size, lag, drafts=drafts)
 
 
-@pytest.fixture(scope="module", params=[("draft model", 0), ("draft model", 1), ("eagle3", 0), ("eagle3", 1)])
+WAYS = {
+    "model-lag0": ("draft model", 0),
+    "model-lag1": ("draft model", 1),
+    "eagle3-lag0": ("eagle3", 0),
+    "eagle3-lag1": ("eagle3", 1),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS.keys())
 def way(request: pytest.FixtureRequest) -> tuple[str, int]:
     served_texts.allow_no_rounding()
     way: tuple[str, int] = request.param
@@ -191,7 +199,7 @@ def test_sampled_texts_are_those_without_drafts(
         assert counts["held"] > 0.8 * counts["drafted"] - 8 * counts["rows"] / 64, counts
 
 
-@pytest.mark.parametrize("method", ["draft model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft model", "eagle3"], ids=["model", "eagle3"])
 def test_texts_hold_where_memory_is_short(method: str, tmp_path: Path) -> None:
     """Some give way, and come back with what they had; a draft model finds its own memory full, too."""
     served_texts.allow_no_rounding()
