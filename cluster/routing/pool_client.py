@@ -18,6 +18,7 @@ import zmq
 from cluster.routing import replica_registry
 from cluster.routing.actor_death import has_died
 from cluster.routing.call_channel import CallChannel, ChannelBroken
+from cluster.routing.detached_tasks import start_detached
 from cluster.routing.replica_registry import ReplicaTable
 from replicas.channels.wire import Decoder, encode
 from replicas.messages import (
@@ -82,6 +83,10 @@ class PoolClient(ABC):
         Raises ReplicaLost; CallFailed when something broke at the replica; NotSendable.
         """
 
+    def tell_of_deaths(self, tell: Callable[[str], None]) -> None:  # noqa: B027  # most learn of none but by a call
+        """Once, before the first call. tell: called with a replica that is found dead though no call is open there: it
+        may have answered, and died before it did what others wait for."""
+
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """No calls any more. On the event loop that made them; those that are open fail."""
 
@@ -104,6 +109,7 @@ class ServePool(PoolClient):
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._links: dict[str, _Link] = {}
         self._asked: dict[str, asyncio.Task[bool]] = {}
+        self._tell_of_death: Callable[[str], None] = lambda _: None
         self._ids = count()
 
     def replicas(self) -> ReplicaTable:
@@ -121,6 +127,9 @@ class ServePool(PoolClient):
             loss = Loss.DEAD if await self._found_dead(actor_name) else Loss.UNREACHABLE
             raise ReplicaLost(replica_id, loss, str(error)) from error
         return reply
+
+    def tell_of_deaths(self, tell: Callable[[str], None]) -> None:
+        self._tell_of_death = tell
 
     def close(self) -> None:
         for link in self._links.values():
@@ -141,8 +150,12 @@ class ServePool(PoolClient):
         return channel
 
     def _forget(self, replica_id: str) -> None:
-        """Its channel is broken: the next call opens another."""
-        del self._links[replica_id]
+        """Its channel is broken: the next call opens another. Whether it has died is asked, and told."""
+        start_detached(self._look_after(replica_id, self._links.pop(replica_id).actor_name))
+
+    async def _look_after(self, replica_id: str, actor_name: str) -> None:
+        if await self._found_dead(actor_name):
+            self._tell_of_death(replica_id)
 
     async def _found_dead(self, actor_name: str) -> bool:
         """As `has_died`, asked once for all calls that were lost together."""

@@ -82,6 +82,8 @@ class Router:
         self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
         self._moves = Moves(self._view, rules, limits.migration, limits.block_size, metrics)
         dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
+        for pool in self.pools:
+            pool.tell_of_deaths(dead.found)
         self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
         self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
         given_up, pairs = self._waits.given_up, self._view.pairs

@@ -83,6 +83,9 @@ class WatchedPool(PoolClient):
         """Those that may not, and why."""
         return {name: loss for name, loss in self._lost.items() if name in self._pool.replicas()}
 
+    def tell_of_deaths(self, tell: Callable[[str], None]) -> None:
+        self._pool.tell_of_deaths(tell)
+
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A frame of it has come."""
         self._pulses.heard(replica_id)

@@ -86,8 +86,12 @@ class FakePool(PoolClient):
         self.cluster, self.name, self._total_blocks = cluster, name, total_blocks
         self.members: dict[str, FakeReplica] = {}
         self.num_replaced = 0
+        self.tell_of_death: Callable[[str], None] = lambda _: None
         for i in range(num_replicas):
             self.join(f"{name}-{i}")
+
+    def tell_of_deaths(self, tell: Callable[[str], None]) -> None:
+        self.tell_of_death = tell
 
     def replicas(self) -> ReplicaTable:
         return {replica_id: replica.metadata() for replica_id, replica in self.members.items()}

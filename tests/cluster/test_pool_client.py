@@ -171,6 +171,21 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
     rig.pool.close()
 
 
+@pytest.mark.parametrize("has_died", [False, True])
+async def test_a_death_is_told_of_though_no_call_is_open(rig: Rig, has_died: bool) -> None:
+    """A prefill replica that has answered may die before its handoff goes out: decode waits for that."""
+    told: list[str] = []
+    rig.pool.tell_of_deaths(told.append)
+    assert await rig.pool.submit("a", PulseCall()) == PULSE
+    if has_died:
+        rig.dead.add("actor-a")
+    await asyncio.to_thread(rig.replicas["a"].server.stop)
+    await until(lambda: rig.asked == ["actor-a"])
+    await asyncio.sleep(0.1)
+    assert told == ["a"] * has_died
+    rig.pool.close()
+
+
 async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:
     there = rig.replicas["a"].metadata
     nowhere = {**there, "calls": {**there["calls"], "endpoint": "tcp://127.0.0.1:1"}}

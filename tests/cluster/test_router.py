@@ -171,6 +171,16 @@ async def test_the_living_are_told_of_the_dead(phase: Phase, dead: str, hangs: b
         assert told == dict.fromkeys({"decode-0", "decode-1", "prefill-0", "prefill-1"} - {dead}, (f"agent-{dead}",))
 
 
+async def test_the_living_are_told_of_one_that_died_with_no_call_open_there() -> None:
+    async with running_router(FakeCluster(num_decode=2, num_prefill=2)) as rig:
+        await rig.tokens(generation_of())
+        assert not rig.cluster.of("forget_peer")
+        rig.cluster.prefill.tell_of_death("prefill-0")
+        await until(lambda: len(rig.cluster.of("forget_peer")) == 3)
+        told = {call.replica_id: call.arguments for call in rig.cluster.of("forget_peer")}
+        assert told == dict.fromkeys(("decode-0", "decode-1", "prefill-1"), ("agent-prefill-0",))
+
+
 async def test_all_attempts_together_end_by_the_deadline() -> None:
     cluster = FakeCluster(num_decode=2, num_prefill=2)
     async with running_router(cluster, handoff_s=0.1, max_retries=20, local_by_cost=False) as rig:

@@ -50,7 +50,11 @@ PHASES = {
         {"hold.send_handoff": ""}, lambda s: s.was_held("send_handoff") and _has(s, "kv_blocks", state="leased")
     ),
     "as the pull begins": Phase({"hold.start_read": ""}, lambda s: s.was_held("start_read")),
-    "in the pull": Phase({"slow.reads": "2e5"}, lambda s: (s.fault_dir / "did.slow.reads").exists()),
+    "in the pull": Phase(
+        {"slow.reads": "2e5"},
+        # A replica says that its reads are slow before it has any.
+        lambda s: (s.fault_dir / "did.slow.reads").exists() and _has(s, "kv_blocks", pool="prefill", state="leased"),
+    ),
     "after the pull": Phase(
         {"hold.decode.step": ""},
         lambda s: (
