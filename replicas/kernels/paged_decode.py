@@ -135,15 +135,14 @@ def _attend_piece(
             q_odd = as_queries(tl.load(q_rows + 2 * columns[None, :] + 1, mask=is_q, other=0.0), kv.dtype.element_ty)
             result = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
             result_odd = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
-            stored, stride_block, nothing = words, word_stride_block, 0
-            stride_token: tl.constexpr = kv_stride_token // 2
+            stored, stride_block, stride_token = words, word_stride_block, kv_stride_token // 2
         else:
             columns, is_column = dims, is_dim
             is_q = is_member[:, None] & is_column[None, :]
             q = as_queries(tl.load(q_rows + columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
             result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
-            stored, stride_block, nothing = kv, kv_stride_block, 0.0  # type: ignore[assignment]
-            stride_token: tl.constexpr = kv_stride_token  # type: ignore[no-redef]
+            stored, stride_block, stride_token = kv, kv_stride_block, kv_stride_token
+        nothing = 0 if IS_PAIRED else 0.0
         largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([MEMBERS_PADDED], tl.float32)
         of_head = head * (stride_token // NUM_KV_HEADS) + columns
