@@ -11,6 +11,10 @@ def _step_of(most_tokens: int) -> tuple[str, ...]:
     return ("--max-num-batched-tokens", str(most_tokens))
 
 
+def _of_four(num_prefill: int) -> dict[str, int]:
+    return {"pools.prefill.replicas": num_prefill, "pools.decode.replicas": 4 - num_prefill}
+
+
 WORKLOADS = (
     Workload("2048/128", 2048, 128, Limits(400.0, 10.0), 300, 9.0),
     # Fewer: 300 at one a second are five minutes, on either engine.
@@ -95,6 +99,17 @@ SERVED = (
     ServedPiece("pair-lanes", "gpu-one-card.yaml", _TWO_LANES_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-colocated", "gpu-colocated.yaml", _ONE_LANE_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-vllm", None, _VLLM_S, (), _ALL, num_cards=2),
+    *[
+        ServedPiece(f"four-{num}p{4 - num}d", "gpu-1p1d.yaml", _SPLIT_S, (), ("2048/128",), _of_four(num), num_cards=4)
+        for num in (3, 2)
+    ],
+    *[
+        ServedPiece(f"four-{name}", config, start_s, (), ("2048/128",), {"pools.decode.replicas": 4}, num_cards=4)
+        for name, config, start_s in (
+            ("lanes", "gpu-one-card.yaml", _TWO_LANES_S),
+            ("colocated", "gpu-colocated.yaml", _ONE_LANE_S),
+        )
+    ],
     *[
         ServedPiece(f"pair-vllm-{most}", None, _VLLM_S, (), ("2048/128",), num_cards=2, flags=_step_of(most))
         for most in (4096, 16384)

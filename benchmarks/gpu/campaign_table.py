@@ -56,7 +56,7 @@ def as_text(record: CampaignRecord, workloads: Mapping[str, Workload], kept: Map
     goodputs = [row for name, load in workloads.items() if (row := _goodput(with_kept, name, load)) is not None]
     if goodputs:
         parts.append(table(["goodput, req/s", "two lanes", "vLLM", "ratio", "to reach"], goodputs))
-    parts += _pairs(record, workloads)
+    parts += _of_several(record, workloads)
     if (anchor := _anchor(record, kept)) is not None:
         parts.append(anchor)
     wrong = {line["piece"]: line["error"].splitlines()[0][:160] for line in record.lines if "error" in line}
@@ -104,19 +104,21 @@ def _goodput(record: CampaignRecord, name: str, workload: Workload) -> list[str]
     return [name, *cells, ratio, f"{_GOODPUT_TARGETS[name]:g}"]
 
 
-def _pairs(record: CampaignRecord, workloads: Mapping[str, Workload]) -> list[str]:
-    """Goodput of two cards, by layout: as of one card."""
-    pieces = sorted({line["piece"] for line in record.lines if line["piece"].startswith("pair-")})
-    rows = []
-    for piece in pieces:
-        found = [record.points(piece, name, load.limits) for name, load in workloads.items()]
-        good = [best(points) for points in found]
-        cells = [
-            "-" if point is None else f"{point.rate:g} ({crossing(points) or 'more'})"
-            for point, points in zip(good, found, strict=True)
-        ]
-        rows.append([piece, *cells])
-    return [table(["two cards, req/s", *workloads], rows)] if rows else []
+def _of_several(record: CampaignRecord, workloads: Mapping[str, Workload]) -> list[str]:
+    """Goodput of two and of four cards, by layout: as of one card."""
+    tables = []
+    for beginning, title in (("pair-", "two cards, req/s"), ("four-", "four cards, req/s")):
+        rows = []
+        for piece in sorted({line["piece"] for line in record.lines if line["piece"].startswith(beginning)}):
+            found = [record.points(piece, name, load.limits) for name, load in workloads.items()]
+            cells = [
+                "-" if (point := best(points)) is None else f"{point.rate:g} ({crossing(points) or 'more'})"
+                for points in found
+            ]
+            rows.append([piece, *cells])
+        if rows:
+            tables.append(table([title, *workloads], rows))
+    return tables
 
 
 def _anchor(record: CampaignRecord, kept: Mapping[str, Any]) -> str | None:

@@ -48,11 +48,6 @@ class DraftModelRunner(CudaRunner):
         return self._loaded.vocab_size
 
     @property
-    def slots_state(self) -> torch.Tensor:
-        """As of CudaSlots: parameters of its sequences, and where their KV is."""
-        return self._slots.state
-
-    @property
     def pass_model(self) -> PassModel:
         """What further passes compute with."""
         model: Any = self._model

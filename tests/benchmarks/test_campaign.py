@@ -120,7 +120,16 @@ def test_two_cards_are_searched_at_twice_the_rate_and_not_by_what_one_gave(tmp_p
     assert dict(todo_of(vllm, known, CampaignRecord([], [])))["2048/128"] == 18.0
     record = CampaignRecord([], [])
     record.lines = [run("pair-vllm", 12.0), run("pair-vllm", 14.0, tpot_ms=11.0), run("pair-split", 16.0)]
+    record.lines.append(run("four-3p1d", 36.0))
     text = as_text(record, LOADS, {"runs": []})
     assert "pair-vllm" in text
     assert "12 (13" in text, "between the two"
     assert "16 (more)" in text
+    assert "36 (more)" in text.split("four cards")[1]
+
+
+def test_each_layout_of_four_cards_takes_all_of_them() -> None:
+    pieces = {piece.name: piece for piece in SERVED if piece.num_cards == 4}
+    assert set(pieces) == {"four-3p1d", "four-2p2d", "four-lanes", "four-colocated"}
+    for piece in pieces.values():
+        assert sum(number for key, number in piece.changes.items() if key.endswith(".replicas")) == 4
