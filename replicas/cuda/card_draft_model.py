@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from replicas.cuda.card_drafts import MOST_ROWS
+from replicas.cuda.captured_loops import CapturedLoops
 from replicas.cuda.draft_loop import CATCH_UP, CatchUpPass, DraftLoop, LoopParts, row_values
 from replicas.cuda.draft_model_runner import DraftModelRunner
 from replicas.cuda.graphs import StepGraph
@@ -23,12 +24,9 @@ from replicas.speculation.draft_model import PROMPT_TOKENS
 from replicas.speculation.draft_model_counts import DraftModelCounts
 from replicas.speculation.draft_tables import DraftTables
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
-from replicas.start_step import start_step
 from scheduler.plan import BlockCopy, Slice, SlotInit, StepPlan, TableWrite
 
-# Rows, fewer than there may be, and drafts that get a loop of their own; a small model's pass takes as long for some
-# rows as for one.
-_ROWS, _DRAFTS = (1, 4, 16, 64), (2, 4, 7)
+_ROWS = (1, 4, 16, 64)  # that get loops of their own: a small model's pass takes as long for some rows as for one
 # Of a step: a row that has paused for longer comes back over some steps.
 _MOST_CATCH_UPS = 4
 
@@ -73,25 +71,17 @@ class CardDraftModel:
         self.counts = counts or DraftModelCounts()
         sizes = (runner.vocab_size, served_vocab_size)
         self._parts = LoopParts(runner.pass_model, served, max_drafts - 1, sizes)
-        most_rows = min(num_slots, MOST_ROWS)
-        self._sizes = sorted({*(n for n in _ROWS if n < most_rows), most_rows})
-        self._widths = sorted({*(n for n in _DRAFTS if n < max_drafts), max_drafts})
+        self._loops = CapturedLoops(_ROWS, num_slots, max_drafts)
         self._capture()
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        self._loops: dict[tuple[int, int, bool], StepGraph[Tensor]] = {}
         self._catch_ups: dict[int, StepGraph[Tensor]] = {}
         memory = torch.cuda.graph_pool_handle()
-        ways = [(size, width, has) for size in self._sizes for width in self._widths for has in (False, True)]
-        with start_step("capturing the draft model's loops", len(ways), "graphs") as step:
-            for size in reversed(self._sizes):
-                reading = CatchUpPass(self._parts, size)
-                self._catch_ups[size] = StepGraph(reading.static_input, reading.run, memory, None)
-            for way in reversed(ways):
-                loop = DraftLoop(self._parts, *way)
-                self._loops[way] = StepGraph(loop.static_input, loop.run, memory, None)
-                step.advance()
+        for size in reversed(self._loops.sizes):
+            reading = CatchUpPass(self._parts, size)
+            self._catch_ups[size] = StepGraph(reading.static_input, reading.run, memory, None)
+        self._loops.capture(partial(DraftLoop, self._parts), memory, "draft model")
 
     def start(self, init: SlotInit) -> None:
         self._started.append(init)
@@ -127,13 +117,12 @@ class CardDraftModel:
         most = max(row.num_drafts for row in able)
         if not most:
             return torch.full((len(rows), 0), NO_DRAFT, dtype=torch.int64, device=self._device)
-        size = next(size for size in self._sizes if size >= len(rows))
-        width = next(width for width in self._widths if width >= most)
+        size = self._loops.size_of(len(rows))
         values = row_values(able, size, self._parts.served.padding_slot).pin_memory()
         for _ in range(self._num_catch_ups(able)):
             self._catch_ups[size].replay(values)
         has_sampled = any(self._is_sampled[row.slot] for row in able if row.num_drafts)
-        return self._loops[size, width, has_sampled].replay(values)[: len(rows)]
+        return self._loops.draft(size, most, has_sampled, values)[: len(rows)]
 
     def _num_catch_ups(self, rows: Sequence[DraftRow]) -> int:
         """By how far rows may have come since they were drafted for, beyond what drafts explain. Mutates."""

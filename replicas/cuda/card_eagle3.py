@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from replicas.cuda.card_drafts import MOST_ROWS
+from replicas.cuda.captured_loops import CapturedLoops
 from replicas.cuda.card_head import CardHead
 from replicas.cuda.draft_loop import row_values
 from replicas.cuda.graph_passes import launches_of
-from replicas.cuda.graphs import StepGraph
 from replicas.cuda.slots import CudaSlots, numbers_to_device
 from replicas.cuda.step import CudaStep
 from replicas.kernels.draft_chain import go_on
@@ -19,11 +19,9 @@ from replicas.kv.kv_pool import KvPool
 from replicas.sampling.draw import GREEDY_BELOW
 from replicas.speculation.drafter import NO_DRAFT, DraftRow
 from replicas.speculation.eagle3_head import Eagle3Head
-from replicas.start_step import start_step
 from scheduler.plan import SlotInit
 
-# Rows, fewer than there may be, and drafts that get a loop of their own.
-_ROWS, _DRAFTS = (1, 2, 4, 8, 16, 32, 64), (2, 4, 7)
+_ROWS = (1, 2, 4, 8, 16, 32, 64)  # that get loops of their own
 
 
 class HeadLoop:
@@ -63,21 +61,8 @@ class CardEagle3:
         num_slots = slots.padding_slot
         self._is_sampled = [False] * num_slots
         self._begun: set[int] = set()  # slots that the device has not been told of
-        most_rows = min(num_slots, MOST_ROWS)
-        self._sizes = sorted({*(n for n in _ROWS if n < most_rows), most_rows})
-        self._widths = sorted({*(n for n in _DRAFTS if n < max_drafts), max_drafts})
-        self._capture()
-
-    @torch.inference_mode()
-    def _capture(self) -> None:
-        self._loops: dict[tuple[int, int, bool], StepGraph[Tensor]] = {}
-        memory = torch.cuda.graph_pool_handle()
-        ways = [(size, width, has) for size in self._sizes for width in self._widths for has in (False, True)]
-        with start_step("capturing the head's loops", len(ways), "graphs") as step:
-            for way in reversed(ways):
-                loop = HeadLoop(self.head, *way)
-                self._loops[way] = StepGraph(loop.static_input, loop.run, memory, None)
-                step.advance()
+        self._loops = CapturedLoops(_ROWS, num_slots, max_drafts)
+        self._loops.capture(partial(HeadLoop, self.head), torch.cuda.graph_pool_handle(), "head")
 
     def start(self, init: SlotInit) -> None:
         self._begun.add(init.slot)
@@ -96,9 +81,8 @@ class CardEagle3:
     def draft(self, rows: Sequence[DraftRow]) -> Tensor:
         """As the contract has it. Does not wait. Good until the next call."""
         self.tell()
-        size = next(size for size in self._sizes if size >= len(rows))
+        size = self._loops.size_of(len(rows))
         most = max(row.num_drafts for row in rows)
-        width = next(width for width in self._widths if width >= most)
         values = row_values(rows, size, self.head.slots.padding_slot).pin_memory()
         has_sampled = any(self._is_sampled[row.slot] for row in rows)
-        return self._loops[size, width, has_sampled].replay(values)[: len(rows)]
+        return self._loops.draft(size, most, has_sampled, values)[: len(rows)]

@@ -27,7 +27,7 @@ from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
 from tests.replicas.eagle3_reference import Reference, config_of, random_tensors, save_eagle
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import card_draft_model, card_eagle3, eagle3_card_runner
+from replicas.cuda import captured_loops, card_draft_model, card_eagle3, eagle3_card_runner
 from replicas.cuda.card_draft_model import CardDraftModel
 from replicas.cuda.card_drafts import CardDrafting
 from replicas.cuda.card_eagle3 import CardEagle3
@@ -88,11 +88,10 @@ def copy_into(kept: Any, new: Any) -> None:
 def few_loops(few_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     for module in (card_draft_model, card_eagle3):
         monkeypatch.setattr(module, "_ROWS", ())
-        monkeypatch.setattr(module, "_DRAFTS", ())
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(module, "StepGraph", LazyGraph)
+    monkeypatch.setattr(captured_loops, "_DRAFTS", ())
     if not torch.cuda.is_available():
-        monkeypatch.setattr(eagle3_card_runner, "StepGraph", LazyGraph)
+        for module in (captured_loops, card_draft_model, eagle3_card_runner):
+            monkeypatch.setattr(module, "StepGraph", LazyGraph)
         monkeypatch.setattr("replicas.cuda.graphs.StepGraph", StaticGraph)
     monkeypatch.setattr("replicas.cuda.draft_model_runner._CHUNKS", (16,))
 
