@@ -63,7 +63,7 @@ class CardDraftModel:
         self._tables = DraftTables(num_slots, runner.pool.num_blocks, self._block_size)
         self._prompts: list[tuple[int, ...]] = [()] * num_slots
         self._num_read = [0] * num_slots  # of the prompts
-        self._positions = [0] * num_slots  # where rows were, at most, when they were drafted for last
+        self._positions = [0] * num_slots  # how far rows are read, at most
         self._is_sampled, self._is_known = [False] * num_slots, [False] * num_slots
         self._started: deque[SlotInit] = deque()
         self._untold: dict[int, SlotInit] = {}  # of slots whose parameters the runner has not been told of
@@ -125,13 +125,15 @@ class CardDraftModel:
         return self._loops.draft(size, most, has_sampled, values)[: len(rows)]
 
     def _num_catch_ups(self, rows: Sequence[DraftRow]) -> int:
-        """By how far rows may have come since they were drafted for, beyond what drafts explain. Mutates."""
-        gaps = [row.position - self._positions[row.slot] for row in rows if row.num_drafts]
-        for row in rows:
-            if row.num_drafts:
-                self._positions[row.slot] = row.position
-        gap = max(gaps)
-        return min(-(-gap // CATCH_UP), _MOST_CATCH_UPS) if gap > 1 + self._max_drafts else 0
+        """By how far rows are ahead of what is read of them, beyond what drafts explain. Of one that stays behind later
+        steps read on. Mutates."""
+        drafted = [row for row in rows if row.num_drafts]
+        gap = max(row.position - self._positions[row.slot] for row in drafted)
+        count = min(-(-gap // CATCH_UP), _MOST_CATCH_UPS) if gap > 1 + self._max_drafts else 0
+        for row in drafted:
+            read = self._positions[row.slot] + count * CATCH_UP
+            self._positions[row.slot] = min(row.position, read) if count else row.position
+        return count
 
     # -- sequences that come and go ----------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class CardDraftModel:
         write, robbed = reserved
         reading.writes += [] if write is None else [write]
         for other in robbed:
-            self._num_read[other] = 0
+            self._num_read[other], self._positions[other] = 0, len(self._prompts[other])
         return True
 
     def _borrow(self, reading: _Reading, slot: int) -> None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from replicas.kv.kv_pool import KvPool
 from replicas.model.model_loader import LoadedModel, load_model
 from replicas.settings import ModelSettings
+from replicas.speculation import draft_tables
 from replicas.speculation.draft_loading import load_head
 from replicas.speculation.drafter import DraftRow
 from scheduler.plan import RuleContext, SlotInit
@@ -27,7 +28,7 @@ from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
 from tests.replicas.eagle3_reference import Reference, config_of, random_tensors, save_eagle
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
-from replicas.cuda import captured_loops, card_draft_model, card_eagle3, eagle3_card_runner
+from replicas.cuda import captured_loops, card_draft_model, card_eagle3, draft_loop, eagle3_card_runner
 from replicas.cuda.card_draft_model import CardDraftModel
 from replicas.cuda.card_drafts import CardDrafting
 from replicas.cuda.card_eagle3 import CardEagle3
@@ -137,9 +138,14 @@ def draft_runner(
     return runner
 
 
-def by_model(draft: LoadedModel, made: list[CardDraftModel], max_len: int = MAX_LEN) -> CardDrafting:
+def by_model(
+    draft: LoadedModel,
+    made: list[CardDraftModel],
+    max_len: int = MAX_LEN,
+    num_blocks: int = NUM_SLOTS * BLOCKS_A_SLOT,
+) -> CardDrafting:
     def make(slots: CudaSlots) -> CardDraftModel:
-        runner = draft_runner(draft, slots.state.device)
+        runner = draft_runner(draft, slots.state.device, num_blocks)
         made.append(CardDraftModel(runner, slots, max_len, 300, MAX_DRAFTS))
         return made[0]
 
@@ -219,6 +225,46 @@ def test_who_was_not_drafted_for_is_caught_up_with(
     assert host.run({0: 2})[0] == expected[0]
     assert host.running[0].taken == [1, 3, *[1] * 18, 3, 3]
     assert numbers == [2, 0]
+
+
+@torch.inference_mode()
+def test_who_has_paused_for_long_comes_back_over_some_steps(
+    device: torch.device, loaded: LoadedModel, same: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than one step reads on: what it leaves unread the next ones do."""
+    for module in (draft_loop, card_draft_model):
+        monkeypatch.setattr(module, "CATCH_UP", 4)
+    monkeypatch.setattr(card_draft_model, "_MOST_CATCH_UPS", 2)
+    num_new = 30
+    expected = plain_texts(loaded, device, GREEDY, num_new)
+    runner = make_runner(loaded, device, by_model(same, []))
+    host = Host(runner, num_new, GREEDY, 0)
+    host.begin({0: PROMPTS[0]})
+    host.step({0: 2})
+    for _ in range(18):
+        host.step({0: 0})
+    assert host.run({0: 2})[0] == expected[0]
+    assert host.running[0].taken[20:] == [1, 1, 3, 3]  # the first two are still behind
+
+
+@torch.inference_mode()
+def test_who_has_lost_its_blocks_is_read_anew_to_its_end(
+    device: torch.device, loaded: LoadedModel, same: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer too, however lately it was drafted for."""
+    monkeypatch.setattr(draft_tables, "IDLE_TURNS", 1)
+    made: list[CardDraftModel] = []
+    expected = plain_texts(loaded, device, GREEDY, 28)
+    runner = make_runner(loaded, device, by_model(same, made, num_blocks=3))
+    host = Host(runner, 28, GREEDY, 0)
+    host.begin({0: PROMPTS[0]})
+    for _ in range(6):
+        host.step({0: 2})
+    host.begin({1: [*range(20, 42)]})
+    host.step({1: 2})
+    assert [len(made[0]._tables.table(slot)) for slot in (0, 1)] == [0, 2], "of three"
+    assert host.run({0: 2})[0] == expected[0]
+    assert host.running[0].taken == [1, *[3] * 6, *[3] * 3]
 
 
 @torch.inference_mode()
