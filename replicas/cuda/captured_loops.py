@@ -11,8 +11,7 @@ from torch import Tensor
 from replicas.cuda.card_drafts import MOST_ROWS
 from replicas.cuda.graphs import StepGraph
 from replicas.start_step import start_step
-
-_DRAFTS = (2, 4, 7)  # numbers that get a loop of their own, as far as there may be so many
+from scheduler.draft_acceptance import DRAFT_COUNTS
 
 
 class Loop(Protocol):
@@ -30,7 +29,7 @@ class CapturedLoops:
         """rows: numbers of them, ascending, that get a loop besides as many as there may be. Captures nothing yet."""
         most = min(num_slots, MOST_ROWS)
         self.sizes = sorted({*(size for size in rows if size < most), most})
-        self._widths = sorted({*(width for width in _DRAFTS if width < max_drafts), max_drafts})
+        self._widths = sorted({*(width for width in DRAFT_COUNTS if width < max_drafts), max_drafts})
         self._loops: dict[tuple[int, int, bool], StepGraph[Tensor]] = {}
 
     @torch.inference_mode()

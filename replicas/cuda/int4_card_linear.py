@@ -15,12 +15,11 @@ from replicas.cuda.quantised_tiles import int4_tile
 from replicas.kernels.int4_product import int4_product
 from replicas.kernels.int4_unpack import int4_unpack
 from replicas.kernels.int4_words import group_factors, numbers_of, words_of
+from replicas.kernels.parts_of_product import none_arrived
+from replicas.kernels.skinny_product import MOST_ROWS
 from replicas.layers.packed_weights import PackedWeights, pack_int4, unpack_int4
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.quantisation.scheme import Scheme
-
-_SOME = 64  # rows
-_BLOCK_N = 64
 
 
 def product_of_int4(
@@ -33,7 +32,7 @@ def product_of_int4(
     An operator of its own so that a compiled layer is the same for all numbers of rows.
     """
     num_out, num_in = words.shape[1], x.shape[1]
-    if 0 < len(x) <= _SOME:
+    if 0 < len(x) <= MOST_ROWS:
         tile = int4_tile(len(x), num_out, num_in)
         return int4_product(x.contiguous(), words, factors, group_size, bias, tile, arrived)
     return F.linear(x, int4_unpack(words, factors, group_size, num_in, x.dtype), bias)
@@ -62,8 +61,7 @@ class Int4CardLinear(QuantisedLinear):
         super().__init__(weights, bias, scheme)
         assert weights.zeros is not None
         self.values = nn.Parameter(words_of(unpack_int4(weights.values)), requires_grad=False)
-        arrived = torch.zeros(-(-weights.num_outputs // _BLOCK_N), dtype=torch.int32, device=weights.values.device)
-        self.register_buffer("arrived", arrived, persistent=False)
+        self.register_buffer("arrived", none_arrived(weights.num_outputs, weights.values.device), persistent=False)
         self.register_buffer("factors", group_factors(weights.scales, weights.zeros), persistent=False)
 
     @property

@@ -12,17 +12,17 @@ from torch import nn
 
 from replicas.cuda.operators import operator
 from replicas.cuda.quantised_tiles import program_bytes, scaled_tile
+from replicas.kernels.parts_of_product import none_arrived
 from replicas.kernels.round_gated import round_gated
 from replicas.kernels.round_known import round_known
 from replicas.kernels.round_rows import round_rows
 from replicas.kernels.scaled_product import gated_product, is_gated_tile, scaled_product
+from replicas.kernels.skinny_product import MOST_ROWS
 from replicas.layers.packed_weights import FP8, PackedWeights, by_input, dequantised
 from replicas.layers.quantised_linear import QuantisedLinear
 from replicas.layers.rounding import round_by
 from replicas.quantisation.scheme import Activations, Scheme
 
-_SOME = 64  # rows
-_BLOCK_N = 64
 _FEWEST_OF_LIBRARY = 17  # rows of its product of int8
 _LIBRARY_MULTIPLE = 16  # of inputs and outputs of its 8-bit products
 
@@ -57,7 +57,7 @@ def rounded_product(
     num_rows, (num_out, num_in) = len(rounded), values.shape
     if not num_rows:
         return rounded.new_empty(0, num_out, dtype=dtype)
-    if num_rows <= _SOME:
+    if num_rows <= MOST_ROWS:
         tile = scaled_tile(num_rows, num_out, num_in, program_bytes(rounded.device))
         given = None if onto is None else onto.contiguous()
         return scaled_product(rounded, of_rows, values, scales, group_size, bias, tile, arrived, dtype, given)
@@ -71,7 +71,7 @@ def rounded_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`round_gated` of the `rounded_product` of an MLP's gate and up, to this kind. With few rows the gate is made
     behind the product, so that many programs can round a row: they know its largest number."""
-    if 0 < len(rounded) <= _SOME:
+    if 0 < len(rounded) <= MOST_ROWS:
         tile = scaled_tile(len(rounded), values.shape[0], values.shape[1], program_bytes(rounded.device))
         if is_gated_tile(tile, scales):
             return round_known(*gated_product(rounded, of_rows, values, scales, bias, tile, dtype), kind)
@@ -135,8 +135,7 @@ class QuantisedCardLinear(QuantisedLinear):
 
     def __init__(self, weights: PackedWeights, bias: nn.Parameter | None, scheme: Scheme) -> None:
         super().__init__(weights, bias, scheme)
-        arrived = torch.zeros(-(-weights.num_outputs // _BLOCK_N), dtype=torch.int32, device=weights.values.device)
-        self.register_buffer("arrived", arrived, persistent=False)
+        self.register_buffer("arrived", none_arrived(weights.num_outputs, weights.values.device), persistent=False)
         is_grouped = scheme.activations is Activations.TOKEN_GROUP
         self._input_group = self.group_size if is_grouped else weights.num_inputs
         if scheme.activations is Activations.NONE:

@@ -9,10 +9,10 @@ from functools import cache
 
 import torch
 
+from replicas.kernels.parts_of_product import NARROWEST
 from replicas.kernels.skinny_product import ProductTile
 
 SMALLEST_BYTES = 99 * 1024  # of a program's memory: compute capability 8.6 and its like
-_BLOCK_N = 64
 _VERY_MANY_OUTPUTS, _MANY_OUTPUTS, _FEW_OUTPUTS = 16384, 4096, 2048
 _VERY_MANY_INPUTS, _MANY_INPUTS = 8192, 2048
 _VERY_FEW_ROWS, _FEW_ROWS = 16, 32
@@ -23,14 +23,14 @@ def scaled_tile(num_rows: int, num_out: int, num_in: int, most_bytes: int = SMAL
     """Of weights of 8 bits. most_bytes: of memory, that a program may have."""
     if num_out >= _VERY_MANY_OUTPUTS:
         if num_rows <= _VERY_FEW_ROWS:
-            return ProductTile(_BLOCK_N, 256, 4, 4, 1)
+            return ProductTile(NARROWEST, 256, 4, 4, 1)
         # Of 3 stages 4 programs fit a processor of Hopper's, of 4 only 3: then 28,672 outputs are done in two turns.
-        return ProductTile(_BLOCK_N, 128, 4, 4 if num_rows <= _FEW_ROWS else 3, 1)
+        return ProductTile(NARROWEST, 128, 4, 4 if num_rows <= _FEW_ROWS else 3, 1)
     num_stages = 4 if num_rows <= _FEW_ROWS or most_bytes >= _MANY_ROWS_BYTES else 3
     if num_out > _MANY_OUTPUTS or num_in < _MANY_INPUTS:
-        return ProductTile(_BLOCK_N, 256, 4, num_stages, 1)
+        return ProductTile(NARROWEST, 256, 4, num_stages, 1)
     is_cut = num_rows <= _FEW_ROWS or num_out <= _FEW_OUTPUTS
-    return ProductTile(_BLOCK_N, 256, 4, num_stages, 4 if is_cut else 2)
+    return ProductTile(NARROWEST, 256, 4, num_stages, 4 if is_cut else 2)
 
 
 def int4_tile(num_rows: int, num_out: int, num_in: int) -> ProductTile:
@@ -43,7 +43,7 @@ def int4_tile(num_rows: int, num_out: int, num_in: int) -> ProductTile:
         num_parts = 1 if num_rows > _FEW_ROWS else 2
     else:
         num_parts = 8 if num_rows <= _FEW_ROWS or num_in >= _VERY_MANY_INPUTS else 4
-    return ProductTile(2 * _BLOCK_N, 128, 4, 3, num_parts)
+    return ProductTile(2 * NARROWEST, 128, 4, 3, num_parts)
 
 
 @cache

@@ -14,11 +14,10 @@ from torch import nn
 from replicas.cuda.operators import operator
 from replicas.cuda.part_products import part_here
 from replicas.kernels.gemv import gemv
-from replicas.kernels.skinny_product import ProductTile, skinny_product
+from replicas.kernels.parts_of_product import NARROWEST, none_arrived
+from replicas.kernels.skinny_product import MOST_ROWS, ProductTile, skinny_product
 from replicas.layers.linear import PlainLinear, plain_linear
 
-_SOME = 64  # rows
-_BLOCK_N = 64
 _VERY_MANY_OUTPUTS, _MANY_INPUTS = 16384, 4096
 
 
@@ -26,12 +25,12 @@ def tile_of(num_rows: int, num_out: int, num_in: int) -> ProductTile:
     """The fastest, or nearly, of ten tiles and four numbers of parts; of those that fit the 99 KB that a program has on
     compute capability 8.6 and its like."""
     if num_out >= _VERY_MANY_OUTPUTS:
-        return ProductTile(_BLOCK_N, 128, 4, 4 if num_rows <= 32 else 3, 1)
+        return ProductTile(NARROWEST, 128, 4, 4 if num_rows <= 32 else 3, 1)
     if num_out > 4096 or num_in < 2048:
-        return ProductTile(_BLOCK_N, 128, 4, 4, 1)
+        return ProductTile(NARROWEST, 128, 4, 4, 1)
     if num_in >= _MANY_INPUTS:
-        return ProductTile(_BLOCK_N, 256, 4, 3, 2) if num_rows <= 32 else ProductTile(_BLOCK_N, 128, 4, 4, 2)
-    return ProductTile(_BLOCK_N, 128, 4, 4, 4 if num_out <= 2048 else 2)
+        return ProductTile(NARROWEST, 256, 4, 3, 2) if num_rows <= 32 else ProductTile(NARROWEST, 128, 4, 4, 2)
+    return ProductTile(NARROWEST, 128, 4, 4, 4 if num_out <= 2048 else 2)
 
 
 def single_row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -54,7 +53,7 @@ def product_of_rows(
     An operator of its own so that a compiled layer is the same for all of them.
     """
     rows = x.reshape(-1, weight.shape[1])
-    if not 0 < len(rows) <= _SOME:
+    if not 0 < len(rows) <= MOST_ROWS:
         part = part_here() if bias is None else None
         many = part.product(rows, weight) if part is not None else None
         return F.linear(x, weight, bias) if many is None else many.view(*x.shape[:-1], -1)
@@ -80,8 +79,7 @@ class SkinnyLinear(PlainLinear):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__(weight, bias)
-        arrived = torch.zeros(-(-weight.shape[0] // _BLOCK_N), dtype=torch.int32, device=weight.device)
-        self.register_buffer("arrived", arrived, persistent=False)
+        self.register_buffer("arrived", none_arrived(weight.shape[0], weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias, self.arrived)  # type: ignore[arg-type]

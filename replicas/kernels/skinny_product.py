@@ -21,6 +21,7 @@ from replicas.kernels.parts_of_product import store_product
 # Weights of 16 bits in a fetch, and fetches of a row.
 _A_FETCH = tl.constexpr(FETCHED_BYTES // 2)
 _NUM_FETCHED = 2
+MOST_ROWS = 64  # that layers have multiplied by a kernel here, whatever bits their weights have; a library does more
 
 
 class ProductTile(NamedTuple):

@@ -89,7 +89,7 @@ def copy_into(kept: Any, new: Any) -> None:
 def few_loops(few_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     for module in (card_draft_model, card_eagle3):
         monkeypatch.setattr(module, "_ROWS", ())
-    monkeypatch.setattr(captured_loops, "_DRAFTS", ())
+    monkeypatch.setattr(captured_loops, "DRAFT_COUNTS", ())
     if not torch.cuda.is_available():
         for module in (captured_loops, card_draft_model, eagle3_card_runner):
             monkeypatch.setattr(module, "StepGraph", LazyGraph)
