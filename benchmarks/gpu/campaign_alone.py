@@ -19,6 +19,7 @@ from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.quantised_pieces import PRODUCTS
 from benchmarks.gpu.served import own_vllm_cache
 from benchmarks.gpu.side_by_side import VLLM_ENVIRONMENT
+from benchmarks.gpu.speculative_pieces import PIECES as SPECULATIVE
 
 _ROOT = Path(__file__).parents[2]
 _SHAPE = "llama-3.1-8b"
@@ -46,16 +47,14 @@ ALONE = {
     "vllm-fp8": 120.0,
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
-    "speculative-plain": 70.0,
-    "speculative": 85.0,
-    "speculative-oracle": 75.0,
-    "speculative-eagle3": 95.0,
-    "vllm-plain": 130.0,
-    "vllm-ngram": 130.0,
+    "speculative-plain": 190.0,
+    "speculative": 225.0,
+    "speculative-oracle": 175.0,
+    "speculative-oracle-fp8": 175.0,
+    "speculative-eagle3": 110.0,
+    "vllm-plain": 270.0,
+    "vllm-ngram": 295.0,
 }
-_SPECULATIVE = (
-    "speculative-plain", "speculative", "speculative-oracle", "speculative-eagle3", "vllm-plain", "vllm-ngram"
-)  # fmt: skip
 _MOST_OF_EXPECTED = 2.5  # times as long as expected: it hangs
 
 
@@ -105,7 +104,7 @@ def measure_alone(name: str, options: argparse.Namespace, logs: Path, record: Ca
 def run_child(name: str, options: argparse.Namespace, log: Path, timeout_s: float) -> ChildEnd:
     """A piece's process. Blocks. Whatever it has started ends with it."""
     module = "quantised_pieces" if name in (*QUANTISED, PRODUCTS) else "card_pieces"
-    module = "speculative_pieces" if name in _SPECULATIVE else module
+    module = "speculative_pieces" if name in SPECULATIVE else module
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", name, "--shape", str(shape_of(options))]
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]

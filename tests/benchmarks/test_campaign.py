@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu.campaign import KEPT
+from benchmarks.gpu.campaign import KEPT, NAMES
+from benchmarks.gpu.campaign_alone import ALONE
 from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
 from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
 from benchmarks.gpu.campaign_table import as_text
+from benchmarks.gpu.speculative_pieces import PIECES as SPECULATIVE
 from benchmarks.real_server import free_port
 
 LOADS = {workload.name: workload for workload in WORKLOADS}
@@ -133,3 +136,14 @@ def test_each_layout_of_four_cards_takes_all_of_them() -> None:
     assert set(pieces) == {"four-3p1d", "four-2p2d", "four-lanes", "four-colocated"}
     for piece in pieces.values():
         assert sum(number for key, number in piece.changes.items() if key.endswith(".replicas")) == 4
+
+
+def test_what_is_left_to_run_is_known_by_its_names() -> None:
+    text = KEPT.with_name("CAMPAIGN.md").read_text()
+    named = {name for names in re.findall(r"--only ([a-z0-9,-]+)", text) for name in names.split(",")}
+    assert len(named) > 20
+    assert named <= set(NAMES)
+
+
+def test_every_piece_of_drafts_has_its_time() -> None:
+    assert set(SPECULATIVE) <= set(ALONE)
