@@ -207,17 +207,23 @@ async def test_a_stream_of_a_dead_replica_goes_on_at_the_one_that_replaces_it() 
         assert await task == undisturbed(generation)
 
 
+async def lose_the_only_one(rig: Rig, start_s: float, **values: Any) -> tuple[Generation, asyncio.Task[Any]]:
+    """A stream has begun at the only decode replica, which has died; another one is on its way, and takes so long."""
+    rig.router.orders.expect({"decode": start_s})
+    rig.router.orders.wanted({"decode": 1})
+    rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
+    (running,) = start_all(rig, 1, **values)
+    await until(lambda: lost(rig, "dead") == 1)
+    rig.cluster.remove("decode-0")
+    rig.router.pools_changed(rig.cluster.decode.replicas())
+    assert rig.router.orders.coming("decode").num == 1
+    return running
+
+
 async def test_a_stream_waits_for_the_replacement_that_was_ordered_as_long_as_its_start_takes() -> None:
     """On a busy machine, or with a large model, a start takes longer than `lifecycle.recovery_timeout_s`."""
     async with running_router(pair(num_decode=1), max_retries=1, recovery_s=0.2) as rig:
-        rig.router.orders.expect({"decode": 60.0})
-        rig.router.orders.wanted({"decode": 1})
-        rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
-        ((generation, task),) = start_all(rig, 1)
-        await until(lambda: lost(rig, "dead") == 1)
-        rig.cluster.remove("decode-0")
-        rig.router.pools_changed(rig.cluster.decode.replicas())
-        assert rig.router.orders.coming("decode").num == 1
+        generation, task = await lose_the_only_one(rig, 60.0)
         await asyncio.sleep(0.8)
         assert not task.done()
         rig.cluster.decode.join("decode-1")
@@ -228,15 +234,22 @@ async def test_a_stream_waits_for_the_replacement_that_was_ordered_as_long_as_it
 async def test_it_gives_up_on_a_replacement_that_does_not_come() -> None:
     """After twice as long as a start is known to take."""
     async with running_router(pair(num_decode=1), max_retries=1, recovery_s=0.1) as rig:
-        rig.router.orders.expect({"decode": 0.2})
-        rig.router.orders.wanted({"decode": 1})
-        rig.cluster.play(Script(Fault(Phase.DECODE, "dead", steps=3)))
-        ((_, task),) = start_all(rig, 1)
-        await until(lambda: lost(rig, "dead") == 1)
-        rig.cluster.remove("decode-0")
-        rig.router.pools_changed(rig.cluster.decode.replicas())
+        _, task = await lose_the_only_one(rig, 0.2)
         with pytest.raises(ApiError, match="no decode replica is available"):
             await task
+
+
+async def test_it_waits_for_a_replacement_no_longer_than_its_client_does() -> None:
+    """However long a start may take."""
+    async with running_router(pair(num_decode=1), max_retries=1, recovery_s=0.1) as rig:
+        began_s = time.monotonic()
+        _, task = await lose_the_only_one(rig, 600.0, timeout_s=1.0)
+        await asyncio.sleep(0.4)
+        assert not task.done()
+        with pytest.raises(ApiError) as caught:
+            await asyncio.wait_for(task, 20.0)
+        assert caught.value.status in (503, 504)
+        assert time.monotonic() - began_s >= 0.9
 
 
 async def test_the_dead_are_not_chosen_though_the_table_still_has_them() -> None:

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from replicas.grammars import grammar_text
 from replicas.grammars.compiled_grammar import CompiledGrammar, compile_grammar
@@ -127,3 +127,25 @@ def test_what_is_not_allowed_is_no_wear(tokenizer: LLTokenizer) -> None:
     text.catch_up()
     assert text.has_strayed
     assert compiled_wear(compiled) == [0]
+
+
+def test_a_grammar_that_cannot_be_compiled_anew_ends_the_text_and_is_tried_again_for_the_next(
+    tokenizer: LLTokenizer,
+) -> None:
+    """Where memory was short for a moment, or the fuel ran out."""
+    maker, compiled = maker_of(tokenizer, 1), compiled_of(tokenizer)
+    compile_twin, tries = compiled._compile_twin, []
+    assert compile_twin is not None
+
+    def failing() -> LLMatcher:
+        tries.append(1)
+        return LLMatcher(tokenizer, "no grammar", log_level=0)
+
+    compiled._compile_twin = failing
+    wear_out(maker, compiled)
+    assert len(tries) == 2, "for all texts, and for this one"
+    compiled._compile_twin = compile_twin
+    fresh, later = FollowedText(GREEDY_FOR_STATES, compiled_of(tokenizer)), FollowedText(GREEDY_FOR_STATES, compiled)
+    assert write(maker, [fresh], 2, 30) == write(maker, [later], 2, 30)
+    assert later.failure is None
+    assert compiled_wear(compiled) == [2]
