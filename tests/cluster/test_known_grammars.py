@@ -129,10 +129,10 @@ async def test_it_goes_on_while_anybody_waits_and_no_longer(metrics: IngressMetr
 async def test_nobody_waits_for_ever(
     metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("cluster.grammars.known_grammars._LONGEST_WAIT_S", 0.01)
     compiler = HeldCompiler()
     known = KnownGrammars(compiler, metrics)
-    with pytest.raises(CompilerBusy), caplog.at_level("WARNING"):
+    with monkeypatch.context() as patch, pytest.raises(CompilerBusy), caplog.at_level("WARNING"):
+        patch.setattr("cluster.grammars.known_grammars._LONGEST_WAIT_S", 0.01)
         await known.text_of(regex("a"))
     assert [record.event for record in caplog.records] == ["grammar_waited_too_long"]
     await asyncio.sleep(0.01)
