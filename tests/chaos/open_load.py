@@ -33,7 +33,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class OpenLoad:
-    """rate: requests a second. The same seed asks for the same things at the same times."""
+    """rate: requests a second. The same seed asks for the same things at the same times. began_s: when."""
 
     url: str
     all_asked: Sequence[Asked]
@@ -42,6 +42,7 @@ class OpenLoad:
     streams: list[Stream] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     num_sent: Counter[str] = field(default_factory=Counter)
+    began_s: float = field(default_factory=time.monotonic)
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:

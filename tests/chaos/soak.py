@@ -32,6 +32,7 @@ _LOAD = 0.7  # of what the server does when each of its clients asks as soon as 
 _MEASURE_S = 45.0
 _SAMPLE_S = 10.0
 _PATIENCE_S = 240.0
+_MOST_TOLD = 20
 # After a process that held connections has gone, until everybody knows; and until its successor is there.
 _KNOWN_AFTER_S = 15.0
 _UNLIKE = ("nothing", "roll", "to", "both", "GCS", "slow", "MB/s")  # rows that are no moment's fault
@@ -84,14 +85,15 @@ class Faults:
     def stop(self) -> None:
         self._stopping.set()
 
+    def during(self, began_s: float, ended_s: float) -> list[Row]:
+        """What clients may have noticed of a request that was open from then to then."""
+        return [
+            event.row for event in self.happened if began_s < event.back_s + _KNOWN_AFTER_S and ended_s > event.at_s
+        ]
+
     def allow(self, error: str, began_s: float, ended_s: float) -> bool:
         """Whether a client may see that of a request that was open from then to then."""
-        return any(
-            error.startswith(event.row.may_see or ("\0",))
-            and began_s < event.back_s + _KNOWN_AFTER_S
-            and ended_s > event.at_s
-            for event in self.happened
-        )
+        return any(error.startswith(row.may_see or ("\0",)) for row in self.during(began_s, ended_s))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -156,13 +158,18 @@ def _report(
     num_threads_left: int,
 ) -> list[str]:
     verdicts = [(stream, judge.verdict(stream)) for stream in load.streams]
-    failed = [(str(s.error), s.began_s, s.ended_s) for s in load.streams if s.error]
-    failed += [(r.error, r.at_s, r.ended_s) for r in load.refusals if r.error]
-    not_promised = Counter(error for error, began_s, ended_s in failed if not faults.allow(error, began_s, ended_s))
+    failed = [(str(s.error), s.began_s, s.ended_s, s.asked.name) for s in load.streams if s.error]
+    failed += [(r.error, r.at_s, r.ended_s, r.kind) for r in load.refusals if r.error]
+    unexpected = [failure for failure in failed if not faults.allow(*failure[:3])]
+    not_promised = Counter(error for error, *_ in unexpected)
     lines, grown = growth.lines(whole)
     print(f"{len(faults.happened)} faults: {dict(Counter(event.row.name for event in faults.happened))}")
     print(f"requests: {dict(load.num_sent)}; texts: {dict(Counter(verdict for _, verdict in verdicts))}")
-    print(f"failed as is promised and not: {dict(Counter(error for error, _, _ in failed))}, {dict(not_promised)}")
+    print(f"failed as is promised and not: {dict(Counter(error for error, *_ in failed))}, {dict(not_promised)}")
+    for error, began_s, ended_s, name in unexpected[:_MOST_TOLD]:
+        rows = ", ".join(row.name for row in faults.during(began_s, ended_s))
+        span = f"{began_s - load.began_s:.0f} to {ended_s - load.began_s:.0f} s"
+        print(f"  {error}: {name}, {span}, beside {rows or 'no fault'}")
     print(f"held at the end: {held or 'nothing'}")
     print("\n".join(f"  {line}" for line in lines))
     num_hung = num_threads_left + sum(stream.hangs for stream in load.streams)
