@@ -1,12 +1,18 @@
-"""The tokenizer of the model that comes with the tests' dependencies: read out of its GGUF once per session."""
+"""The tokenizer of the model that comes with the tests' dependencies, read out of its GGUF once per session; and time
+that passes at once for tests on one event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.cluster import skipped_waits as waits
+from tests.simulated_cluster.virtual_time import VirtualClock
 
 if TYPE_CHECKING:
     from cluster.text.tokenizer import Tokenizer
@@ -46,3 +52,15 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     from cluster.text.tokenizer import Tokenizer
 
     return Tokenizer(str(tokenizer_folder))
+
+
+@pytest.fixture(scope="module")
+def _skipped_clock() -> Iterator[VirtualClock]:
+    with waits.skipped_clock() as clock:
+        yield clock
+
+
+@pytest.fixture
+async def skipped_waits(_skipped_clock: VirtualClock) -> None:
+    """No wait on the test's event loop takes time, and none depends on how fast the machine is."""
+    waits.skip_waits(asyncio.get_running_loop(), _skipped_clock)

@@ -15,6 +15,8 @@ from tests.cluster.fake_model import Fault, Phase, Script, generation_of, model_
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 LAYOUTS = pytest.mark.parametrize("num_prefill", [0, 1], ids=["colocated", "split"])
 CHOICES = pytest.mark.parametrize("n", [1, 3])
 NEVER_S = 30.0
@@ -32,13 +34,6 @@ async def test_every_token_once_in_order(num_prefill: int, n: int, temperature: 
         assert await rig.tokens(generation) == undisturbed(generation)
         await rig.settle()
         assert [call.end for call in rig.cluster.calls] == ["ok"] * (1 + num_prefill)
-
-
-async def test_over_a_real_socket() -> None:
-    generation = generation_of(n=3)
-    async with running_router(FakeCluster(real_channel=True)) as rig:
-        assert await rig.tokens(generation) == undisturbed(generation)
-        assert len(rig.cluster.requests) == 1
 
 
 async def test_the_first_token_waits_for_nothing_that_decode_does() -> None:

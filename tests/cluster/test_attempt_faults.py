@@ -18,6 +18,8 @@ from tests.cluster.fake_model import Fault, Phase, Script, generation_of, undist
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 LAYOUTS = pytest.mark.parametrize("num_prefill", [0, 1], ids=["colocated", "split"])
 CHOICES = pytest.mark.parametrize("n", [1, 3])
 NEVER_S = 30.0

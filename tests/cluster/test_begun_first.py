@@ -14,6 +14,8 @@ from tests.cluster.fake_model import Fault, Phase, Script, generation_of, undist
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 QUEUE_S = 0.1
 SLOW = Script(admit_s=4 * QUEUE_S)
 

@@ -13,6 +13,8 @@ from tests.cluster.fake_model import Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 # Five prompt tokens and eight more are four blocks: so many at once.
 ROOM = 2
 QUEUE_S = 0.1

@@ -19,6 +19,8 @@ from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.letter_source import LetterSource
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 # -- what attempts tell ----------------------------------------------------------------------------
 
 
@@ -108,14 +110,6 @@ async def test_the_kv_did_not_arrive_after_prefill_had_told() -> None:
         assert await rig.tokens(generation) == undisturbed(generation)
         assert (len(rig.cluster.struck), len(rig.cluster.requests)) == (1, 2)
         assert generation.finding.num_tokens == 2
-
-
-async def test_over_a_real_socket() -> None:
-    generation = generation_of()
-    async with running_router(FakeCluster(num_prefill=0, real_channel=True)) as rig:
-        rig.cluster.play(Script(cached=(4, 1)))
-        assert await rig.tokens(generation) == undisturbed(generation)
-        assert generation.finding.num_tokens == 4
 
 
 # -- what clients get ------------------------------------------------------------------------------

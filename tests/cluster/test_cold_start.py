@@ -12,6 +12,8 @@ from tests.cluster.fake_model import Script, generation_of, undisturbed
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 BOTH = ("decode", "prefill")
 
 

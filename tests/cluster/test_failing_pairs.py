@@ -11,6 +11,8 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 FAILED = "local_failed_pair"
 
 

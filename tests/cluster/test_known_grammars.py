@@ -12,6 +12,8 @@ from cluster.grammars.known_grammars import KnownGrammars
 from cluster.grammars.source_bounds import SourceRefused
 from cluster.monitoring.ingress_metrics import IngressMetrics
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 
 class HeldCompiler:
     """Answers when it is let. asked: in the order of the questions. num_cancelled: those given up."""

@@ -17,6 +17,8 @@ from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.fake_replica import FakeReplica
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 SLOW = Script(token_s=0.02, prefill_s=0.05)
 FROZEN_S = 0.4
 

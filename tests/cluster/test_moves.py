@@ -17,6 +17,8 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 SLOW = Script(token_s=0.005)
 Running = list[tuple[Generation, asyncio.Task[Any]]]
 

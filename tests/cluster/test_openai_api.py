@@ -463,11 +463,11 @@ def test_completions_have_no_tools() -> None:
     ],
 )
 def test_a10_refused_messages(messages: Any, param: str) -> None:
-    started = time.monotonic()
+    began_s = time.thread_time()  # of work, not of a machine that stands still
     error = refusal(json.dumps({"messages": messages}).encode())
     assert (error.status, error.param) == (400, param)
     assert error.message.startswith(param)
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - began_s < 1
 
 
 def test_missing_messages_and_prompt() -> None:

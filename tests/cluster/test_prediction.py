@@ -19,6 +19,8 @@ from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.letter_source import LetterSource
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 NGRAM = {"speculative": {"method": "ngram"}}
 
 
@@ -170,10 +172,9 @@ def test_the_last_word_of_each_attempt_counts() -> None:
     assert (finding.num_accepted, finding.num_rejected) == (10, 3)
 
 
-@pytest.mark.parametrize("real_channel", [False, True])
-async def test_decode_tells_with_its_tokens(real_channel: bool) -> None:
+async def test_decode_tells_with_its_tokens() -> None:
     generation = generation_of(max_tokens=8)
-    async with running_router(FakeCluster(real_channel=real_channel)) as rig:
+    async with running_router(FakeCluster()) as rig:
         rig.cluster.play(Script(drafted=((2, 1), (6, 5))))
         assert await rig.tokens(generation) == undisturbed(generation)
         assert (generation.drafts.num_accepted, generation.drafts.num_rejected) == (5, 1)

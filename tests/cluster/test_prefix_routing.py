@@ -10,6 +10,8 @@ from tests.cluster.fake_pools import BLOCK_SIZE, FakeCluster
 from tests.cluster.fake_prefix_cache import FakePrefixCache
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 PIECE = 16 * BLOCK_SIZE
 # Queues and reads that are measured: what is cached then counts in seconds.
 LOAD = {"prefill_tokens_per_s": 1e4}

@@ -19,6 +19,8 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 POISON = (6, 6, 6)
 REMOTE = Route(RouteKind.REMOTE, "d", "p", must_wait=False, decode_blocks=1)
 LOCAL = Route(RouteKind.LOCAL, "d", None, must_wait=False, decode_blocks=1)

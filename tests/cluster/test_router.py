@@ -22,6 +22,8 @@ from tests.cluster.fake_model import Fault, Phase, Script, generation_of, undist
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 CHOICES = pytest.mark.parametrize("n", [1, 3])
 BUSY = Script(Fault(Phase.DECODE, "hang"))
 

@@ -14,6 +14,8 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 
 async def test_equal_prompts_in_flight_together_do_not_mix() -> None:
     generations = [generation_of(seed=seed, n=1 + seed % 3) for seed in (1, 2, 3, 1)]

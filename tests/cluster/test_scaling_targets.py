@@ -13,6 +13,8 @@ from cluster.autoscaling.scaling_targets import ScalingTargets
 from cluster.config.file import config_of
 from cluster.monitoring.ingress_metrics import IngressMetrics
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 FIXED = {"kv_capacity_tokens": 4096, "replicas": 2}
 SCALING = {"kv_capacity_tokens": 4096, "autoscaling": {"min_replicas": 1, "max_replicas": 8, "initial_replicas": 4}}
 

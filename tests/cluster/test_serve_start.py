@@ -46,7 +46,8 @@ def test_a_port_that_is_taken_is_named(proxy: str) -> None:
     assert serve_command.run_server(config(port=port, proxy=proxy)) == 0
 
 
-def test_a_port_that_comes_free_is_waited_for() -> None:
+def test_a_port_that_comes_free_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_command, "_PORT_PATIENCE_S", 60.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
@@ -54,7 +55,7 @@ def test_a_port_that_comes_free_is_waited_for() -> None:
         time.sleep(0.5)
         assert not run.done()
         other.close()
-        assert run.result(10) == 0
+        assert run.result(60) == 0
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])

@@ -17,6 +17,8 @@ from tests.cluster.fake_model import generation_of
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import running_router
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 IDLE = EngineLoad(0, 0, 0, 10, 10, 0.0)
 PREFILL = replace(IDLE, prefill_tokens_per_s=40_000.0)
 BYTES_PER_TOKEN = 131_072  # of Llama-3.1-8B: 5.2 GB of KV a second are computed

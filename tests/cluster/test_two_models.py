@@ -22,6 +22,8 @@ from tests.cluster.fake_model import PLAIN, Fault, Phase, Script, generation_of,
 from tests.cluster.fake_pools import FakeCluster
 from tests.cluster.router_rig import Rig, running_router, until
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 A = str(ModelIdentity("aaaa", "c", "t", "float32", kv="kv"))
 B = str(ModelIdentity("bbbb", "c", "t", "float32", kv="kv"))
 STRANGER = str(ModelIdentity("aaaa", "c", "t2", "float32", kv="kv"))
@@ -138,7 +140,7 @@ async def test_it_goes_on_where_only_decode_still_has_its_model() -> None:
 
 
 async def test_what_has_not_begun_may_go_to_the_other_model() -> None:
-    async with running_router(cluster_of("ab", "a")) as rig:
+    async with running_router(cluster_of("ab", "a"), retry_delay_s=0.1) as rig:  # in which the other one comes
         rig.cluster.fail(Fault(Phase.QUEUE, "dead"))
         generation = generation_of(5)
         task = rig.start(generation)

@@ -16,6 +16,8 @@ from tests.cluster.router_rig import Rig, Tokens, running_router
 from tests.cluster.test_router_storm import Storm
 from tests.cluster.test_two_models import A, B, cluster_of, join
 
+pytestmark = pytest.mark.usefixtures("skipped_waits")
+
 NUM_REQUESTS = 60
 
 

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 START_S = 1000.0
 _PACKAGES = ("cluster", "replicas", "scheduler")
-_MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
+MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
 
 
 class NothingToDo(Exception):
@@ -31,8 +31,8 @@ class GoesRound(Exception):
 class VirtualClock:
     """Stands for the module `time` where our code asks for the monotonic time; its other names are the real ones."""
 
-    def __init__(self) -> None:
-        self.now_s = START_S
+    def __init__(self, now_s: float = START_S) -> None:
+        self.now_s = now_s
 
     def monotonic(self) -> float:
         return self.now_s
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._num_turns = 0
         else:
             self._num_turns += 1
-            if self._num_turns > _MOST_TURNS_AT_ONCE:
+            if self._num_turns > MOST_TURNS_AT_ONCE:
                 raise GoesRound
         return []
 
@@ -112,17 +112,29 @@ class Stage:
 def virtual_time() -> Iterator[Stage]:
     """Clocks and random names of all our modules that are imported by now are the simulation's until the end."""
     clock, names = VirtualClock(), _Names()
+    with stood_in(_PACKAGES, clock, ((uuid, names),)):
+        yield Stage(clock, names)
+
+
+@contextmanager
+def stood_in(
+    packages: Collection[str], clock: VirtualClock, others: Collection[tuple[ModuleType, Any]] = ()
+) -> Iterator[None]:
+    """This clock is the module `time` of all modules in these packages that are imported by now, until the end; also
+    where a function has the real one as an argument's default. others: more modules, and what stands for each.
+    """
     undo: list[Callable[[], None]] = []
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] in _PACKAGES]
+    inside = tuple(f"{package}." for package in packages)
+    modules = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(inside)]
     for module in modules:
-        for attribute, real, stand_in in (("time", time, clock), ("uuid", uuid, names)):
-            if vars(module).get(attribute) is real:
-                patched = patch.object(module, attribute, stand_in)
+        for real, stand_in in ((time, clock), *others):
+            if vars(module).get(real.__name__) is real:
+                patched = patch.object(module, real.__name__, stand_in)
                 patched.start()
                 undo.append(patched.stop)
         undo += [_with_defaults(function, clock) for function in _functions(module) if _has_clock(function)]
     try:
-        yield Stage(clock, names)
+        yield
     finally:
         for one in reversed(undo):
             one()
