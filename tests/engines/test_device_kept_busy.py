@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +115,9 @@ def test_a_queue_of_prompts_is_computed_without_a_pause(device: tuple[BareEngine
     assert [len(stream.tokens) for stream in streams] == [20] * 24
     busy_s = sum(end_s - start_s for start_s, end_s in card.spans)
     assert busy_s > 3.0
-    assert card.spans[-1][1] - card.spans[0][0] < 1.6 * busy_s
+    pauses_s = sorted(then[0] - before[1] for before, then in pairwise(card.spans))
+    assert len(pauses_s) > 30
+    assert sum(pauses_s[:-3]) < 0.6 * busy_s, "besides the longest: in those the machine may stand still"
 
 
 def test_two_lanes_have_the_next_step_of_a_lone_row_on_its_way_while_one_runs(

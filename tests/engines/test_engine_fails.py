@@ -19,7 +19,7 @@ from tests.engines.local_system import GREEDY
 from tests.engines.tiny_goldens import TinyGoldens
 from tests.engines.tiny_model import tiny_settings
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class CountedRunner:
@@ -160,9 +160,14 @@ def test_one_that_fails_with_nothing_to_do_neither_spins_nor_floods_the_log(
         raise AssertionError("blocks that nobody holds")
 
     monkeypatch.setattr(built.engine.scheduler, "ledger", failing)
-    time.sleep(1.5)
+    began_s, num_failures, took_s = time.monotonic(), 0, 0.0
+    while num_failures < 3 or took_s < 1.5:
+        assert took_s < PATIENCE_S, "it has stopped trying"
+        time.sleep(0.1)
+        num_failures = len([record for record in caplog.records if vars(record).get("event") == "loop_failed"])
+        took_s = time.monotonic() - began_s
+    assert num_failures <= 8 * took_s
     assert not built.engine.is_healthy(PATIENCE_S)
-    assert 3 <= len([record for record in caplog.records if vars(record).get("event") == "loop_failed"]) <= 12
     assert reply_of(built, channel, "a").status in (CallStatus.ENGINE_FAILED, CallStatus.OK), "it still answers"
     monkeypatch.undo()
 

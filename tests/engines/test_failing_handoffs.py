@@ -36,13 +36,12 @@ def test_while_handoffs_hang_decode_computes_the_prompts(tmp_path: Path, tiny_go
             assert asyncio.get_running_loop().time() - began_s > HANDOFF_S, "each has waited for its handoff"
             assert (tmp_path / "did.hold.send_handoff").exists()
             assert (decided("remote"), decided("local_failed_pair")) == (3, 3)
-            async with asyncio.timeout(HANDOFF_S):  # who comes now does not
-                for golden in goldens:
-                    got = await collect(router, system.generation(golden.prompt_ids, 16))
-                    assert got.token_ids[0] == golden.output_ids[:16]
+            for golden in goldens:  # who comes now does not: no handoff is begun
+                got = await collect(router, system.generation(golden.prompt_ids, 16))
+                assert got.token_ids[0] == golden.output_ids[:16]
             assert (decided("remote"), decided("local_failed_pair")) == (3, 6)
             (tmp_path / "hold.send_handoff").unlink()
-            await system.wait_for_baseline(5.0)
+            await system.wait_for_baseline()
         finally:
             await router.stop()
 

@@ -46,7 +46,7 @@ def running(folder: Path, faults: Path, lag: int = 1) -> Iterator[MovingSystem]:
         decodes.append(replace(base, testing=FaultSettings(fault_dir=str(faults / name))))
     system = MovingSystem(decodes, None)
     yield system
-    asyncio.run(system.wait_for_baseline(20.0))
+    asyncio.run(system.wait_for_baseline())
     system.close()
 
 
@@ -180,5 +180,5 @@ def test_moves_and_deaths_at_random(seed: int, tiny_folder: Path, tiny_reference
     for built in dead:
         built.stop()
         system.engines.remove(built)
-    asyncio.run(system.wait_for_baseline(20.0))
+    asyncio.run(system.wait_for_baseline())
     system.close()

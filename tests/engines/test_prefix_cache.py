@@ -43,7 +43,7 @@ def _running(decode: EngineSettings, prefill: EngineSettings | None = None) -> I
     system = LocalSystem(decode, prefill)
     try:
         yield system
-        asyncio.run(system.wait_for_baseline(10.0))
+        asyncio.run(system.wait_for_baseline())
     finally:
         system.close()
 

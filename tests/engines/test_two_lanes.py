@@ -344,9 +344,11 @@ def test_a_lane_that_stands_still_is_seen(
         try:
             held = asyncio.create_task(collect(router, two_lanes.generation(tiny_goldens.of(33).prompt_ids, 4)))
             await until(lambda: time.monotonic() - beat() > 0.3)
-            assert time.monotonic() - engine.last_beat_s < 0.8
+            stood_s = beat()
+            await until(lambda: engine.last_beat_s > stood_s + 0.3)  # the engine itself goes on
+            assert beat() == stood_s
             assert not engine.is_healthy(0.3)
-            assert engine.is_healthy(10.0)
+            assert engine.is_healthy(3600.0)
             goes_on.set()
             return await held
         finally:
@@ -354,7 +356,7 @@ def test_a_lane_that_stands_still_is_seen(
             await router.stop()
 
     assert asyncio.run(run()).token_ids[0] == tiny_goldens.of(33).output_ids[:4]
-    assert engine.is_healthy(1.0)
+    asyncio.run(until(lambda: engine.is_healthy(1.0)))
 
 
 # -- what operators are told --------------------------------------------------------------------------

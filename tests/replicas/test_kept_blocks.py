@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.nixl_transport import NixlTransport
 from replicas.messages import TransferPeer
-from tests.replicas.transfer_engines import TIMING, Engine, deadline_s, until
+from tests.replicas.transfer_engines import Engine, deadline_s, until
 
-PATIENT = replace(TIMING, lease_s=60.0, remember_s=120.0)
 WAIT_S = 60.0
 SHAPE = (140_000, 2, 2, 1, 1, 4)  # blocks of 64 bytes: a million tokens are few bytes
 BLOCK_BYTES = 64
@@ -40,7 +38,7 @@ PROMPT_LEN = 60
 
 def be_source() -> None:
     """In a process of its own: offers blocks, and changes them, as its standard input says; prints what it is told."""
-    source = Engine(lambda pool: NixlTransport(pool, "prefill-0", "s1", "f"), timing=PATIENT, shape=SHAPE)
+    source = Engine(lambda pool: NixlTransport(pool, "prefill-0", "s1", "f"), shape=SHAPE)
     source.faults.after_confirm = lambda transfer_id, block_ids: None  # type: ignore[method-assign]
     source.pool.copy_(_source_pool())
     digests_of = source.thread._running()._digest_blocks
@@ -92,7 +90,7 @@ class Remote:
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, text=True
         )
-        self.reader = Engine(lambda pool: NixlTransport(pool, "decode-0", "r1", "f"), timing=PATIENT, shape=SHAPE)
+        self.reader = Engine(lambda pool: NixlTransport(pool, "decode-0", "r1", "f"), shape=SHAPE)
         self.peer = TransferPeer.from_metadata(self._hear())
         self.expected = _source_pool()
         self.bytes_before = 0

@@ -77,7 +77,7 @@ class RunningServer:
         assert open_work
         return {f"{name}{labels}": value for name, labels, value in blocks + open_work if value}
 
-    def wait_for_baseline(self, timeout_s: float = 2.0) -> None:
+    def wait_for_baseline(self, timeout_s: float = 60.0) -> None:
         """Return when nothing is held in any process; fail the test when that takes longer."""
         deadline_s = time.monotonic() + timeout_s
         while held := self.held():

@@ -60,7 +60,7 @@ def test_a_frozen_decode_replicas_streams_go_on_at_the_other(server: RunningServ
             assert httpx.get(f"{server.url}/health/ready").status_code == 200, "the other pair is usable"
         finally:
             os.kill(pid, signal.SIGCONT)
-    server.wait_for_baseline(20.0)
+    server.wait_for_baseline()
     check_streams(server)
 
 

@@ -73,7 +73,7 @@ def test_what_ends_is_valid_and_the_same_in_every_layout(
         unlike = [number for number, pair in enumerate(zip(answers, theirs, strict=True)) if pair[0] != pair[1]]
         assert not unlike, (layout, other, way, unlike)
     ANSWERS[way][layout] = answers
-    server.wait_for_baseline(10.0)
+    server.wait_for_baseline()
 
 
 @pytest.mark.parametrize("way", WAYS)

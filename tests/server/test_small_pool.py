@@ -65,4 +65,4 @@ def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) 
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
     assert all(answer.json()["error"]["code"] == "queue_full" for answer in answers)
     assert server.total("splitserve_request_rejections_total", reason="queue_full") == before + 9
-    server.wait_for_baseline(timeout_s=5)
+    server.wait_for_baseline()

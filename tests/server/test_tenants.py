@@ -60,7 +60,7 @@ class Asker:
         before = self._server.total("splitserve_prefilled_tokens_total")
         answer = httpx.post(f"{self._server.url}{path}", json=body, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
-        self._server.wait_for_baseline(timeout_s=10.0)
+        self._server.wait_for_baseline()
         usage: dict[str, Any] = answer.json()["usage"]
         return usage, round(self._server.total("splitserve_prefilled_tokens_total") - before)
 
@@ -155,7 +155,7 @@ def test_a_stream_says_what_was_found(api_server: RunningServer) -> None:
         lines = answer.text.strip().split("\n\n")
         assert lines[-1] == "data: [DONE]"
         assert f'"prompt_tokens_details":{{"cached_tokens":{expected}}}' in lines[-2]
-        api_server.wait_for_baseline(timeout_s=10.0)
+        api_server.wait_for_baseline()
 
 
 @pytest.mark.exhaustive
