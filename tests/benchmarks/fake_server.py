@@ -14,10 +14,11 @@ _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encodin
 
 
 class FakeServer:
-    """The failure comes from the request's own field "fault"; see `_respond`. Keeps every body it got."""
+    """The failure comes from the request's own field "fault"; see `_respond`. Keeps every body it got, and streams
+    nothing before it has so many of them."""
 
-    def __init__(self, first_token_s: float, step_s: float) -> None:
-        self._first_token_s, self._step_s = first_token_s, step_s
+    def __init__(self, first_token_s: float, step_s: float, num_together: int) -> None:
+        self._first_token_s, self._step_s, self._num_together = first_token_s, step_s, num_together
         self.bodies: list[dict[str, Any]] = []
         self.num_connections = 0
         self.url = ""
@@ -71,6 +72,8 @@ class FakeServer:
 
     async def _events(self, body: dict[str, Any], fault: str | None) -> AsyncIterator[bytes]:
         await asyncio.sleep(self._first_token_s)
+        while len(self.bodies) < self._num_together:
+            await asyncio.sleep(0.01)
         for index in range(body["max_tokens"]):
             if index:
                 await asyncio.sleep(self._step_s)
@@ -100,9 +103,9 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def fake_server(first_token_s: float = 0.02, step_s: float = 0.005) -> Iterator[FakeServer]:
+def fake_server(first_token_s: float = 0.02, step_s: float = 0.005, num_together: int = 1) -> Iterator[FakeServer]:
     """A running one."""
-    fake = FakeServer(first_token_s, step_s)
+    fake = FakeServer(first_token_s, step_s, num_together)
     loop = asyncio.new_event_loop()
     started = threading.Event()
 
@@ -118,7 +121,7 @@ def fake_server(first_token_s: float = 0.02, step_s: float = 0.005) -> Iterator[
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     try:
         yield fake
     finally:

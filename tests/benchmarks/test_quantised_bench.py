@@ -81,10 +81,13 @@ def test_a_piece_that_hangs_ends_with_all_that_it_started_and_leaves_its_figures
     script.write_text(f"#!/bin/sh\n{said}\n")
     script.chmod(0o755)
     monkeypatch.setattr(campaign_alone.sys, "executable", str(script))
-    monkeypatch.setitem(campaign_alone.ALONE, "steps-fp8", 1.6)
-    record = CampaignRecord([], [])
-    with pytest.raises(RuntimeError, match="steps-fp8 took too long"):
-        measure_alone("steps-fp8", options(tmp_path), tmp_path / "logs", record, Budget(1e6))
+    for expected_s in (1.6, 6.0, 24.0):  # on a machine that stands still it may be cut before it has said all
+        monkeypatch.setitem(campaign_alone.ALONE, "steps-fp8", expected_s)
+        record = CampaignRecord([], [])
+        with pytest.raises(RuntimeError, match="steps-fp8 took too long"):
+            measure_alone("steps-fp8", options(tmp_path), tmp_path / "logs", record, Budget(1e6))
+        if record.lines and "pid" in record.lines[0]:
+            break
     (line,) = record.lines
     assert line["workload"] == CUT
     assert line["step_1_ms"] == 2.0

@@ -257,7 +257,7 @@ listens = [row[1] for row in rows if row[3] == "0A" and f"socket:[{{row[9]}}]" i
 out.write(msgpack.packb([list(astuple(transport.local_peer())), listens]))
 out.flush()
 transport.load_peer(TransferPeer(*msgpack.unpackb(os.read(0, 1 << 16))))
-end_s = time.monotonic() + 60
+end_s = time.monotonic() + 300
 while time.monotonic() < end_s:
     for sender, payload in transport.poll_notifications():
         if payload == b"ping":
@@ -496,8 +496,10 @@ def stopped_in_mid_read(remote: Remote) -> ReadHandle:
     for _ in range(100):
         handle = started_and_not_ended(remote)
         remote.process.send_signal(signal.SIGSTOP)
-        settled_s = time.monotonic() + 0.1  # the signal takes its time, and what is on its way already lands
-        while (state := remote.reader.poll_read(handle)) is ReadState.READING and time.monotonic() < settled_s:
+        os.waitid(os.P_PID, remote.process.pid, os.WSTOPPED)  # the signal takes its time
+        for _ in range(100):  # and what is on its way already lands
+            if (state := remote.reader.poll_read(handle)) is not ReadState.READING:
+                break
             time.sleep(0.001)
         if state is ReadState.READING and not torch.equal(remote.pool, ALL):
             return handle
