@@ -83,3 +83,9 @@ def _text_of(choice: dict[str, Any]) -> str:
         return text
     content = choice.get("message", choice.get("delta"))
     return content.get("content") or ""
+
+
+def cut_connections(client: httpx.Client) -> None:
+    """Under what is being asked over them."""
+    for connection in client._transport._pool.connections:  # type: ignore[attr-defined]
+        connection._connection._network_stream.get_extra_info("socket").shutdown(2)

