@@ -2,6 +2,8 @@
 
 A server test waits more than it computes, and two Ray servers that start at once can keep each other from being up
 in time. `make test` starts two workers of pytest-xdist; without it (`pytest FILE`) only the order is decided here.
+
+No example of hypothesis has a deadline: a machine that stands still for a second is no failure.
 """
 
 from __future__ import annotations
@@ -10,8 +12,14 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _SERVER_TESTS = "tests/server/"
+
+
+def pytest_configure() -> None:
+    settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("suite")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

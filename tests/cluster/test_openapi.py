@@ -57,7 +57,7 @@ def run_examples(path: str, mode: GenerationMode, seed_: int, num_examples: int)
     @settings(
         max_examples=num_examples,
         database=None,
-        deadline=5_000,
+        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -106,7 +106,7 @@ def test_in_a_terminal_rows_move_and_stay() -> None:
         failed = steps.begin("another")
         failed.failed()
     lines = plain(shown[0])
-    assert re.match(r"✓ downloading +0:00:0\d", lines[-2]), lines
+    assert re.match(r"✓ downloading +0:\d\d:\d\d", lines[-2]), lines
     assert "another: failed" in lines[-1]
     assert [line.count("[red]a line[/red] of somebody else") for line in lines if "else" in line] == [1]
     assert "\x1b[?25h" in shown[0], "the cursor is shown again"
@@ -116,4 +116,4 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal() as (stream, shown), Steps(stream) as steps, steps.step("loading"):
         pass
-    assert re.fullmatch(r"splitserve: loading \(0\.\d s\)\r\n", shown[0])
+    assert re.fullmatch(r"splitserve: loading \(\d+\.\d s\)\r\n", shown[0])

@@ -119,7 +119,7 @@ async def test_one_request_is_one_trace_with_its_phases(stream: bool) -> None:
         assert span.start_time <= span.end_time
         assert span.status.status_code is not StatusCode.ERROR
         assert span.start_time >= root.start_time
-    assert 0.05 <= seconds(spans["queue"][0]) < 0.5
+    assert 0.05 <= seconds(spans["queue"][0]) < seconds(root)
     assert seconds(spans["prefill"][0]) == pytest.approx(0.04, abs=1e-3)
     assert seconds(spans["transfer"][0]) == pytest.approx(0.03, abs=1e-3)
     attributes = dict(root.attributes or {})
