@@ -453,15 +453,25 @@ def test_prompts_have_the_whole_device_until_there_are_rows(
         assert isinstance(runner, Divisible)
         runner.asked.clear()  # those of the self-check
         golden = tiny_goldens.of(150)
-        first = system.generation(golden.prompt_ids, 300)
+        first = system.generation(golden.prompt_ids, 64)
+        forward, goes_on = runner._forward, threading.Event()
+
+        def rows_held(plan: StepPlan) -> torch.Tensor:
+            assert not plan.rows or goes_on.wait(PATIENCE_S)
+            return forward(plan)
+
+        monkeypatch.setattr(runner, "_forward", rows_held)
 
         async def run() -> list[Generated]:
             router = await system.start_router()
             try:
                 stream = asyncio.create_task(collect(router, first))
                 await until(lambda: len(system.decode.engine.scheduler.batch) == 1)
-                return [await collect(router, system.generation(golden.prompt_ids, 1)), await stream]
+                short = await collect(router, system.generation(golden.prompt_ids, 1))
+                goes_on.set()
+                return [short, await stream]
             finally:
+                goes_on.set()
                 await router.stop()
 
         short, whole = asyncio.run(run())
