@@ -70,22 +70,29 @@ def test_what_is_no_rate_slows_nothing(text: str, tmp_path: Path) -> None:
 def test_what_a_slow_pair_has_told_keeps_later_prompts_at_decode(
     system: LocalSystem, tiny_goldens: TinyGoldens, tmp_path: Path
 ) -> None:
-    """The first one takes its KV's slow way, the others do not."""
-    goldens = [tiny_goldens.of(300, number) for number in range(3)]
+    """The first one takes its KV's slow way, the others do not; unless this machine stood still in the middle of its
+    prompt, and computing seems to be as slow: then another one goes that way.
+    """
+
+    def decided() -> dict[str, float]:
+        (family,) = (of for of in system.metrics.snapshot() if of["name"] == "splitserve_router_decisions")
+        return {of["result"]: v for suffix, of, v in family["samples"] if suffix == "_total" and v}
 
     async def run() -> None:
         router = await system.start_router()
         try:
-            for golden in goldens:
+            for number in range(10):
+                golden = tiny_goldens.of(300, number)
                 got = await collect(router, system.generation(golden.prompt_ids, 16))
                 assert got.token_ids[0] == golden.output_ids[:16]
+                if decided().get("local_slow_pair") == 2.0:
+                    break
         finally:
             await router.stop()
 
     asyncio.run(run())
     assert (tmp_path / "did.slow.reads").exists()
-    assert system.decode.transfers.snapshot().results == {"ready": 1}
+    assert decided().keys() == {"remote", "local_slow_pair"}
+    assert decided()["local_slow_pair"] == 2.0
+    assert system.decode.transfers.snapshot().results == {"ready": decided()["remote"]}
     assert system.decode.engine.steps.num_prefilled_tokens == 600
-    (family,) = (of for of in system.metrics.snapshot() if of["name"] == "splitserve_router_decisions")
-    decided = {of["result"]: v for suffix, of, v in family["samples"] if suffix == "_total" and v}
-    assert decided == {"remote": 1.0, "local_slow_pair": 2.0}
