@@ -16,7 +16,7 @@ import pytest
 
 from tests.golden.golden_set import load_goldens
 from tests.server.conftest import OneServer
-from tests.server.generate import golden_request, post, stream
+from tests.server.generate import golden_request, post_all
 from tests.server.processes import CONTROLLER, is_ready, kill, processes, programs, replicas, the_one, wait_until
 from tests.server.running_server import RunningServer, run_server
 from tests.server.steady_streams import steady_streams
@@ -59,12 +59,13 @@ def test_it_is_haproxy_that_answers(server: RunningServer) -> None:
     assert "this Ray was started for another" not in server.log()
 
 
-def test_answers_are_the_goldens(client: httpx.Client) -> None:
-    for golden in GOLDENS[:6]:
-        path, body = golden_request(golden)
-        for (got,) in (post(client, path, body), stream(client, path, body)):
-            if golden.check(got.token_ids) is None:  # else it differs at a near tie
-                assert got.text == golden.text
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_answers_are_the_goldens(server: RunningServer, streamed: bool) -> None:
+    goldens = GOLDENS[:6]
+    answers = post_all(server, [golden_request(golden) for golden in goldens], num_at_once=6, streamed=streamed)
+    for golden, (got,) in zip(goldens, answers, strict=True):
+        if golden.check(got.token_ids) is None:  # else it differs at a near tie
+            assert got.text == golden.text
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
