@@ -37,7 +37,7 @@ def test_it_measures_a_pair_as_a_replica_does(pair: HandoffPair) -> None:
     before = pair.pool.clone()
     rate = pair.probe()
     assert rate.replica_id == "source"
-    assert 1e4 < rate.bytes_per_s < 1e12
+    assert 0.0 < rate.bytes_per_s < 1e12
     assert (pair.pool == before).all()
 
 

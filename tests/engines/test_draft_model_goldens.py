@@ -39,7 +39,7 @@ def engine(pool: str, draft: Path) -> EngineSettings:
     return replace(made, speculative=SpeculationSettings("draft_model", str(draft)))
 
 
-@pytest.fixture(params=["colocated", "split"])
+@pytest.fixture(params=[pytest.param("colocated", marks=pytest.mark.exhaustive), "split"])
 def system(request: pytest.FixtureRequest, draft: Path) -> Iterator[LocalSystem]:
     system = LocalSystem(engine("decode", draft), engine("prefill", draft) if request.param == "split" else None)
     yield system

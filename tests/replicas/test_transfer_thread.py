@@ -93,8 +93,9 @@ def test_the_pair_has_been_measured(pair: Pair) -> None:
     until(lambda: "prefill-0-s1" in pair.reader.thread.snapshot().rates)
     rate = pair.reader.thread.snapshot().rates["prefill-0-s1"]
     assert rate.replica_id == "prefill-0"
-    assert 1e4 < rate.bytes_per_s < 1e12
-    assert 0.0 < rate.latency_s < WAIT_S, "in one of its reads the machine may stand still"
+    # In one of its reads the machine may stand still.
+    assert 0.0 < rate.bytes_per_s < 1e12
+    assert 0.0 < rate.latency_s < WAIT_S
     assert pair.reader.thread.slowest_pair() == rate
     assert pair.source.thread.snapshot().rates == {}, "it reads nothing"
     assert not pair.reader.pool.any()
