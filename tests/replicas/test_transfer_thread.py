@@ -29,6 +29,7 @@ from replicas.kv.handoff_actions import (
 )
 from replicas.kv.nixl_address import NixlAddress
 from replicas.kv.nixl_transport import NixlTransport
+from replicas.kv.pair_rate import PairRate
 from replicas.messages import Token
 from tests.replicas.transfer_engines import HURRIED, SHAPE, TIMING, WAIT_S, Engine, Pair, deadline_s, until
 
@@ -86,20 +87,26 @@ def test_happy_path_delivers_the_kv_before_the_source_reuses_its_blocks(pair: Pa
     assert after.read_s > before.read_s
 
 
-def test_the_pair_has_been_measured(pair: Pair) -> None:
-    """By reads of growing size, into no block of the pool."""
-    pair.reader.pool.zero_()
-    pair.expect("measured")
-    until(lambda: "prefill-0-s1" in pair.reader.thread.snapshot().rates)
-    rate = pair.reader.thread.snapshot().rates["prefill-0-s1"]
+def test_a_pair_is_measured_when_it_meets() -> None:
+    """By reads of growing size, into no block of the pool. Where this machine stands still they are given up: then
+    another pair."""
+    rate = next(filter(None, (measured() for _ in range(5))))
     assert rate.replica_id == "prefill-0"
-    # In one of its reads the machine may stand still.
     assert 0.0 < rate.bytes_per_s < 1e12
     assert 0.0 < rate.latency_s < WAIT_S
-    assert pair.reader.thread.slowest_pair() == rate
-    assert pair.source.thread.snapshot().rates == {}, "it reads nothing"
-    assert not pair.reader.pool.any()
-    pair.reader.thread.cancel("measured")
+
+
+def measured() -> PairRate | None:
+    with nixl_pair(TIMING) as pair:
+        pair.expect("measured")
+        reader = pair.reader.thread
+        until(lambda: reader.snapshot().rates or reader.snapshot().errors.get("probe"))
+        rate = reader.snapshot().rates.get("prefill-0-s1")
+        assert rate is None or reader.slowest_pair() == rate
+        assert pair.source.thread.snapshot().rates == {}, "it reads nothing"
+        assert not pair.reader.pool.any()
+        reader.cancel("measured")
+        return rate
 
 
 def test_corrupted_block_is_lost(pair: Pair) -> None:
