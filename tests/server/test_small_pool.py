@@ -22,14 +22,18 @@ def server(small_server: RunningServer) -> RunningServer:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_tokens", [121, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_sixteen_requests_at_once(server: RunningServer, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "num_tokens"), [(10, 121), pytest.param(16, 200, marks=pytest.mark.exhaustive)]
+)
+def test_more_requests_at_once_than_there_is_memory_for(
+    server: RunningServer, num_requests: int, num_tokens: int
+) -> None:
     """Each needs 8 (or 13) of 40 blocks, so five (three) run and the others queue. The first 64 tokens have a golden
     output; all must be what the same request gives alone."""
-    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:16]
-    assert len(goldens) == 16
+    goldens = [golden for golden in load_goldens() if 30 <= len(golden.prompt_ids) <= 57][:num_requests]
+    assert len(goldens) == num_requests
     requests = [golden_request(golden, num_tokens - len(golden.prompt_ids)) for golden in goldens]
-    answers = post_all(server, requests, num_at_once=16)
+    answers = post_all(server, requests, num_at_once=num_requests)
     for golden, (answer,) in zip(goldens, answers, strict=True):
         golden.check(answer.token_ids[:64])
         assert len(answer.token_ids) == num_tokens - len(golden.prompt_ids)
