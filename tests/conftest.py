@@ -8,6 +8,7 @@ No example of hypothesis has a deadline: a machine that stands still for a secon
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -26,6 +27,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # Server tests hold deadlines of seconds; they go first wherever both lanes want a core.
     if "PYTEST_XDIST_WORKER" in os.environ and not _starts_a_server(item) and os.nice(0) == 0:
         os.nice(10)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported and collected stays. Looking through it again and again was a tenth of what small tests take.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
