@@ -133,7 +133,7 @@ def run_serve(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            code = process.wait(60)
+            code = process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
