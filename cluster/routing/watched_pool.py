@@ -6,7 +6,8 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from cluster.routing.key_feed import MAX_PARTS, KeyFeed
@@ -45,7 +46,8 @@ class WatchedPool(PoolClient):
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
-        # Calls, by replica, in the order in which they came: those that are lost together are tried again in it.
+        # Calls, and what else waits for a replica, in the order in which they came: those that are lost together are
+        # tried again in it.
         self._open: dict[str, dict[asyncio.Timeout, None]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -104,23 +106,15 @@ class WatchedPool(PoolClient):
             raise ReplicaLost(replica_id, Loss.LEAVING, "is leaving")
         return reply
 
-    async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            result = await self._until_it_is_lost(replica_id, work)
-        except ReplicaLost as lost:
-            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE) and replica_id in self._pool.replicas():
-                self._pulses.suspect(replica_id)
-                self._lose(replica_id, lost.loss)
-            raise
-        self._pulses.heard(replica_id)
-        return result
-
-    async def _until_it_is_lost(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
+    @asynccontextmanager
+    async def until_lost(self, replica_id: str) -> AsyncIterator[None]:
+        """What is within ends, and this raises ReplicaLost, when the replica is lost meanwhile: for who waits for what
+        it does by itself, with no call open there."""
         limit = asyncio.timeout(None)  # none, until the replica is lost
         self._open.setdefault(replica_id, {})[limit] = None
         try:
             async with limit:
-                return await work
+                yield
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -130,6 +124,18 @@ class WatchedPool(PoolClient):
                 others.pop(limit, None)
                 if not others:
                     del self._open[replica_id]
+
+    async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            async with self.until_lost(replica_id):
+                result = await work
+        except ReplicaLost as lost:
+            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE) and replica_id in self._pool.replicas():
+                self._pulses.suspect(replica_id)
+                self._lose(replica_id, lost.loss)
+            raise
+        self._pulses.heard(replica_id)
+        return result
 
     # -- the watch ---------------------------------------------------------------------------------
 
@@ -153,7 +159,7 @@ class WatchedPool(PoolClient):
             del self._lost[gone]
         changes = self._pulses.tick(now_s, table)
         for name in changes.froze:
-            if name not in self._lost:
+            if self._lost.get(name) in (None, Loss.LEAVING):
                 self._lose(name, Loss.FROZEN)
         for name in changes.recovered:
             self._recover(name)
@@ -165,7 +171,8 @@ class WatchedPool(PoolClient):
     def _lose(self, replica_id: str, loss: Loss) -> None:
         if self._lost.get(replica_id) is loss:
             return
-        self._lost[replica_id] = loss
+        if (self._lost.get(replica_id), loss) != (Loss.LEAVING, Loss.FROZEN):  # who leaves is not chosen again
+            self._lost[replica_id] = loss
         self._on_lost(self.name, loss)
         logger.warning("replica lost", extra={"event": "replica_lost", "replica": replica_id, "why": loss})
         if loss is not Loss.LEAVING:  # who leaves ends what it has begun
