@@ -77,8 +77,9 @@ class WatchedPool(PoolClient):
         return {name: metadata for name, metadata in table.items() if name not in self._lost}
 
     def staying(self) -> ReplicaTable:
-        """Those that are not leaving: with none of them the pool is being emptied."""
-        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) is not Loss.LEAVING}
+        """Those that neither leave nor have died: the others are being replaced, or the pool is being emptied."""
+        gone = (Loss.LEAVING, Loss.DEAD)
+        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) not in gone}
 
     @property
     def lost(self) -> dict[str, Loss]:
@@ -86,7 +87,11 @@ class WatchedPool(PoolClient):
         return {name: loss for name, loss in self._lost.items() if name in self._pool.replicas()}
 
     def tell_of_deaths(self, tell: Callable[[str], None]) -> None:
-        self._pool.tell_of_deaths(tell)
+        def died(replica_id: str) -> None:
+            self._is_dead(replica_id, Loss.DEAD)
+            tell(replica_id)
+
+        self._pool.tell_of_deaths(died)
 
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A frame of it has come."""
@@ -118,7 +123,10 @@ class WatchedPool(PoolClient):
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ReplicaLost(replica_id, Loss.FROZEN, "has stopped answering") from None
+            loss = self._lost.get(replica_id, Loss.FROZEN)
+            raise ReplicaLost(
+                replica_id, Loss.FROZEN if loss is Loss.LEAVING else loss, "has stopped answering"
+            ) from None
         finally:
             if (others := self._open.get(replica_id)) is not None:
                 others.pop(limit, None)
@@ -130,12 +138,17 @@ class WatchedPool(PoolClient):
             async with self.until_lost(replica_id):
                 result = await work
         except ReplicaLost as lost:
-            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE) and replica_id in self._pool.replicas():
-                self._pulses.suspect(replica_id)
-                self._lose(replica_id, lost.loss)
+            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE):
+                self._is_dead(replica_id, lost.loss)
             raise
         self._pulses.heard(replica_id)
         return result
+
+    def _is_dead(self, replica_id: str, loss: Loss) -> None:
+        """Or can't be reached."""
+        if replica_id in self._pool.replicas():
+            self._pulses.suspect(replica_id)
+            self._lose(replica_id, loss)
 
     # -- the watch ---------------------------------------------------------------------------------
 
