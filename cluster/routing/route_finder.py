@@ -56,8 +56,11 @@ class RouteFinder:
         )
 
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
-        """Raises ApiError, and counts it, where there is none."""
-        decided = self.decide(leg, past)
+        """As of now. Raises ApiError, and counts it, where there is none."""
+        return self.checked(self.decide(leg, past), leg)
+
+    def checked(self, decided: Route | NeverFits | Unavailable, leg: Leg) -> Route:
+        """What was decided for the leg. Raises ApiError, and counts it, where that is no route."""
         return decided if isinstance(decided, Route) else self._refuse(decided, self.need(leg))
 
     def lacking(self, leg: Leg, past: AttemptHistory) -> str | None:

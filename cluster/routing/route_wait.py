@@ -28,16 +28,19 @@ class RouteWait:
     async def route(self, leg: Leg, past: AttemptHistory, deadline_s: float, max_held: int | None = None) -> Route:
         """Where it goes. Who waits: of a pool that has nobody for it what its request has begun, and new ones while
         replicas are on their way there. Raises ApiError. deadline_s, max_held: as ColdStart has them."""
-        if leg.has_begun:
-            await self._recover(leg, past, deadline_s)
-        else:
-            lacks = partial(self._routes.lacking, leg, past)
-            await self._cold_start.wait_for_ordered(self._routes.need(leg), lacks, max_held, deadline_s)
-        return self._routes.route(leg, past)
+        decided = self._routes.decide(leg, past)
+        if isinstance(decided, Unavailable):
+            if leg.has_begun:
+                await self._recover(leg, past, deadline_s)
+            else:
+                lacks = partial(self._routes.lacking, leg, past)
+                await self._cold_start.wait_for_ordered(self._routes.need(leg), lacks, max_held, deadline_s)
+            decided = self._routes.decide(leg, past)
+        return self._routes.checked(decided, leg)
 
     async def _recover(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> None:
         began_s = time.monotonic()
-        while isinstance(decided := self._routes.decide(leg, past), Unavailable):
-            if time.monotonic() >= min(deadline_s, self._recovers_until_s(decided.pool, began_s)):
+        while (pool := self._routes.lacking(leg, past)) is not None:
+            if time.monotonic() >= min(deadline_s, self._recovers_until_s(pool, began_s)):
                 break
             await asyncio.sleep(_RECOVERY_POLL_S)
