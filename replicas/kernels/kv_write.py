@@ -1,5 +1,5 @@
-"""Writes k and v of a step's prompt tokens into the paged pool. (Decode rows are written by `paged_decode`, with what is
-here.)
+"""Writes k and v of a step's prompt tokens into the paged pool. (`paged_decode` writes those of decode rows, with what
+is here.)
 
 Numbers come as the pool stores them, in whatever type: `round_to_fp8` is for who rounds them.
 """

@@ -190,30 +190,15 @@ def test_the_self_check_holds_by_hand_and_by_graphs(
         assert 0 < self_check(runner, loaded) < 0.1 * scale
 
 
-def steps_from_zero(stored: torch.Tensor) -> torch.Tensor:
-    """Numbers of e4m3 as their places in order, zero of either sign at 0."""
-    codes = as_bits(stored).int()
-    return torch.where(codes < 128, codes, 128 - codes)
-
-
-def test_places_in_order_are_those_of_the_numbers() -> None:
-    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-    numbers = codes.view(FP8).float()
-    known = ~numbers.isnan()
-    order = steps_from_zero(codes.view(FP8))[known]
-    assert order[numbers[known].argsort()].diff().ge(0).all()
-    assert set(order[numbers[known] == 0].tolist()) == {0}
-    assert len(set(order.tolist())) == 253
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("model", ["LlamaForCausalLM", "Olmo2ForCausalLM"])
 def test_a_prompt_in_one_chunk_leaves_what_many_chunks_and_rows_do(
     device: torch.device, tmp_path: Path, model: str
 ) -> None:
     """By the library's attention of fresh prompts, by chunks over the pool, and token by token. Each sums in its own
-    order, so that the last bits of what is stored differ behind the first layer, on a card as well: the same bytes, but
-    where that moves a number over the middle between two of e4m3, or over zero, which has two signs."""
+    order, so that a model of float16 gives other last bits, on a card as well: the same bytes but for few, where that
+    moves a number over the middle between two of e4m3. One near zero, of larger ones that cancel out, moves by what is
+    the last bit of those: by several of e4m3's least steps, or to the other sign."""
     loaded = load(tmp_path, device, model)
     prompt = tuple((7 * i) % 290 for i in range(64))
     init, tables = SlotInit(0, 0, SamplingParams(temperature=0.0), None), (TableWrite(0, 0, (4, 9, 7, 2)),)
@@ -229,7 +214,9 @@ def test_a_prompt_in_one_chunk_leaves_what_many_chunks_and_rows_do(
         logits.append(given.cpu())
     assert int((pools[0].float() != 0).sum()) > pools[0].numel() // 2
     for pool, given in zip(pools[1:], logits[1:], strict=True):
-        moved = steps_from_zero(pool) - steps_from_zero(pools[0])
-        assert int(moved.abs().max()) <= 1
+        numbers, expected = pool.float(), pools[0].float()
+        moved = (numbers - expected).abs()
+        last_bit = 2.0**-10 * expected.abs().amax((0, 3, 4, 5), keepdim=True)  # of each layer's keys and values
+        assert bool((moved <= torch.maximum(expected.abs() / 8, last_bit)).all())
         assert float((moved != 0).float().mean()) < 0.02
         torch.testing.assert_close(given, logits[0], atol=0.02 * float(logits[0].abs().max()), rtol=0.02)
