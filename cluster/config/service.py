@@ -70,7 +70,7 @@ class IngressConfig(Section):
     cold_start_timeout_s: Seconds = Field(
         default=300.0,
         description="Longest wait for replicas that were ordered: for the first one of a pool that autoscaling had "
-        "emptied, or for one that is to have room. Beyond: status 503",
+        "emptied or that has lost all it had, or for one that is to have room. Beyond: status 503",
     )
     request_timeout_s: Seconds = Field(default=600.0, description="Longest life of a request, its stream included")
     max_retries: int = Field(

@@ -29,7 +29,10 @@ class FuelConfig(Section):
         default=_FUEL.mask_items, ge=1_000, le=10_000_000, description="Most steps of rules for one token"
     )
     max_lexer_states: int = Field(
-        default=_FUEL.max_lexer_states, ge=1_000, le=10_000_000, description="Most states kept, of 1 to 2 kB each"
+        default=_FUEL.max_lexer_states,
+        ge=1_000,
+        le=10_000_000,
+        description="Most states kept, of 0.7 kB each, and as much for what they are made of",
     )
     max_symbols: int = Field(
         default=_FUEL.max_symbols, ge=1_000, le=10_000_000, description="Most symbols of a whole grammar"
@@ -57,6 +60,10 @@ class StructuredOutputsConfig(Section):
         default=512, ge=1, le=100_000, description="Compiled grammars that each replica keeps for requests to come"
     )
     cache_bytes: int = Field(
-        default=256_000_000, ge=1_000_000, le=1024**4, description="Memory they may take together, in bytes"
+        default=256_000_000,
+        ge=1_000_000,
+        le=1024**4,
+        description="Memory they may take together, in bytes, with what texts learn of them: 1 MB each, and more for "
+        "long or hostile ones. Beyond: the longest unused is forgotten, and compiled again when it is asked for",
     )
     fuel: FuelConfig = Field(default=FuelConfig(), description="Work that one grammar may cause. Beyond: status 400")

@@ -224,7 +224,7 @@ class IngressMetrics(MetricSet):
     def _add_scaling(self) -> None:
         self.cold_start_wait = self.histogram(
             "splitserve_cold_start_wait_seconds",
-            "Waits for the first replica of a pool that autoscaling had emptied",
+            "Waits for the first replica of a pool that autoscaling had emptied, or that had lost all it had",
             metric_buckets.REQUEST_S,
         )
         self.desired_replicas = self.gauge(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from cluster.policies.routing_policy import Route
 from cluster.routing.admission_wait import AdmissionWait
@@ -21,6 +22,7 @@ from cluster.routing.detached_tasks import retrieve, start_detached, wait_for_an
 from cluster.routing.generation import Leg
 from cluster.routing.mailboxes import Admitted, Cached, ChannelLost, Drafted, Mail
 from cluster.routing.model_binding import OtherModel
+from cluster.routing.pool_client import ReplicaLost
 from cluster.routing.prompt_forecast import SentPrompt
 from replicas.channels.wire import MalformedMessage
 from replicas.messages import (
@@ -183,10 +185,11 @@ class Attempt(DecodeSide):
         self.stage = Stage.TRANSFER
 
     async def _take_tokens(self, handoff_by_s: float) -> None:
-        is_over = self.leg.is_done
-        while not is_over and self.stage is not Stage.DECODE:
-            is_handing_over = self.stage is Stage.TRANSFER
-            is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
+        try:
+            async with self._while_source_answers():
+                is_over = await self._take_until_handed_over(handoff_by_s)
+        except ReplicaLost as lost:
+            raise self._failed(CallStatus.ERROR, str(lost)) from lost
         if self.stage is Stage.DECODE:
             self._arrived()
             self._view.pairs.worked(self.route)
@@ -196,6 +199,20 @@ class Attempt(DecodeSide):
             over.add_done_callback(retrieve)
             await self._wait_for(over, None)
             over.result()
+
+    def _while_source_answers(self) -> AbstractAsyncContextManager[None]:
+        """It has answered, and no call is open there that would be lost with it; its KV is still to come. Raises
+        ReplicaLost, at its end."""
+        source = self._source
+        return nullcontext() if source is None else self.parts.pool_of(source.replica_id).until_lost(source.replica_id)
+
+    async def _take_until_handed_over(self, handoff_by_s: float) -> bool:
+        """Until decode has the prompt's KV, which shows with its first token; whether that was the last one."""
+        is_over = self.leg.is_done
+        while not is_over and self.stage is not Stage.DECODE:
+            is_handing_over = self.stage is Stage.TRANSFER
+            is_over = self._take(await self._next_mail(handoff_by_s - time.monotonic() if is_handing_over else None))
+        return is_over
 
     def _take(self, mail: Mail) -> bool:
         """Emit what has come; whether it was the last token from here. Raises AttemptFailed, ProtocolError."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.routing.mailboxes import Mailboxes
-from cluster.routing.pool_client import PoolClient
 from cluster.routing.pool_view import PoolView
 from cluster.routing.router_limits import AttemptLimits
+from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import ChannelAddress
 
 
@@ -16,7 +16,7 @@ from replicas.messages import ChannelAddress
 class AttemptParts:
     """pool_of: that a replica is in. channel: where tokens come to."""
 
-    pool_of: Callable[[str], PoolClient]
+    pool_of: Callable[[str], WatchedPool]
     view: PoolView
     mailboxes: Mailboxes
     channel: ChannelAddress

@@ -1,4 +1,4 @@
-"""Requests that wait for the first replica of a pool that autoscaling has emptied."""
+"""Requests that wait for the first replica of a pool: autoscaling has emptied it, or all that it had are lost."""
 
 from __future__ import annotations
 
@@ -48,12 +48,30 @@ class ColdStart:
         return None
 
     async def wait(self, need: Need, max_held: int | None, deadline_s: float) -> None:
-        """Until every pool that the request needs has a replica. deadline_s: monotonic, of the whole request.
-        max_held: None for one that was let in before, and has lost its replica.
+        """Until every pool that the request needs and that may be empty has a replica. deadline_s: monotonic, of the
+        whole request. max_held: None for one that was let in before, and has lost its replica.
 
         Raises ApiError: 429 when max_held wait already, 503 when none comes in time.
         """
-        if (pool := self.empty_pool(need)) is None:
+        await self._hold(need, lambda: self.empty_pool(need), max_held, deadline_s)
+
+    async def wait_for_ordered(
+        self, need: Need, lacks: Callable[[], str | None], max_held: int | None, deadline_s: float
+    ) -> None:
+        """Until no pool lacks a replica for it, or none is on its way there any more. lacks: the pool that does, now;
+        the rest as of `wait`."""
+
+        def awaited() -> str | None:
+            pool = lacks()
+            return pool if pool is not None and self._orders.coming(pool).num else None
+
+        await self._hold(need, awaited, max_held, deadline_s)
+
+    async def _hold(
+        self, need: Need, awaited: Callable[[], str | None], max_held: int | None, deadline_s: float
+    ) -> None:
+        """awaited: the pool whose first replica it waits for, now."""
+        if (pool := awaited()) is None:
             return
         if max_held is not None and self.num_held >= max_held:
             self._metrics.rejected("queue_full")
@@ -70,15 +88,15 @@ class ColdStart:
         self.held_blocks += need.decode_blocks
         self.held_prompt_tokens += need.prompt_tokens
         try:
-            await self._wait(need, min(deadline_s, began_s + self._timeout_s))
+            await self._wait(awaited, min(deadline_s, began_s + self._timeout_s))
         finally:
             self.num_held -= 1
             self.held_blocks -= need.decode_blocks
             self.held_prompt_tokens -= need.prompt_tokens
             self._metrics.cold_start_wait.observe(time.monotonic() - began_s)
 
-    async def _wait(self, need: Need, until_s: float) -> None:
-        while (pool := self.empty_pool(need)) is not None:
+    async def _wait(self, awaited: Callable[[], str | None], until_s: float) -> None:
+        while (pool := awaited()) is not None:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 self._metrics.rejected("no_capacity")
@@ -91,10 +109,7 @@ class ColdStart:
                 continue
 
     def _retry_after_s(self, pool: str) -> float:
-        """When a replica is expected, or after as long as a start takes."""
-        coming = self._orders.coming(pool)
-        left_s = coming.next_s - time.monotonic() if coming.num else self._orders.start_s(pool)
-        return max(_LEAST_RETRY_S, left_s)
+        return max(_LEAST_RETRY_S, self._orders.next_in_s(pool))
 
     def _needs_prefill(self, need: Need) -> bool:
         rules = self._rules

@@ -68,6 +68,12 @@ class OrderBook:
         """How long a start is taken to take; 0.0 for a pool that nothing is known of."""
         return self._starts[pool].expected_s if pool in self._starts else 0.0
 
+    def next_in_s(self, pool: str) -> float:
+        """When its next replica is expected, from now on; where none is on its way, or too long, after as long as a
+        start takes. 0.0 for a pool that nothing is known of."""
+        coming = self.coming(pool)
+        return coming.next_s - self._clock() if coming.num else self.start_s(pool)
+
     def _look(self, pool: str) -> None:
         if pool not in self._starts:
             return

@@ -5,7 +5,7 @@ And what a client is told when there is no route.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NoReturn
 
@@ -23,9 +23,16 @@ class RouteFinder:
     """One per router, on its event loop. Nothing here waits, so that what is decided is of one moment."""
 
     def __init__(
-        self, view: PoolView, rules: RoutingRules, forecasts: PrefixForecasts, metrics: IngressMetrics
+        self,
+        view: PoolView,
+        rules: RoutingRules,
+        forecasts: PrefixForecasts,
+        metrics: IngressMetrics,
+        next_in_s: Callable[[str], float],
     ) -> None:
+        """next_in_s: when a pool's next replica is expected (`OrderBook.next_in_s`)."""
         self._view, self._rules, self._forecasts, self._metrics = view, rules, forecasts, metrics
+        self._next_in_s = next_in_s
 
     def forecast(self, leg: Leg) -> PromptForecast:
         """Of the prompt of the leg's attempt."""
@@ -49,9 +56,17 @@ class RouteFinder:
         )
 
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
-        """Raises ApiError, and counts it, where there is none."""
+        """As of now. Raises ApiError, and counts it, where there is none."""
+        return self.checked(self.decide(leg, past), leg)
+
+    def checked(self, decided: Route | NeverFits | Unavailable, leg: Leg) -> Route:
+        """What was decided for the leg. Raises ApiError, and counts it, where that is no route."""
+        return decided if isinstance(decided, Route) else self._refuse(decided, self.need(leg))
+
+    def lacking(self, leg: Leg, past: AttemptHistory) -> str | None:
+        """The pool that is needed and has nobody for it now; None: it can be routed, or never."""
         decided = self.decide(leg, past)
-        return decided if isinstance(decided, Route) else _refuse(decided, self.need(leg), self._metrics)
+        return decided.pool if isinstance(decided, Unavailable) else None
 
     def decide(self, leg: Leg, past: AttemptHistory) -> Route | NeverFits | Unavailable:
         need, leaning = self.need(leg), leg.generation.binding.model
@@ -77,25 +92,24 @@ class RouteFinder:
         decodes, prefills = view.decode_candidates(), view.prefill_candidates()
         return choose_route(need, decodes, prefills, self._rules, excluded, view.pairs.of)
 
-
-def _refuse(decided: NeverFits | Unavailable, need: Need, metrics: IngressMetrics) -> NoReturn:
-    """Counts it and raises ApiError: 400 for what can never fit, 503 for a pool without replicas."""
-    if isinstance(decided, NeverFits):
-        metrics.rejected("too_long")
-        size = need.block_size
+    def _refuse(self, decided: NeverFits | Unavailable, need: Need) -> NoReturn:
+        """Counts it and raises ApiError: 400 for what can never fit, 503 for a pool without replicas."""
+        if isinstance(decided, NeverFits):
+            self._metrics.rejected("too_long")
+            size = need.block_size
+            raise ApiError(
+                400,
+                f"this request needs {decided.needed_blocks * size} tokens of KV memory ({need.prompt_tokens} prompt "
+                f"tokens, max_tokens {need.max_tokens}, {need.num_choices} choices), the largest {decided.pool} "
+                f"replica has {decided.largest_pool_blocks * size}; send a shorter prompt or a smaller max_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        self._metrics.rejected("no_capacity")
+        which = " of the model that began this answer" if need.model else ""
         raise ApiError(
-            400,
-            f"this request needs {decided.needed_blocks * size} tokens of KV memory ({need.prompt_tokens} prompt "
-            f"tokens, max_tokens {need.max_tokens}, {need.num_choices} choices), the largest {decided.pool} replica "
-            f"has {decided.largest_pool_blocks * size}; send a shorter prompt or a smaller max_tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
+            503,
+            f"no {decided.pool} replica is available now{which}; try again later",
+            code="unavailable",
+            retry_after_s=max(1.0, self._next_in_s(decided.pool)),
         )
-    metrics.rejected("no_capacity")
-    which = " of the model that began this answer" if need.model else ""
-    raise ApiError(
-        503,
-        f"no {decided.pool} replica is available now{which}; try again later",
-        code="unavailable",
-        retry_after_s=1.0,
-    )

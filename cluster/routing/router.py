@@ -14,7 +14,7 @@ from functools import partial
 
 from cluster.monitoring.ingress_metrics import IngressMetrics
 from cluster.monitoring.throughput import WorkState
-from cluster.policies.routing_policy import Route, RouteKind, RoutingRules, Unavailable
+from cluster.policies.routing_policy import Route, RouteKind, RoutingRules
 from cluster.routing.admission_wait import AdmissionWait, AdmissionWaits, MovedOn
 from cluster.routing.attempt import Attempt
 from cluster.routing.attempt_failed import AttemptFailed, AttemptHistory
@@ -32,13 +32,14 @@ from cluster.routing.generation import ChoiceState, Generation, GenerationItem, 
 from cluster.routing.mailboxes import Mailboxes
 from cluster.routing.moves import Moves
 from cluster.routing.order_book import OrderBook
-from cluster.routing.pool_client import PoolClient
+from cluster.routing.pool_client import Loss, PoolClient
 from cluster.routing.pool_finder import PoolFinder
 from cluster.routing.pool_view import PoolView
 from cluster.routing.prompt_forecast import PrefixForecasts
 from cluster.routing.pulse_table import PulseRules
 from cluster.routing.replica_registry import ReplicaTable
 from cluster.routing.route_finder import RouteFinder
+from cluster.routing.route_wait import RouteWait
 from cluster.routing.router_limits import RouterLimits
 from cluster.routing.slow_transfers import SlowTransferWatch, slowest_reads
 from cluster.routing.unlike_replicas import SameTokenizer, UnlikeReplica, UnlikeWatch
@@ -46,8 +47,6 @@ from cluster.routing.watched_pool import WatchedPool
 from replicas.messages import Frame
 
 logger = logging.getLogger(__name__)
-
-_RECOVERY_POLL_S = 0.1
 
 
 class Router:
@@ -79,16 +78,17 @@ class Router:
         self._view = PoolView(lambda: self.usable("decode"), lambda: self.usable("prefill"))
         self._finder = PoolFinder(self._decode, self._prefill, self._view, metrics)
         self._avoided = AvoidedPairs()
-        self._routes = RouteFinder(self._view, rules, self._forecasts, metrics)
+        self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
+        self._routes = RouteFinder(self._view, rules, self._forecasts, metrics, self.orders.next_in_s)
         self._moves = Moves(self._view, rules, limits.migration, limits.block_size, metrics)
         dead = DeadReplicas(self.pools, self._view, limits.attempt.tail_s)
         for pool in self.pools:
             pool.tell_of_deaths(dead.found)
-        self.orders = OrderBook(metrics, limits.cold_start_timeout_s)
         self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
         given_up, pairs = self._waits.given_up, self._view.pairs
         self._failures = FailedAttempts(rules, limits, metrics, self._routes, pairs, dead, given_up)
         self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
+        self._ways = RouteWait(self._routes, self._cold_start, self._waits.recovers_until_s)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
         self._intake = FrameIntake(
@@ -178,10 +178,10 @@ class Router:
         leg = Leg(generation, choices, output, came_s=time.monotonic())
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
-            await self._cold_start.wait(need, self._limits.max_queued_requests - self.num_waiting, deadline_s)
+            await self._cold_start.wait(need, self._most_held, deadline_s)
             self._waits.move()  # who waits goes before who comes
             # Decided and counted before anything more waits: of requests that come together each sees those before it.
-            route = await self._route(leg, AttemptHistory(), deadline_s)
+            route = await self._ways.route(leg, AttemptHistory(), deadline_s, self._most_held)
             self._waits.check_room(route, self.num_waiting, len(self._decode.replicas()) + len(self._finder.away()))
             first = self._open_attempt(leg, AttemptHistory(), deadline_s, route)
             run = start_detached(self._run_leg(leg, deadline_s, AttemptHistory(), first))
@@ -202,7 +202,7 @@ class Router:
         while True:
             if attempt is None:
                 await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
-                attempt = self._open_attempt(leg, past, deadline_s, await self._route(leg, past, deadline_s))
+                attempt = self._open_attempt(leg, past, deadline_s, await self._ways.route(leg, past, deadline_s))
             try:
                 with self._moves.known(attempt, deadline_s):
                     await attempt.run_until(deadline_s)
@@ -264,26 +264,25 @@ class Router:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    async def _route(self, leg: Leg, past: AttemptHistory, deadline_s: float) -> Route:
-        """Where it goes. What its request has begun waits for who replaces replicas that died; nothing else waits."""
-        began_s = time.monotonic()
-        while leg.has_begun:
-            decided = self._routes.decide(leg, past)
-            if not isinstance(decided, Unavailable):
-                break
-            if time.monotonic() >= min(deadline_s, self._waits.recovers_until_s(decided.pool, began_s)):
-                break
-            await asyncio.sleep(_RECOVERY_POLL_S)
-        return self._routes.route(leg, past)
+    @property
+    def _most_held(self) -> int:
+        """New requests that may wait for the first replica of a pool."""
+        return self._limits.max_queued_requests - self.num_waiting
 
     def _watched(self, name: str, pool: PoolClient) -> WatchedPool:
-        rules, lost = PulseRules.of(self._limits.frozen_after_s), self._metrics.replica_lost
+        rules = PulseRules.of(self._limits.frozen_after_s)
         return WatchedPool(
-            name, pool, rules, lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name),
+            name, pool, rules, self._on_lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name),
             lambda replica_id: self._moves.leaving(replica_id),
         )  # fmt: skip
 
-    # -- what the replicas say ---------------------------------------------------------------------
+    # -- what becomes of the replicas, and what they say -------------------------------------------
+
+    def _on_lost(self, pool_name: str, loss: Loss) -> None:
+        self._metrics.replica_lost(pool_name, loss)
+        if loss is Loss.DEAD:  # it is replaced, though Serve has told nobody yet
+            (pool,) = (pool for pool in self.pools if pool.name == pool_name)
+            self.orders.present(pool_name, pool.staying())
 
     def _on_frame(self, frame: Frame) -> None:
         self._view.heard(frame)

@@ -6,7 +6,8 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from cluster.routing.key_feed import MAX_PARTS, KeyFeed
@@ -45,7 +46,8 @@ class WatchedPool(PoolClient):
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
-        # Calls, by replica, in the order in which they came: those that are lost together are tried again in it.
+        # Calls, and what else waits for a replica, in the order in which they came: those that are lost together are
+        # tried again in it.
         self._open: dict[str, dict[asyncio.Timeout, None]] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -75,8 +77,9 @@ class WatchedPool(PoolClient):
         return {name: metadata for name, metadata in table.items() if name not in self._lost}
 
     def staying(self) -> ReplicaTable:
-        """Those that are not leaving: with none of them the pool is being emptied."""
-        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) is not Loss.LEAVING}
+        """Those that neither leave nor have died: the others are being replaced, or the pool is being emptied."""
+        gone = (Loss.LEAVING, Loss.DEAD)
+        return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) not in gone}
 
     @property
     def lost(self) -> dict[str, Loss]:
@@ -84,7 +87,11 @@ class WatchedPool(PoolClient):
         return {name: loss for name, loss in self._lost.items() if name in self._pool.replicas()}
 
     def tell_of_deaths(self, tell: Callable[[str], None]) -> None:
-        self._pool.tell_of_deaths(tell)
+        def died(replica_id: str) -> None:
+            self._is_dead(replica_id, Loss.DEAD)
+            tell(replica_id)
+
+        self._pool.tell_of_deaths(died)
 
     def heard(self, replica_id: str, load: EngineLoad) -> None:
         """A frame of it has come."""
@@ -104,32 +111,44 @@ class WatchedPool(PoolClient):
             raise ReplicaLost(replica_id, Loss.LEAVING, "is leaving")
         return reply
 
-    async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            result = await self._until_it_is_lost(replica_id, work)
-        except ReplicaLost as lost:
-            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE) and replica_id in self._pool.replicas():
-                self._pulses.suspect(replica_id)
-                self._lose(replica_id, lost.loss)
-            raise
-        self._pulses.heard(replica_id)
-        return result
-
-    async def _until_it_is_lost(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
+    @asynccontextmanager
+    async def until_lost(self, replica_id: str) -> AsyncIterator[None]:
+        """What is within ends, and this raises ReplicaLost, when the replica is lost meanwhile: for who waits for what
+        it does by itself, with no call open there."""
         limit = asyncio.timeout(None)  # none, until the replica is lost
         self._open.setdefault(replica_id, {})[limit] = None
         try:
             async with limit:
-                return await work
+                yield
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ReplicaLost(replica_id, Loss.FROZEN, "has stopped answering") from None
+            loss = self._lost.get(replica_id, Loss.FROZEN)
+            raise ReplicaLost(
+                replica_id, Loss.FROZEN if loss is Loss.LEAVING else loss, "has stopped answering"
+            ) from None
         finally:
             if (others := self._open.get(replica_id)) is not None:
                 others.pop(limit, None)
                 if not others:
                     del self._open[replica_id]
+
+    async def _while_it_answers(self, replica_id: str, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            async with self.until_lost(replica_id):
+                result = await work
+        except ReplicaLost as lost:
+            if lost.loss in (Loss.DEAD, Loss.UNREACHABLE):
+                self._is_dead(replica_id, lost.loss)
+            raise
+        self._pulses.heard(replica_id)
+        return result
+
+    def _is_dead(self, replica_id: str, loss: Loss) -> None:
+        """Or can't be reached."""
+        if replica_id in self._pool.replicas():
+            self._pulses.suspect(replica_id)
+            self._lose(replica_id, loss)
 
     # -- the watch ---------------------------------------------------------------------------------
 
@@ -153,7 +172,7 @@ class WatchedPool(PoolClient):
             del self._lost[gone]
         changes = self._pulses.tick(now_s, table)
         for name in changes.froze:
-            if name not in self._lost:
+            if self._lost.get(name) in (None, Loss.LEAVING):
                 self._lose(name, Loss.FROZEN)
         for name in changes.recovered:
             self._recover(name)
@@ -165,7 +184,8 @@ class WatchedPool(PoolClient):
     def _lose(self, replica_id: str, loss: Loss) -> None:
         if self._lost.get(replica_id) is loss:
             return
-        self._lost[replica_id] = loss
+        if (self._lost.get(replica_id), loss) != (Loss.LEAVING, Loss.FROZEN):  # who leaves is not chosen again
+            self._lost[replica_id] = loss
         self._on_lost(self.name, loss)
         logger.warning("replica lost", extra={"event": "replica_lost", "replica": replica_id, "why": loss})
         if loss is not Loss.LEAVING:  # who leaves ends what it has begun

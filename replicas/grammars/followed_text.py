@@ -8,13 +8,15 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from replicas.grammars.compiled_grammar import CompiledGrammar, reason_of
+from replicas.grammars.compiled_grammar import TOO_MANY_STATES, CompiledGrammar, Twin, reason_of
+from replicas.grammars.learned import num_steps
 from scheduler.grammar import Grammar
 
 # How llguidance says that a token was none that the mask allowed. All its other errors are limits.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-# And that all texts of a lexer together have learned more than may be kept: the only limit that others reach too.
-_WORN_OUT = "too many states"
+# After so many tokens a text looks how much its lexer has learned: at first; then after four times as many, up to so
+# many, and to as many as will have it spend so many steps if it goes on so.
+_FIRST_LOOK, _LOOK_EVERY, _LOOK_STEPS = 4, 256, 50_000
 
 
 class FollowedText:
@@ -26,10 +28,12 @@ class FollowedText:
     __slots__ = (
         "_compiled",
         "_grammar",
-        "_is_alone",
+        "_look_every",
+        "_look_in",
         "_matcher",
-        "_num_worn",
+        "_num_steps",
         "_path",
+        "_twin",
         "failure",
         "has_strayed",
         "is_held",
@@ -41,8 +45,9 @@ class FollowedText:
         """token_ids: what the output begins with."""
         self._grammar, self._compiled = grammar, compiled
         self.twin = compiled.choose_twin()
-        self._is_alone = False  # shares nothing with other texts any more
-        self._num_worn = 0  # of its twin, when it began
+        self._twin: Twin | None = None  # that its matcher is a copy of; None with a matcher: it shares nothing
+        self._look_in = self._look_every = _FIRST_LOOK  # tokens
+        self._num_steps = compiled.compiled_steps  # of its lexer, when it last looked
         self._path: list[int] = []  # what its matcher has consumed
         self._matcher: LLMatcher | None = None
         self.is_held = not grammar.begins_after  # else any token may come
@@ -54,7 +59,8 @@ class FollowedText:
         """As it is now; from then on they are apart."""
         other = FollowedText.__new__(FollowedText)
         other._grammar, other._compiled, other.twin = self._grammar, self._compiled, self.twin
-        other._is_alone, other._num_worn, other._path = self._is_alone, self._num_worn, list(self._path)
+        other._twin, other._path = self._twin, list(self._path)
+        other._look_in, other._look_every, other._num_steps = self._look_in, self._look_every, self._num_steps
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         other.is_held = self.is_held
         other.pending = list(self.pending)
@@ -66,14 +72,15 @@ class FollowedText:
         """At the place that the tokens lead to, but for those in pending; None while any token may come. Copied from
         its twin when it is asked for first: a first token needs none."""
         if self._matcher is None and self.is_held:
-            self._num_worn = self._compiled.num_worn(self.twin)
-            self._matcher = self._compiled.start(self.twin)
+            self._twin = self._compiled.twin(self.twin)
+            self._matcher = self._twin.matcher.deep_copy()
         return self._matcher
 
     @property
     def waits_with(self) -> tuple[int, int]:
         """What is equal of texts that can't be worked on at the same time: whose matchers have a lock in common."""
-        return (-1, id(self)) if self._is_alone else (self.twin, id(self._compiled))
+        is_alone = self._matcher is not None and self._twin is None
+        return (-1, id(self)) if is_alone else (self.twin, id(self._compiled))
 
     @property
     def known_words(self) -> NDArray[np.int32] | None:
@@ -89,7 +96,7 @@ class FollowedText:
         for token_id in self.pending:
             if self.matcher is None:
                 if token_id in self._grammar.begins_after:
-                    self.is_held, self._is_alone, self._path = True, False, []
+                    self.is_held, self._twin, self._path = True, None, []
             else:
                 self.matcher.consume_token(token_id)
                 self.consumed(token_id)
@@ -111,6 +118,9 @@ class FollowedText:
         assert self.matcher is not None
         self._path.append(token_id)
         self.check()
+        self._look_in -= 1
+        if self._look_in <= 0 and self.failure is None:
+            self._look()
         if self._grammar.repeats and self.failure is None and self._is_complete():
             self.is_held, self._matcher = False, None
 
@@ -120,19 +130,37 @@ class FollowedText:
         if self.failure is not None or self._matcher is None or not self._matcher.is_error():
             return False
         reason = reason_of(self._matcher)
-        if _WORN_OUT in reason and not self._is_alone and self._go_on_alone():
+        if TOO_MANY_STATES in reason and self._twin is not None and self._go_on_anew():
             return True
         self.failure = reason_of(self._matcher) if self._matcher.is_error() else reason
         self.has_strayed = _NOT_ALLOWED in self.failure
         return False
 
-    def _go_on_alone(self) -> bool:
-        """By the same tokens, with a matcher that learns from nobody else. Whether it got there."""
-        alone = self._compiled.start_alone(self.twin, self._num_worn)
-        if alone is None:
-            return False
-        self._is_alone, self._matcher = True, alone
-        return bool(alone.consume_tokens(self._path)) and not alone.is_error()
+    def _look(self) -> None:
+        """Tell how much its lexer has learned, and leave it where that is too much. Mutates. 50 to 250 microseconds."""
+        assert self._matcher is not None
+        now = num_steps(self._matcher)
+        if self._twin is not None:
+            self._compiled.learned(self._twin, now)
+        of_token = max(1, (now - self._num_steps) // self._look_every)
+        most = min(_LOOK_EVERY, 4 * self._look_every, _LOOK_STEPS // of_token)
+        self._num_steps, self._look_every = now, max(1, most)
+        if now > self._compiled.most_steps and self._go_on_anew():
+            self._num_steps, self._look_every = self._compiled.compiled_steps, _FIRST_LOOK
+        self._look_in = self._look_every
+
+    def _go_on_anew(self) -> bool:
+        """By the same tokens, with a matcher that has room to learn: one shared with others, or its own. Whether it got
+        there; else it is as it was, or has failed again."""
+        twin = self._twin
+        while (anew := self._compiled.instead(self.twin, twin)) is not None:
+            matcher, twin = anew
+            if matcher.consume_tokens(self._path) and not matcher.is_error():
+                self._matcher, self._twin = matcher, twin
+                return True
+            if twin is None:
+                break
+        return False
 
     def _is_complete(self) -> bool:
         """Whether the text is one, and no longer text begins with it. Some grammars tell only by their next mask."""

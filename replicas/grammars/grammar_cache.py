@@ -9,18 +9,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from llguidance import LLTokenizer
 
 from replicas.grammars.choice_texts import ChoiceTexts
 from replicas.grammars.compiled_grammar import CompiledGrammar, GrammarRefused, compile_grammar
 from replicas.grammars.grammar_fuel import GrammarFuel
+from replicas.grammars.learned import most_bytes
 from scheduler.grammar import Grammar
 
 logger = logging.getLogger(__name__)
 
-# What a compiled grammar takes, at most, by its text (measured: unions nested in unions take the most). And a mask.
-_BYTES_PER_CHAR = 50
+# What a refusal takes beside its text: the reason.
+_REFUSAL_BYTES = 2_000
 # A grammar that so many texts have begun to follow gets a twin more.
 _TEXTS_A_TWIN = 4
 
@@ -40,13 +42,18 @@ class CacheCounts:
 @dataclass(slots=True)
 class _Kept:
     future: Future[CompiledGrammar] = field(default_factory=Future)
+    grammar: CompiledGrammar | None = None  # that it will have, if it is not refused
     num_bytes: int = 0
     num_asked: int = 1
     num_twins: int = 1  # that it has or will have
 
 
 class GrammarCache:
-    """Any thread. A refusal is kept as well: who sends a bad schema sends it again."""
+    """Any thread. A refusal is kept as well: who sends a bad schema sends it again.
+
+    What is kept counts as much as it takes at most, which grows with what its texts learn. Texts under way keep theirs
+    when it is forgotten.
+    """
 
     def __init__(
         self,
@@ -84,10 +91,8 @@ class GrammarCache:
                     self._threads.submit(self._add_twins, text, known, known.future.result())
                 return known.future
             self.counts.misses += 1
-            kept = _Kept(num_bytes=_BYTES_PER_CHAR * len(text) + self.tokenizer.vocab_size // 8)
-            self._kept[text] = kept
-            self._num_bytes += kept.num_bytes
-            self._forget_old()
+            kept = self._kept[text] = _Kept()
+            self._counts_as(text, kept, most_bytes(len(text), 0, 0))
         self._threads.submit(self._compile, text, kept)
         return kept.future
 
@@ -102,35 +107,60 @@ class GrammarCache:
             compiled.add_done_callback(lambda done: _begin(texts, grammar, done, begun_ids))
         return texts
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what is kept, at most."""
+        return self._num_bytes
+
     def close(self) -> None:
         """Does not wait. What waits to be compiled is not, and nobody hears of it."""
         with self._lock:
             self._num_threads = 0
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _forget_old(self) -> None:
-        """All but the newest are forgotten, the longest unused first, until the rest is within the bounds."""
+    def _counts_as(self, text: str, kept: _Kept, num_bytes: int) -> None:
+        """What is kept of the text takes so much by now: others are forgotten for it, the longest unused first, until
+        the rest is within the bounds; the newest stays. Under the lock. Mutates."""
+        if self._kept.get(text) is not kept:
+            return
+        self._num_bytes += num_bytes - kept.num_bytes
+        kept.num_bytes = num_bytes
         while len(self._kept) > 1 and (len(self._kept) > self._max_entries or self._num_bytes > self._max_bytes):
             _, oldest = self._kept.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
 
+    def _count(self, text: str, grammar: CompiledGrammar) -> None:
+        """It is new, its texts have learned more, or it has other twins. Mutates."""
+        with self._lock:
+            kept = self._kept.get(text)
+            if kept is not None and kept.grammar is grammar:
+                self._counts_as(text, kept, grammar.num_bytes + self.tokenizer.vocab_size // 8)
+
     def _compile(self, text: str, kept: _Kept) -> None:
         started_s = time.monotonic()
+        grammar: CompiledGrammar | None = None
+        error: Exception | None = None
         try:
-            grammar, error = compile_grammar(self.tokenizer, text, self.fuel), None
+            grammar = compile_grammar(self.tokenizer, text, self.fuel)
+        except GrammarRefused as refused:
+            error = refused.with_traceback(None)  # it would keep what was compiled, for as long as the refusal is kept
         except Exception as failed:  # who waits must hear of it, whatever it is
-            grammar, error = None, failed
+            error = failed
         duration_s = time.monotonic() - started_s
         with self._lock:
             self.counts.compile_s += duration_s
-            self.counts.refused += isinstance(error, GrammarRefused)
-            if error is not None and not isinstance(error, GrammarRefused) and text in self._kept:
+            if isinstance(error, GrammarRefused):
+                self.counts.refused += 1
+                self._counts_as(text, kept, len(text) + _REFUSAL_BYTES)
+            elif error is not None and self._kept.get(text) is kept:
                 self._num_bytes -= self._kept.pop(text).num_bytes  # no fault of the text
         self._compiled(duration_s)
         if grammar is None:
             kept.future.set_exception(error)
         else:
             grammar.tell_worn_out = self._count_worn_out
+            kept.grammar, grammar.tell_grown = grammar, partial(self._count, text)
+            self._count(text, grammar)
             self._add_twins(text, kept, grammar)  # those who wait for it begin all at once
             kept.future.set_result(grammar)
 
@@ -149,11 +179,8 @@ class GrammarCache:
                     if not self._wants_twin(kept):
                         return
                     kept.num_twins += 1
-                    if self._kept.get(text) is kept:
-                        kept.num_bytes += _BYTES_PER_CHAR * len(text)
-                        self._num_bytes += _BYTES_PER_CHAR * len(text)
-                        self._forget_old()
                 grammar.add_twin()
+                self._count(text, grammar)
         except Exception:
             logger.warning("a grammar has one twin less", exc_info=True, extra={"event": "grammar_twin_failed"})
 

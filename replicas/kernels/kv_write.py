@@ -1,4 +1,5 @@
-"""Writes k and v of a step's prompt tokens into the paged pool. (Decode rows are written by `paged_decode`.)
+"""Writes k and v of a step's prompt tokens into the paged pool. (`paged_decode` writes those of decode rows, with what
+is here.)
 
 Numbers come as the pool stores them, in whatever type: `round_to_fp8` is for who rounds them.
 """
@@ -16,6 +17,50 @@ def token_place(kv, row_table, position, kv_stride_block, TOKEN_SIZE: tl.constex
     `paged_decode`; row_table: pointer to the blocks of its sequence."""
     block = tl.load(row_table + position // BLOCK_SIZE).to(tl.int64)
     return kv + block * kv_stride_block + (position % BLOCK_SIZE) * TOKEN_SIZE
+
+
+@triton.jit
+def write_token(
+    key, value, kv, row_table, position, row, head, dims, is_dim, key_stride_token, key_stride_head,
+    value_stride_token, value_stride_head, kv_stride_block,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    """A head's new key and value, of row's only query."""
+    kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    kv_stride_value: tl.constexpr = BLOCK_SIZE * kv_stride_token
+    stored = kv.dtype.element_ty
+    token = token_place(kv, row_table, position, kv_stride_block, kv_stride_token, BLOCK_SIZE)
+    place = token + head * HEAD_DIM + dims
+    new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
+    new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
+    tl.store(place, new_key.to(stored), mask=is_dim)
+    tl.store(place + kv_stride_value, new_value.to(stored), mask=is_dim)
+
+
+@triton.jit
+def write_tokens(
+    key, value, kv, row_table, position, first_token, num_seen, head, dims, is_dim, key_stride_token, key_stride_head,
+    value_stride_token, value_stride_head, kv_stride_block,
+    QUERIES_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> None:  # fmt: skip
+    """A head's new keys and values, of every query that a query here sees, from first_token on. Another program writes
+    the first ones too, the same."""
+    kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    kv_stride_value: tl.constexpr = BLOCK_SIZE * kv_stride_token
+    stored = kv.dtype.element_ty
+    queries = tl.arange(0, QUERIES_PADDED)
+    token = token_place(
+        kv, row_table, position + tl.minimum(queries, num_seen - 1), kv_stride_block, kv_stride_token, BLOCK_SIZE
+    )
+    news = first_token + queries
+    place = token[:, None] + head * HEAD_DIM + dims[None, :]
+    is_new = (queries < num_seen)[:, None] & is_dim[None, :]
+    new_key = tl.load(key + news[:, None] * key_stride_token + head * key_stride_head + dims[None, :], mask=is_new)
+    new_value = tl.load(
+        value + news[:, None] * value_stride_token + head * value_stride_head + dims[None, :], mask=is_new
+    )
+    tl.store(place, new_key.to(stored), mask=is_new)
+    tl.store(place + kv_stride_value, new_value.to(stored), mask=is_new)
 
 
 @triton.jit

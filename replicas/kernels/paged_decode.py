@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
-from replicas.kernels.kv_write import token_place
+from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled, pairs_as_numbers
 from replicas.stored_numbers import FP8
@@ -80,38 +80,22 @@ def _attend_piece(
         dims = tl.arange(0, DIM_PADDED)
         is_dim = dims < HEAD_DIM
         row_table = table + slot * table_stride
-        kv_stride_value: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
         kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
 
         if is_last:
-            stored = kv.dtype.element_ty
             if QUERIES == 1:
-                token = token_place(kv, row_table, position, kv_stride_block, kv_stride_token, BLOCK_SIZE)
-                place = token + head * HEAD_DIM + dims
-                new_key = tl.load(key + row * key_stride_token + head * key_stride_head + dims, mask=is_dim)
-                new_value = tl.load(value + row * value_stride_token + head * value_stride_head + dims, mask=is_dim)
-                tl.store(place, new_key.to(stored), mask=is_dim)
-                tl.store(place + kv_stride_value, new_value.to(stored), mask=is_dim)
+                write_token(
+                    key, value, kv, row_table, position, row, head, dims, is_dim, key_stride_token, key_stride_head,
+                    value_stride_token, value_stride_head, kv_stride_block, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                )  # fmt: skip
             else:
-                # Those of every query that a query here sees: another program writes the first ones too, the same.
-                queries = tl.arange(0, QUERIES_PADDED)
                 num_seen = tl.minimum(first_query + QUERIES_AT_ONCE, count)
                 end = position + num_seen
-                token = token_place(
-                    kv, row_table, position + tl.minimum(queries, num_seen - 1), kv_stride_block, kv_stride_token,
-                    BLOCK_SIZE,
+                write_tokens(
+                    key, value, kv, row_table, position, first_token, num_seen, head, dims, is_dim, key_stride_token,
+                    key_stride_head, value_stride_token, value_stride_head, kv_stride_block, QUERIES_PADDED,
+                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
                 )  # fmt: skip
-                news = first_token + queries
-                place = token[:, None] + head * HEAD_DIM + dims[None, :]
-                is_new = (queries < num_seen)[:, None] & is_dim[None, :]
-                new_key = tl.load(
-                    key + news[:, None] * key_stride_token + head * key_stride_head + dims[None, :], mask=is_new
-                )
-                new_value = tl.load(
-                    value + news[:, None] * value_stride_token + head * value_stride_head + dims[None, :], mask=is_new
-                )
-                tl.store(place, new_key.to(stored), mask=is_new)
-                tl.store(place + kv_stride_value, new_value.to(stored), mask=is_new)
         tl.debug_barrier()  # the loop below reads what was just written
 
         members = tl.arange(0, MEMBERS_PADDED)

@@ -156,3 +156,93 @@ async def test_streams_that_lose_the_last_replica_are_not_refused_for_want_of_pl
         assert await newcomer == undisturbed(generation_of(6))
         with pytest.raises(ApiError, match="the most allowed"):
             await refused
+
+
+# -- pools that have lost all they had -------------------------------------------------------------
+
+
+def lose_all(rig: Rig, name: str, start_s: float = 60.0, *, is_known: bool = True) -> None:
+    """Its only replica dies, and so many seconds are what a start takes. is_known: Serve has noticed."""
+    rig.router.orders.expect(dict.fromkeys(BOTH, start_s))
+    rig.router.orders.wanted(dict.fromkeys(BOTH, 1))
+    rig.cluster.kill(f"{name}-0")
+    if is_known:
+        started(rig, name, {})
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("name", BOTH)
+async def test_new_requests_wait_for_the_replacement_of_all_that_died(name: str, is_known: bool) -> None:
+    """Serve's word of it may come later than a request that finds out."""
+    cluster = FakeCluster()
+    async with running_router(cluster, max_retries=1) as rig:
+        lose_all(rig, name, is_known=is_known)
+        generations = [generation_of(i, max_tokens=3) for i in range(3)]
+        tasks = [rig.start(generation) for generation in generations]
+        await until(lambda: rig.router.demand.report().num_held == 3)
+        assert rig.router.orders.coming(name).num == 1
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in tasks)
+        pool = getattr(cluster, name)
+        started(rig, name, {"again": pool.join("again")})
+        assert [await task for task in tasks] == [undisturbed(generation) for generation in generations]
+        assert rig.count("splitserve_request_rejections") == 0
+
+
+async def test_one_that_dies_idle_is_not_chosen_and_is_being_replaced() -> None:
+    """No call finds out: Ray tells."""
+    async with running_router(FakeCluster(num_prefill=2), max_retries=0) as rig:
+        lose_all(rig, "prefill", is_known=False)
+        rig.router.orders.wanted({"prefill": 2})
+        assert rig.router.orders.coming("prefill").num == 0
+        rig.cluster.prefill.tell_of_death("prefill-0")
+        assert rig.router.orders.coming("prefill").num == 1
+        for place in range(4):
+            assert await rig.tokens(generation_of(place)) == undisturbed(generation_of(place))
+        assert {call.replica_id for call in rig.cluster.of("prefill")} == {"prefill-1"}
+
+
+async def test_no_more_wait_for_a_replacement_than_may() -> None:
+    async with running_router(FakeCluster(), max_queued=2) as rig:
+        lose_all(rig, "decode", 40.0)
+        tasks = [rig.start(generation_of(max_tokens=3)) for _ in range(2)]
+        await until(lambda: rig.router.demand.report().num_held == 2)
+        with pytest.raises(ApiError, match="wait for the first decode replica") as caught:
+            await rig.tokens(generation_of(max_tokens=3))
+        assert caught.value.status == 429
+        assert 30 <= int(caught.value.headers()["Retry-After"]) <= 40
+        started(rig, "decode", {"again": rig.cluster.decode.join("again")})
+        for task in tasks:
+            assert await task == undisturbed(generation_of(max_tokens=3))
+
+
+async def test_a_replacement_that_does_not_come_is_waited_for_twice_as_long_as_a_start_takes() -> None:
+    async with running_router(FakeCluster(), cold_start_s=600.0) as rig:
+        lose_all(rig, "decode", 0.3)
+        with pytest.raises(ApiError, match="no decode replica is available") as caught:
+            await asyncio.wait_for(rig.tokens(generation_of(max_tokens=3)), 20.0)
+        assert (caught.value.status, caught.value.code) == (503, "unavailable")
+        assert rig.router.demand.report().num_held == 0
+
+
+async def test_a_replacement_is_waited_for_no_longer_than_a_request_may() -> None:
+    async with running_router(FakeCluster(), cold_start_s=0.1) as rig:
+        lose_all(rig, "decode", 70.0)
+        with pytest.raises(ApiError, match="within the time that a request may wait") as caught:
+            await asyncio.wait_for(rig.tokens(generation_of(max_tokens=3)), 20.0)
+        assert caught.value.status == 503
+        assert 60 <= int(caught.value.headers()["Retry-After"]) <= 70
+
+
+async def test_where_nobody_is_on_the_way_it_is_down_at_once_and_says_how_long_a_start_takes() -> None:
+    """All stand still: who replaces them was not ordered yet, and they may be back."""
+    async with running_router(FakeCluster(), frozen_after_s=0.4) as rig:
+        rig.router.orders.expect(dict.fromkeys(BOTH, 33.0))
+        rig.router.orders.wanted(dict.fromkeys(BOTH, 1))
+        replica = rig.cluster.decode.members["decode-0"]
+        replica.thaw.clear()
+        await until(lambda: not rig.router.usable("decode"))
+        with pytest.raises(ApiError, match="no decode replica is available") as caught:
+            await asyncio.wait_for(rig.tokens(generation_of(max_tokens=3)), 20.0)
+        assert (caught.value.status, caught.value.headers()) == (503, {"Retry-After": "33"})
+        replica.thaw.set()

@@ -156,6 +156,48 @@ async def test_what_a_frozen_replica_had_goes_on_elsewhere_within_the_bound(name
         await until(lambda: not pool.lost)
 
 
+async def test_one_that_freezes_between_its_answer_and_its_handoff_is_given_up_as_any_other() -> None:
+    """No call is open there, and decode waits for KV: not for as long as a handoff may take."""
+    cluster = pair(num_decode=1)
+    async with running_router(cluster, max_retries=0, frozen_after_s=FROZEN_S, handoff_s=600.0) as rig:
+        cluster.fail(Fault(Phase.ADMITTED, "hang"))
+        ((generation, task),) = start_all(rig, 1)
+        await until(lambda: [call.end for call in cluster.of("prefill")] == ["ok"])
+        name = cluster.of("prefill")[0].replica_id
+        member(rig, name).thaw.clear()
+        assert await asyncio.wait_for(task, 20 * FROZEN_S) == undisturbed(generation)
+        assert lost(rig, "frozen") == 1
+        assert [call.replica_id == name for call in cluster.of("prefill")] == [True, False]
+        member(rig, name).thaw.set()
+
+
+async def test_one_that_works_on_behind_its_answer_is_not_given_up() -> None:
+    """Its KV comes long after it has answered, and it says that it is well."""
+    async with running_router(pair(num_decode=1), max_retries=0, frozen_after_s=FROZEN_S) as rig:
+        rig.cluster.script = lambda _: Script(transfer_s=3 * FROZEN_S)
+        await check_all(start_all(rig, 2))
+        assert len(rig.cluster.of("prefill")) == 2
+        assert lost(rig, "frozen") == 0
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+async def test_one_that_leaves_and_freezes_has_its_work_done_elsewhere(name: str) -> None:
+    """It has said that it leaves, and is in the table still."""
+    async with running_router(pair(), max_retries=1, frozen_after_s=FROZEN_S, migrates=False) as rig:
+        rig.cluster.script = lambda _: Script(token_s=0.03, prefill_s=3.0)
+        running = start_all(rig, 6)
+        await until(lambda: any(c.replica_id == name and c.method in CALLS and not c.end for c in rig.cluster.calls))
+        pool = next(pool for pool in rig.router.pools if name.startswith(pool.name))
+        pool._says_it_leaves(name)
+        member(rig, name).thaw.clear()
+        rig.cluster.script = lambda _: Script()
+        await asyncio.wait_for(check_all(running), 20 * FROZEN_S)
+        assert (lost(rig, "leaving"), lost(rig, "frozen")) == (1, 1)
+        member(rig, name).thaw.set()
+        await asyncio.sleep(FROZEN_S)
+        assert list(pool.lost) == [name]
+
+
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 async def test_a_process_that_answers_while_its_engine_stands_still_is_frozen(name: str) -> None:
     async with running_router(pair(), frozen_after_s=FROZEN_S) as rig:

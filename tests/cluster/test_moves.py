@@ -169,6 +169,27 @@ async def test_what_goes_wrong_costs_the_move_or_is_replayed(
             assert outcomes(rig)[outcome] == 1
 
 
+async def test_one_that_freezes_before_the_kv_that_it_promised_has_gone_is_given_up_as_any_other() -> None:
+    """It has passed the stream on, so that no call of it is open there. Nobody waits as long as a handoff may take."""
+
+    def script(call: GenerateCall) -> Script:
+        return Script(Fault(Phase.ADMITTED, "hang") if call.num_generated else None, token_s=0.02)
+
+    limits = {"max_retries": 1, "frozen_after_s": 0.4, "handoff_s": 600.0}
+    async with running_router(FakeCluster(num_decode=3, num_prefill=1), **limits) as rig:
+        rig.cluster.script = script
+        ((generation, task),) = start_all(rig, 1, max_tokens=60)
+        await until(lambda: bool(movable(rig)))
+        old = movable(rig)[0].route.decode_id
+        assert rig.router._moves.start(movable(rig)[0], LEAVING)
+        await until(lambda: bool(rig.cluster.struck) and not open_at(rig, old))
+        rig.cluster.decode.members[old].thaw.clear()
+        rig.cluster.script = lambda _: PLAIN
+        assert await asyncio.wait_for(task, 10.0) == undisturbed(generation)
+        assert outcomes(rig)["lost"] == 1
+        rig.cluster.decode.members[old].thaw.set()
+
+
 async def test_a_client_that_goes_leaves_nothing_behind_wherever_the_move_is() -> None:
     async with running_router(FakeCluster(num_decode=2, num_prefill=1)) as rig:
         rig.cluster.script = lambda call: Script(

@@ -195,8 +195,10 @@ def test_the_self_check_holds_by_hand_and_by_graphs(
 def test_a_prompt_in_one_chunk_leaves_what_many_chunks_and_rows_do(
     device: torch.device, tmp_path: Path, model: str
 ) -> None:
-    """By the library's attention of fresh prompts, by chunks over the pool, and token by token: but where another order
-    of sums moves a number over the middle between two of e4m3, the same bytes."""
+    """By the library's attention of fresh prompts, by chunks over the pool, and token by token. Each sums in its own
+    order, so that a model of float16 gives other last bits, on a card as well: the same bytes but for few, where that
+    moves a number over the middle between two of e4m3. One near zero, of larger ones that cancel out, moves by what is
+    the last bit of those: by several of e4m3's least steps, or to the other sign."""
     loaded = load(tmp_path, device, model)
     prompt = tuple((7 * i) % 290 for i in range(64))
     init, tables = SlotInit(0, 0, SamplingParams(temperature=0.0), None), (TableWrite(0, 0, (4, 9, 7, 2)),)
@@ -212,7 +214,9 @@ def test_a_prompt_in_one_chunk_leaves_what_many_chunks_and_rows_do(
         logits.append(given.cpu())
     assert int((pools[0].float() != 0).sum()) > pools[0].numel() // 2
     for pool, given in zip(pools[1:], logits[1:], strict=True):
-        moved = as_bits(pool).int() - as_bits(pools[0]).int()
-        assert int(moved.abs().max()) <= 1
+        numbers, expected = pool.float(), pools[0].float()
+        moved = (numbers - expected).abs()
+        last_bit = 2.0**-10 * expected.abs().amax((0, 3, 4, 5), keepdim=True)  # of each layer's keys and values
+        assert bool((moved <= torch.maximum(expected.abs() / 8, last_bit)).all())
         assert float((moved != 0).float().mean()) < 0.02
         torch.testing.assert_close(given, logits[0], atol=0.02 * float(logits[0].abs().max()), rtol=0.02)

@@ -245,7 +245,7 @@ def cache_of(tokenizer: LLTokenizer, **bounds: int) -> GrammarCache:
     return GrammarCache(
         tokenizer,
         GrammarFuel(),
-        **{"num_threads": 1, "max_entries": 3, "max_bytes": 1 << 20} | bounds,  # type: ignore[arg-type]
+        **{"num_threads": 1, "max_entries": 3, "max_bytes": 1 << 26} | bounds,  # type: ignore[arg-type]
     )
 
 
@@ -322,10 +322,11 @@ def test_what_fails_for_another_reason_is_tried_again(tokenizer: LLTokenizer, mo
 
 
 def test_large_texts_push_out_small_ones(tokenizer: LLTokenizer) -> None:
-    cache = cache_of(tokenizer, max_bytes=50_000)
+    cache = cache_of(tokenizer, max_bytes=5_000_000)
     small = cache.get(grammar_text.choice(["a"]))
-    large = cache.get(grammar_text.choice(["b" * 2000]))
-    assert cache.get(grammar_text.choice(["b" * 2000])) is large
+    large = cache.get(grammar_text.choice(["b" * 20_000]))
+    assert large.result(30)
+    assert cache.get(grammar_text.choice(["b" * 20_000])) is large
     assert cache.get(grammar_text.choice(["a"])) is not small
     assert small.result(30)
     cache.close()

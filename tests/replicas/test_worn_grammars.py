@@ -115,7 +115,7 @@ def test_copies_and_what_comes_behind_an_opener_go_on_too(tokenizer: LLTokenizer
 
 
 def test_the_cache_counts_it(tokenizer: LLTokenizer) -> None:
-    cache = GrammarCache(tokenizer, FUEL, num_threads=1, max_entries=3, max_bytes=1 << 20)
+    cache = GrammarCache(tokenizer, FUEL, num_threads=1, max_entries=3, max_bytes=1 << 26)
     wear_out(maker_of(tokenizer, 1), cache.get(GREEDY_FOR_STATES.text).result(60))
     assert cache.counts.worn_out == 1
     cache.close()
@@ -137,13 +137,13 @@ def test_a_grammar_that_cannot_be_compiled_anew_ends_the_text_and_is_tried_again
     compile_twin, tries = compiled._compile_twin, []
     assert compile_twin is not None
 
-    def failing() -> LLMatcher:
+    def failing(max_states: int) -> LLMatcher:
         tries.append(1)
         return LLMatcher(tokenizer, "no grammar", log_level=0)
 
     compiled._compile_twin = failing
     wear_out(maker, compiled)
-    assert len(tries) == 2, "for all texts, and for this one"
+    assert len(tries) == 4, "with more room twice, once more for all texts, and for this one"
     compiled._compile_twin = compile_twin
     fresh, later = FollowedText(GREEDY_FOR_STATES, compiled_of(tokenizer)), FollowedText(GREEDY_FOR_STATES, compiled)
     assert write(maker, [fresh], 2, 30) == write(maker, [later], 2, 30)

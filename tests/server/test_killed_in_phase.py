@@ -1,10 +1,13 @@
-"""SIGKILL of the replica that has a request, in each phase of its handoff, on a real server: another one does it, and
-the text is the undisturbed one. Phases are held open by gates (`testing.fault_dir`).
+"""SIGKILL of the replica that has a request, in each phase of its handoff, on a real server, and SIGSTOP in the phase
+of which only silence tells: another one does it, and the text is the undisturbed one. Phases are held open by gates
+(`testing.fault_dir`).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +25,9 @@ from tests.server.running_server import RunningServer
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
+HANDOFF_TIMEOUT_S = 600.0
 PATIENCE_S = 300.0  # a replica starts in 20 s, on a machine with much else to do in 100
+LIMITS = {"transfer__lease_s": 20.0, "transfer__handoff_timeout_s": HANDOFF_TIMEOUT_S}
 # A prompt of several steps at prefill and of several blocks; and three choices.
 GREEDY = max(
     (asked for asked in all_asked() if asked.golden), key=lambda asked: asked.golden and len(asked.golden.prompt_ids)
@@ -70,7 +75,7 @@ WITHOUT = {("queued at decode", "prefill"), ("after the pull", "prefill")}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with chaos_server(tmp_path_factory.mktemp("phases"), transfer__lease_s=20.0) as server:
+    with chaos_server(tmp_path_factory.mktemp("phases"), **LIMITS) as server:
         yield server
 
 
@@ -102,6 +107,34 @@ def test_another_one_does_it(server: RunningServer, judge: Judge, name: str, poo
     (stream,) = ended
     assert (stream.error, judge.verdict(stream)) == (None, "right")
     wait_until(lambda: counts(server) == before and is_ready(server), PATIENCE_S)
+    server.wait_for_baseline(40.0)
+
+
+def test_one_that_stands_still_between_its_answer_and_its_handoff_is_given_up_in_seconds(
+    server: RunningServer, judge: Judge
+) -> None:
+    """No call is open there, so that only its silence tells: not after as long as a handoff may take."""
+    gate = server.fault_dir / "hold.send_handoff"
+    gate.write_text("")
+    ended: list[Stream] = []
+    client = threading.Thread(target=lambda: ended.append(read_stream(server.url, GREEDY, "stands still")))
+    client.start()
+    pids: list[int] = []
+    try:
+        wait_until(lambda: PHASES["before the pull"].reached(server), PATIENCE_S)
+        (pid,) = pids = holders(server, "prefill")
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(pid) == "T", PATIENCE_S)
+        gate.unlink()  # for the other one
+        client.join(HANDOFF_TIMEOUT_S / 2)
+        assert state_of(pid) == "T"
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        server.clear_faults()
+    (stream,) = ended
+    assert (stream.error, judge.verdict(stream)) == (None, "right")
+    wait_until(lambda: is_ready(server), PATIENCE_S)
     server.wait_for_baseline(40.0)
 
 
