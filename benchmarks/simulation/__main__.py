@@ -73,6 +73,7 @@ def main() -> int:
     )
     roles.add_argument("--cards", type=int, default=2)
     roles.add_argument("--loads", nargs="+", default=list(ROLE_LOADS), choices=ROLE_LOADS)
+    roles.add_argument("--layouts", nargs="+", metavar="NAME", help="of those in the table; default: all")
     roles.add_argument("--part", type=float, default=1.0, help="of the time that loads last")
     roles.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
@@ -157,7 +158,7 @@ def _roles(options: argparse.Namespace) -> dict[str, Any]:
         said.append(line)
         _say(line)
 
-    layouts = list(layouts_of(options.cards))
+    layouts = [of for of in layouts_of(options.cards) if options.layouts is None or of.name in options.layouts]
     print_goodputs(options.cards, options.loads, layouts, options.seeds, options.part, say)
     return {"lines": said}
 

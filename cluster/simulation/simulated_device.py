@@ -86,6 +86,14 @@ class SimulatedDevice:
             step.num_drafts, step.plan, step.step_s = tuple([row.num_drafts for row in plan.rows]), plan, step_s
         return step
 
+    def digest(self, num_tokens: int, now_s: float) -> float:
+        """When the digests are there of KV of so many tokens, which moves: before what is not launched yet, beside the
+        steps in flight. Mutates."""
+        took_s = self._costs.digest_s(num_tokens)
+        if took_s:
+            self.free_s = max(self.free_s, now_s) + took_s
+        return now_s + took_s
+
     def steps_passed(self, count: int, num_rows: int, free_s: float) -> None:
         """So many steps of so many rows each have run, the last one until free_s. Mutates."""
         self.free_s = free_s
