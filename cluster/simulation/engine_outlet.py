@@ -19,9 +19,7 @@ class EngineOutlet(Protocol):
     def offer_part(self, attempt: Attempt, part: PromptPart, ready_s: float) -> None:
         """Some of a prompt that is handed over is computed: the part to its reader."""
 
-    def answer_prompt(
-        self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float
-    ) -> None:
+    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float) -> None:
         """A prompt is computed that is handed over: the answer to its router, and the handoff, or the last part of it,
         if there is one."""
 

@@ -57,9 +57,7 @@ class SimulatedNetwork:
     def _part(self, frame: SimulatedFrame, router: SimulatedRouter) -> SimulatedFrame:
         return frame.part(lambda attempt: self.router_of(attempt.client) is router)
 
-    def answer_prompt(
-        self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float
-    ) -> None:
+    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float) -> None:
         """To its router, with the first token; and its decode replica is told where the KV is."""
         client, control = attempt.client, self._costs.control
         if client.num_tokens:  # a replay: its last token came from elsewhere

@@ -28,8 +28,8 @@ PATIENCE_S = 300.0  # a replica starts in 20 s, on a machine with much else to d
 
 @pytest.fixture
 def server(one_server: OneServer) -> RunningServer:
-    changes: dict[str, object] = {"routing.policy": "roles_by_cost", "model.max_model_len": 512}
-    changes |= {"ingress.queue_timeout_s": PATIENCE_S, "slo.ttft_s": 0.4, "slo.tpot_s": 0.05}
+    changes: dict[str, object] = {"routing.policy": "roles_by_cost", "slo.ttft_s": 0.4, "slo.tpot_s": 0.05}
+    changes |= {"model.max_model_len": 512, "limits.max_choices": 2, "ingress.queue_timeout_s": PATIENCE_S}
     for pool in POOLS:
         sizes = {"may_also": True, "kv_capacity_tokens": 4096, "max_running_sequences": 3, "max_batch_tokens": 256}
         changes |= {f"pools.{pool}.{key}": value for key, value in sizes.items()}

@@ -53,9 +53,7 @@ class Wires:
                 source = self.engines[attempt.route.prefill_id]
                 self._notify(source, now_s, partial(source.prefill, attempt, 1e6))
 
-    def answer_prompt(
-        self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float
-    ) -> None:
+    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float) -> None:
         attempt.num_tokens, attempt.last_token_s = 1, now_s
         decode = self.engines[attempt.route.decode_id]
         if done.block_ids:
