@@ -42,8 +42,9 @@ WITHIN = 0.1
 AWAY_S = 0.1
 # What a second counts that others of a replica lose by a stream that joins them: they have got some of their tokens.
 OTHERS = 0.2
-# A replica has so much of another's streams where it is no longer one for prompts.
-PART = 0.25
+# A replica has so much of another's streams where it is no longer one for prompts; and prompts of both take so much of
+# a replica's time where they had better have one for themselves.
+PART, FULL = 0.25, 0.6
 _MOST_BUSY = 0.95
 
 
@@ -107,12 +108,14 @@ def _prompt_s(
 
 def _stays(need: Need, decode: DecodeCandidate, prefill: PrefillCandidate, rules: RoutingRules, rate: float) -> bool:
     """Whether the prompt is computed where its tokens are, whatever it costs there by itself: both have streams that it
-    makes late. Then it is all one where: streams follow, to where there are fewer prompts. But KV that moves takes time
-    of both, and prompts apart from one another hide more of the reading of weights."""
+    makes late, and prompts do not fill a replica. Then it is all one where: streams follow, to where there are fewer
+    prompts. But KV that moves takes time of both, and prompts apart from one another hide more of the reading of
+    weights."""
     here, there = (_Card.of(found, rules, rate) for found in (decode, prefill))
     prompt_s = need.uncached_at(decode.replica_id) / (decode.tokens_per_s or rate)
-    has_its_part = there.num_rows >= PART * here.num_rows
-    return has_its_part and here.is_late(prompt_s) and there.is_late(prompt_s)
+    both_have_streams = there.num_rows >= PART * here.num_rows
+    are_few_prompts = here.busy_s + there.busy_s <= FULL * PROMPT_SHARE_S
+    return both_have_streams and are_few_prompts and here.is_late(prompt_s) and there.is_late(prompt_s)
 
 
 def _is_at_home(found: DecodeCandidate | PrefillCandidate) -> bool:

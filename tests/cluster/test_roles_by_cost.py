@@ -94,6 +94,9 @@ def test_where_both_cards_have_streams_and_are_late_prompts_stay_with_their_toke
     cards = Cards().of("d", rows=100, step_s=0.0085, share=0.1).of("p", rows=60, step_s=0.007, share=0.4)
     route = cards.route(short)
     assert (route.prefill_id, route.kind) == (None, RouteKind.MIXED)
+    # Prompts that would fill a card have one, though it has streams too.
+    route = Cards().of("d", rows=100, step_s=0.0085, share=0.1).of("p", rows=30, step_s=0.0055, share=0.75).route(short)
+    assert (route.decode_id, route.prefill_id) == ("d", "p")
     # A card with next to no streams is one for prompts.
     route = cards.of("p", rows=10, step_s=0.005, share=0.7).route(short)
     assert (route.decode_id, route.prefill_id) == ("d", "p")
