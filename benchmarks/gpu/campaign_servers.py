@@ -36,8 +36,9 @@ from cluster.load.report import summarise, warnings
 _MODEL = "shape"
 _PERCENTILES = (50, 90, 99)
 _TAIL_S = 8.0  # of a run: warm-up, and its last requests
-_METRICS = ("splitserve_slow_transfers", "splitserve_kv_transfer_rate_bytes_per_second", "splitserve_retries_total")
-_METRICS += ("splitserve_lane_steps_total", "splitserve_request_failures_total", "splitserve_routes_total")
+METRICS = ("splitserve_slow_transfers", "splitserve_kv_transfer_rate_bytes_per_second", "splitserve_retries_total")
+METRICS += ("splitserve_lane_steps_total", "splitserve_requests_total", "splitserve_router_decisions_total")
+METRICS += ("splitserve_router_roles_total",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,4 +253,4 @@ def _metrics(url: str) -> list[str]:
     """Lines of /metrics that say how the run went."""
     with urlopen(f"{url}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
-    return [line for line in lines if line.startswith(_METRICS)]
+    return [line for line in lines if line.startswith(METRICS)]

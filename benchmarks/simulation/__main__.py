@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulation import pairs
 from benchmarks.simulation.admission import admission_table, compare_admission
 from benchmarks.simulation.autoscaling import (
     SCENARIOS,
@@ -28,6 +30,8 @@ from benchmarks.simulation.scale import measure_scale, plot_scale, scale_table
 from cluster.load.machine import describe_machine, machine_line
 from cluster.simulation.plot import check_can_plot
 from scheduler.lane_split import LaneObjectives, LaneShare, estimated_shares
+
+WITH_TRACE = ("admission", "scale", "autoscaling", "prefixes")
 
 
 def main() -> int:
@@ -68,15 +72,19 @@ def main() -> int:
     parts = what.add_parser("parts", help="a long prompt's handoff in parts: its second token")
     parts.add_argument("--prompt-tokens", type=int, default=32_768)
     parts.add_argument("--step-tokens", type=int, nargs="+", default=STEP_TOKENS)
+    pair = what.add_parser("pairs", help="two H200s: what a campaign measured and what one will, simulated")
+    pair.add_argument("--forecast", action="store_true", help="goodputs with the engine of now, in place of the runs")
+    pair.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS)
     roles = what.add_parser(
         "roles", help="cards that do both phases, beside every fixed split, colocation and two lanes"
     )
     roles.add_argument("--cards", type=int, default=2)
     roles.add_argument("--loads", nargs="+", default=list(ROLE_LOADS), choices=ROLE_LOADS)
+    roles.add_argument("--layouts", nargs="+", metavar="NAME", help="of those in the table; default: all")
     roles.add_argument("--part", type=float, default=1.0, help="of the time that loads last")
     roles.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
-    traces = [options.trace] if options.what not in ("lanes", "drafts", "parts", "bursts", "roles") else []
+    traces = [options.trace] if options.what in WITH_TRACE else []
     if options.what == "prefixes" and options.trace == AZURE_CONVERSATION:
         traces = [MOONCAKE_CONVERSATION]
     if options.what == "autoscaling":
@@ -94,6 +102,7 @@ def main() -> int:
         "lanes": _lanes,
         "drafts": _drafts,
         "parts": _parts,
+        "pairs": _pairs,
         "roles": _roles,
     }
     run = runs[options.what]
@@ -150,25 +159,21 @@ def _prefixes(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _pairs(options: argparse.Namespace) -> dict[str, Any]:
+    said, say = _saying()
+    (pairs.print_forecast if options.forecast else pairs.print_measured)(options.loads, say)
+    return {"lines": said}
+
+
 def _roles(options: argparse.Namespace) -> dict[str, Any]:
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        _say(line)
-
-    layouts = list(layouts_of(options.cards))
+    said, say = _saying()
+    layouts = [of for of in layouts_of(options.cards) if options.layouts is None or of.name in options.layouts]
     print_goodputs(options.cards, options.loads, layouts, options.seeds, options.part, say)
     return {"lines": said}
 
 
 def _lanes(options: argparse.Namespace) -> dict[str, Any]:
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        _say(line)
-
+    said, say = _saying()
     say("TTFT p50 / p90 | TPOT p90 | ITL p99, ms")
     if options.measured:
         print_measured(say)
@@ -190,6 +195,17 @@ def _parts(options: argparse.Namespace) -> dict[str, Any]:
 def _share(text: str) -> LaneShare:
     processors, prefill_rate, decode_rate = text.split(":")
     return LaneShare(int(processors), float(prefill_rate), float(decode_rate))
+
+
+def _saying() -> tuple[list[str], Callable[[str], None]]:
+    """Lines that were said, and what says them."""
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        _say(line)
+
+    return said, say
 
 
 def _say(line: str) -> None:

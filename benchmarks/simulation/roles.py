@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.gpu.goodput_search import Limits, RatePoint, best, next_rate
+from benchmarks.gpu.goodput_search import Limits, RatePoint
+from benchmarks.simulation.factor_search import just_kept, next_factor
 from cluster.config.root import Config
 from cluster.load.arrivals import poisson_arrivals
 from cluster.load.percentile import percentile
 from cluster.simulation.client import Client, ClientStatus, Job
 from cluster.simulation.cost_model import CostModel, load_costs
-from cluster.simulation.simulated_system import SimulatedSystem
+from cluster.simulation.simulated_system import SimulatedSystem, SystemRun
 from cluster.simulation.system_shape import shape_of
 
 STEP_TIMES = Path(__file__).parents[1] / "step_times" / "llama-3.1-8b-h200.json"
 _KV_TOKENS = 400_000
 _MINUTE_S = 60.0
-_MOST_RUNS = 6
+_MOST_RUNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +135,22 @@ def jobs_of(phases: Sequence[Phase], num_cards: int, factor: float, seed: int) -
 class SimulatedCards:
     """Cards used in one way."""
 
-    def __init__(self, layout: CardLayout, ttft_s: float = 0.4) -> None:
-        """ttft_s: the objective that the system is told."""
+    def __init__(self, layout: CardLayout, ttft_s: float = 0.4, costs: CostModel | None = None) -> None:
+        """ttft_s: the objective that the system is told. costs: None: an H200's."""
         self.layout = layout
-        self._costs: CostModel = load_costs(STEP_TIMES)
-        self._shape = shape_of(layout.config(ttft_s), self._costs.kv_bytes_per_token)
+        self._costs = costs or load_costs(STEP_TIMES)
+        config = layout.config(ttft_s)
+        self._shape = shape_of(config, self._costs.kv_bytes_per_token, lane_shares=self._costs.lanes)
+
+    def run(self, jobs: Sequence[Job]) -> SystemRun:
+        """Blocks for some seconds."""
+        return SimulatedSystem(self._shape, self._costs).run(jobs)
 
     def figures(self, phases: Sequence[Phase], factor: float, seed: int) -> list[PhaseFigures]:
         """Of each phase. Blocks for some seconds."""
         num_cards = self.layout.num_prefill + self.layout.num_decode
         jobs, phase_of = jobs_of(phases, num_cards, factor, seed)
-        run = SimulatedSystem(self._shape, self._costs).run(jobs)
+        run = self.run(jobs)
         parts: list[list[Client]] = [[] for _ in phases]
         for client, number in zip(run.clients, phase_of, strict=True):
             parts[number].append(client)
@@ -161,19 +167,9 @@ class SimulatedCards:
     def goodput(self, phases: Sequence[Phase], seeds: Sequence[int], first: float = 1.0) -> float:
         """The factor at which the limits are just kept. first: where to begin. Blocks for a minute or more."""
         points: list[RatePoint] = []
-        while len(points) < _MOST_RUNS and (factor := next_rate(points, first)) is not None:
+        while len(points) < _MOST_RUNS and (factor := next_factor(points, first)) is not None:
             points.append(RatePoint(factor, self.ratio(phases, factor, seeds)))
-        return _just_kept(points)
-
-
-def _just_kept(points: Sequence[RatePoint]) -> float:
-    """Between the last good one and the first bad one, as their ratios have it."""
-    good = best(points)
-    bad = min((point for point in points if point.ratio > 1.0), key=lambda point: point.rate, default=None)
-    if good is None or bad is None or math.isinf(bad.ratio):
-        return good.rate if good is not None else 0.0
-    share = math.log(1.0 / good.ratio) / math.log(bad.ratio / good.ratio)
-    return float(good.rate * (bad.rate / good.rate) ** share)
+        return just_kept(points)
 
 
 def _figures(clients: Sequence[Client]) -> PhaseFigures:
@@ -200,11 +196,13 @@ def print_goodputs(
     say: Callable[[str], None],
 ) -> None:
     """A line for each layout and load: requests a second of all cards; of the mix, the factor on its rates. part: of
-    the time that loads last. Blocks for minutes a line."""
+    the time that loads last. Blocks for a minute or less a line."""
+    found: dict[str, float] = {}  # of the layout before, where the next one's search begins
     for layout in layouts:
         for name in names:
             phases = shortened(LOADS[name], part)
             ttft_s = 0.4 if name == "mix" else phases[0].limits.ttft_ms / 1e3
-            factor = SimulatedCards(layout, ttft_s).goodput(phases, seeds)
+            factor = SimulatedCards(layout, ttft_s).goodput(phases, seeds, found.get(name) or 1.0)
+            found[name] = factor
             rate = factor if name == "mix" else factor * num_cards * phases[0].rate
             say(f"{num_cards} cards | {layout.name:15} | {name:8} | {rate:6.2f}")

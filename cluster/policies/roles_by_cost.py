@@ -42,6 +42,9 @@ WITHIN = 0.1
 AWAY_S = 0.1
 # What a second counts that others of a replica lose by a stream that joins them: they have got some of their tokens.
 OTHERS = 0.2
+# A replica has so much of another's streams where it is no longer one for prompts; and prompts of both take so much of
+# a replica's time where they had better have one for themselves.
+PART, FULL = 0.25, 0.6
 _MOST_BUSY = 0.95
 
 
@@ -67,6 +70,10 @@ class _Card:
         """What its streams lose, all together, by a prompt that takes so long."""
         late_s = max(0.0, self.busy_s + prompt_s - max(self.room_s, self.busy_s))
         return self.num_rows * (late_s + WITHIN * prompt_s)
+
+    def is_late(self, prompt_s: float) -> bool:
+        """Whether its streams' tokens come too late in the mean for a prompt that takes so long."""
+        return self.num_rows > 0 and self.busy_s + prompt_s > self.room_s
 
     def slow_s(self, num_tokens: int, rules: RoutingRules) -> float:
         """What a stream of so many tokens loses that joins now, and others by it, if they are of like length."""
@@ -97,6 +104,18 @@ def _prompt_s(
     wait_s = found.queued_tokens / tokens_per_s + read_s
     away_s = 0.0 if _is_at_home(found) else min(AWAY_S, 2.0 * prompt_s)
     return _first_token_s(wait_s, prompt_s, rules) + card.stalled_s(prompt_s) + away_s
+
+
+def _stays(need: Need, decode: DecodeCandidate, prefill: PrefillCandidate, rules: RoutingRules, rate: float) -> bool:
+    """Whether the prompt is computed where its tokens are, whatever it costs there by itself: both have streams that it
+    makes late, and prompts do not fill a replica. Then it is all one where: streams follow, to where there are fewer
+    prompts. But KV that moves takes time of both, and prompts apart from one another hide more of the reading of
+    weights."""
+    here, there = (_Card.of(found, rules, rate) for found in (decode, prefill))
+    prompt_s = need.uncached_at(decode.replica_id) / (decode.tokens_per_s or rate)
+    both_have_streams = there.num_rows >= PART * here.num_rows
+    are_few_prompts = here.busy_s + there.busy_s <= FULL * PROMPT_SHARE_S
+    return both_have_streams and are_few_prompts and here.is_late(prompt_s) and there.is_late(prompt_s)
 
 
 def _is_at_home(found: DecodeCandidate | PrefillCandidate) -> bool:
@@ -133,7 +152,8 @@ def decode_costs(
         ways_s = [_prompt_s(need, found, rules, known_rate)]
         for source_s, source in sources:
             if source.replica_id != found.replica_id and source.fingerprint == found.fingerprint:
-                ways_s.append(source_s + _read_s(need, found, pairs(found.replica_id, source.replica_id)))
+                if not _stays(need, found, source, rules, known_rate):
+                    ways_s.append(source_s + _read_s(need, found, pairs(found.replica_id, source.replica_id)))
                 break
         num_tokens = found.expected_rows(need) * need.num_choices
         return min(ways_s) + card.slow_s(num_tokens, rules) + AWAY_S * found.is_away
@@ -166,7 +186,7 @@ def why_local(
     known_rate = _rate(decode, prefill)
     there_s = _prompt_s(need, prefill, rules, known_rate, _read_s(need, decode, pair))
     here_s = _prompt_s(need, decode, rules, known_rate)
-    if there_s <= here_s:
+    if there_s <= here_s and not _stays(need, decode, prefill, rules, known_rate):
         return None
     return RouteKind.FAILED_PAIR if need.num_lost or pair.penalty_s else RouteKind.MIXED
 

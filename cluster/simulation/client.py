@@ -112,6 +112,7 @@ class Attempt:
     answered_s: float = 0.0  # when it heard from there
     is_coming: bool = True  # its KV, by the pair's way, if that is its route
     has_moved: bool = False  # decode has answered with a token
+    num_offered_blocks: int = 0  # of its KV, to decode
     is_closed: bool = False
     num_tokens: int = 0  # that have left engines
     last_token_s: float = 0.0

@@ -23,6 +23,12 @@ class TransferCosts(Section):
     latency_s: Latency = Field(default=0.001, description="A read of no bytes, from its start until it is confirmed")
     bytes_per_s: float = Field(default=50e9, gt=0, description="Bandwidth of a read")
     swap_bytes_per_s: float = Field(default=25e9, gt=0, description="Bandwidth to host memory, within the step")
+    digest_bytes_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="At which either end makes the digests of KV that moves; its device does nothing else meanwhile. "
+        "none: that costs nothing",
+    )
 
 
 class ControlCosts(Section):
@@ -97,7 +103,9 @@ class CostModel(Section):
             )
         saved_s = self.weights.saved_s(kind)
         steps = {
-            pool: of.model_copy(update={"base_s": max(0.0, of.base_s - saved_s)})
+            pool: of.model_copy(
+                update={"base_s": max(0.0, of.base_s - saved_s), "hidden_s": max(0.0, of.hidden_s - saved_s)}
+            )
             for pool, of in (("decode", self.decode), ("prefill", self.prefill))
         }
         return self.model_copy(update=steps)
@@ -105,6 +113,11 @@ class CostModel(Section):
     def read_s(self, num_tokens: int) -> float:
         """A read of so many tokens' KV."""
         return self.transfer.latency_s + num_tokens * self.kv_bytes_per_token / self.transfer.bytes_per_s
+
+    def digest_s(self, num_tokens: int) -> float:
+        """The digests of so many tokens' KV, at one end."""
+        rate = self.transfer.digest_bytes_per_s
+        return num_tokens * self.kv_bytes_per_token / rate if rate is not None else 0.0
 
     def swap_s(self, num_tokens: int) -> float:
         """Moving so many tokens' KV to or from host memory."""

@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 from cluster.simulation.client import Attempt
 from cluster.simulation.engine_outlet import EngineOutlet
 from cluster.simulation.gap_histogram import GapHistogram
-from cluster.simulation.simulated_device import StepInFlight
+from cluster.simulation.simulated_device import SimulatedDevice, StepInFlight
 from cluster.simulation.simulated_frame import SimulatedFrame
 from replicas.messages import EngineLoad
 from scheduler.engine_core import EngineCore, Turn
@@ -22,14 +22,19 @@ class SimulatedCalls:
     """All within an iteration. by_id: by request id, whatever has become of them. gaps: between tokens of decode."""
 
     def __init__(
-        self, replica_id: str, core: EngineCore[StepInFlight], outlet: EngineOutlet, load: Callable[[], EngineLoad]
+        self,
+        replica_id: str,
+        core: EngineCore[StepInFlight],
+        device: SimulatedDevice,
+        outlet: EngineOutlet,
+        load: Callable[[], EngineLoad],
     ) -> None:
-        """load: the engine's."""
+        """device, load: the engine's."""
         self.by_id: dict[str, Attempt] = {}
         self.gaps = GapHistogram()
         self.last_commit_s = 0.0
         self._replica_id, self._core, self._scheduler = replica_id, core, core.scheduler
-        self._outlet, self._load = outlet, load
+        self._device, self._outlet, self._load = device, outlet, load
         self._sends_frames = core.scheduler.capabilities.decodes
         self._frame = SimulatedFrame()
         self._last_load = load()
@@ -99,10 +104,19 @@ class SimulatedCalls:
         for event in events.tokens:
             self._count(event, now_s)
         for part in events.parts:
-            self._outlet.offer_part(self.by_id[part.request_id], part, now_s)
+            attempt = self.by_id[part.request_id]
+            self._outlet.offer_part(attempt, part, self._digested_s(attempt, len(part.block_ids), now_s))
         for done in events.prompts:
-            self._outlet.answer_prompt(self.by_id[done.request_id], done, self._load(), now_s)
+            attempt = self.by_id[done.request_id]
+            num_left = max(0, len(done.block_ids) - attempt.num_offered_blocks)
+            ready_s = self._digested_s(attempt, num_left, now_s)
+            self._outlet.answer_prompt(attempt, done, self._load(), now_s, ready_s)
         self.last_commit_s = now_s
+
+    def _digested_s(self, attempt: Attempt, num_blocks: int, now_s: float) -> float:
+        """When so many blocks more may be read. Mutates."""
+        attempt.num_offered_blocks += num_blocks
+        return self._device.digest(num_blocks * self._scheduler.limits.block_size, now_s)
 
     def _count(self, event: Token, now_s: float) -> None:
         attempt = self.by_id[event.request_id]

@@ -47,6 +47,7 @@ class SimulatedDevice:
         self.steps = steps
         self.is_shared = costs.is_shared
         self.free_s = 0.0  # when the last step ends
+        self._digested_s = 0.0  # when the last digests are there
         self.counts = EngineCounts()
         self._pool, self._key, self._machine = pool, key, machine
         self._costs, self._block_size = costs, block_size
@@ -85,6 +86,16 @@ class SimulatedDevice:
         if self._drafts:
             step.num_drafts, step.plan, step.step_s = tuple([row.num_drafts for row in plan.rows]), plan, step_s
         return step
+
+    def digest(self, num_tokens: int, now_s: float) -> float:
+        """When the digests are there of KV of so many tokens, which moves: one prompt's behind the other's, before what
+        is not launched yet, beside the steps in flight. Mutates."""
+        took_s = self._costs.digest_s(num_tokens)
+        if not took_s:
+            return now_s
+        self.free_s = max(self.free_s, now_s) + took_s
+        self._digested_s = max(self._digested_s, now_s) + took_s
+        return self._digested_s
 
     def steps_passed(self, count: int, num_rows: int, free_s: float) -> None:
         """So many steps of so many rows each have run, the last one until free_s. Mutates."""

@@ -49,8 +49,8 @@ class SimulatedEngine:
         self.counts = device.counts
         self._device, self._queue = device, queue
         self._may_skip = may_skip and scheduler.capabilities.decodes and scheduler.drafts is None
-        self.calls = SimulatedCalls(replica_id, self.core, outlet, self.load)
-        self._handoffs = SimulatedHandoffs(key, scheduler, costs, queue, outlet, self._post)
+        self.calls = SimulatedCalls(replica_id, self.core, device, outlet, self.load)
+        self._handoffs = SimulatedHandoffs(key, scheduler, device, costs, queue, outlet, self._post)
         self._stretches = SteadyStretches(self.core, device, self.calls)
         self._inbox: list[Action] = []
         self._wake_number = 0

@@ -12,6 +12,7 @@ from cluster.simulation.client import Attempt
 from cluster.simulation.cost_model import CostModel
 from cluster.simulation.engine_outlet import EngineOutlet
 from cluster.simulation.event_queue import Action, EventQueue, Order
+from cluster.simulation.simulated_device import SimulatedDevice
 from scheduler.generated_token import Token
 from scheduler.scheduler import Scheduler
 
@@ -38,12 +39,13 @@ class SimulatedHandoffs:
         self,
         key: int,
         scheduler: Scheduler,
+        device: SimulatedDevice,
         costs: CostModel,
         queue: EventQueue,
         outlet: EngineOutlet,
         post: Callable[[Action, float], None],
     ) -> None:
-        self._key, self._scheduler, self._costs = key, scheduler, costs
+        self._key, self._scheduler, self._device, self._costs = key, scheduler, device, costs
         self._queue, self._outlet, self._post = queue, outlet, post
         self._reads_end_s: dict[str, float] = {}  # of those from each source, in order of arrival
         self._open: dict[str, _Reading] = {}  # by request id
@@ -87,14 +89,22 @@ class SimulatedHandoffs:
         end_s = max(now_s, self._reads_end_s.get(source, 0.0)) + self._costs.read_s(num_tokens)
         self._reads_end_s[source] = end_s
         is_last = reading.is_told
-        self._queue.at(end_s, Order.MESSAGE, self._key, lambda at_s: self._read_ended(reading, is_last, at_s))
+        self._queue.at(
+            end_s, Order.MESSAGE, self._key, lambda at_s: self._read_ended(reading, num_tokens, is_last, at_s)
+        )
 
-    def _read_ended(self, reading: _Reading, is_last: bool, now_s: float) -> None:
+    def _read_ended(self, reading: _Reading, num_tokens: int, is_last: bool, now_s: float) -> None:
         reading.is_reading = False
+        if self._costs.digest_s(num_tokens):
+            self._post(lambda at_s: self._verify(num_tokens, at_s), now_s)
         if is_last or self._scheduler.get(reading.attempt.request_id) is None:
             self._let_go(reading, now_s)
         else:
             self._go_on(reading, now_s)
+
+    def _verify(self, num_tokens: int, now_s: float) -> None:
+        """Its own digests of what was read, before any step that attends to it. Within an iteration."""
+        self._device.digest(num_tokens, now_s)
 
     def _let_go(self, reading: _Reading, now_s: float) -> None:
         """All is here, or will never be."""

@@ -57,7 +57,7 @@ class SimulatedNetwork:
     def _part(self, frame: SimulatedFrame, router: SimulatedRouter) -> SimulatedFrame:
         return frame.part(lambda attempt: self.router_of(attempt.client) is router)
 
-    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float) -> None:
+    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float) -> None:
         """To its router, with the first token; and its decode replica is told where the KV is."""
         client, control = attempt.client, self._costs.control
         if client.num_tokens:  # a replay: its last token came from elsewhere
@@ -75,14 +75,14 @@ class SimulatedNetwork:
         )
         if not is_over:
             decode = self._engines[attempt.route.decode_id]
-            self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, None, at_s))
+            self._notify(decode, ready_s, lambda at_s: decode.handoff(attempt, None, at_s))
 
     # -- from engines to engines -------------------------------------------------------------------
 
-    def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
+    def offer_part(self, attempt: Attempt, part: PromptPart, ready_s: float) -> None:
         """To its decode replica."""
         decode, num_blocks = self._engines[attempt.route.decode_id], len(part.block_ids)
-        self._notify(decode, now_s, lambda at_s: decode.handoff(attempt, num_blocks, at_s))
+        self._notify(decode, ready_s, lambda at_s: decode.handoff(attempt, num_blocks, at_s))
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         """The source is told."""

@@ -18,7 +18,15 @@ from replicas.engine.step_record import StepRecord, record_files
 # Longer gaps between two steps are waits for work.
 _LONGEST_OVERHEAD_S = 0.02
 _FEWEST_STEPS = 10
-_COEFFICIENTS = ("base_s", "row_s", "few_row_s", "context_token_s", "prompt_token_s", "prompt_pair_s")
+_COEFFICIENTS = (
+    "base_s",
+    "row_s",
+    "few_row_s",
+    "context_token_s",
+    "prompt_token_s",
+    "prompt_pair_s",
+    "earlier_pair_s",
+)
 _CONTENTIONS = [1 + 0.02 * step for step in range(101)]
 
 
@@ -167,7 +175,8 @@ def _feature(record: StepRecord, name: str) -> float:
             "few_row_s": min(shape.num_rows, FEW_ROWS),
             "context_token_s": shape.num_context_tokens,
             "prompt_token_s": shape.num_prompt_tokens,
-            "prompt_pair_s": shape.num_prompt_pairs,
+            "prompt_pair_s": shape.num_prompt_pairs - shape.num_earlier_pairs,
+            "earlier_pair_s": shape.num_earlier_pairs,
         }[name]
     )
 
@@ -199,6 +208,7 @@ def _overhead_s(engines: list[list[StepRecord]]) -> float:
 
 
 def _describe(pool: str, fit: StepFit, model: StepModel) -> str:
-    parts = ", ".join(f"{name[:-2]} {1e6 * getattr(model, name):.4g}" for name in (*_COEFFICIENTS, "overhead_s"))
+    coefficients = model.model_dump(include={*_COEFFICIENTS, "overhead_s"}, exclude_none=True)
+    parts = ", ".join(f"{name[:-2]} {1e6 * value:.4g}" for name, value in coefficients.items())
     beside = f"{model.contention:.2f} times as long beside another pool's"
     return f"{pool}: {fit.num_steps} steps, error {100 * fit.error:.1f} % of their time, {beside}; in us: {parts}"

@@ -18,10 +18,11 @@ FEW_ROWS = 4
 
 class StepModel(Section):
     """step time = base + row * rows + few_row * min(rows, FEW_ROWS) + context_token * context
-    + prompt_token * prompt tokens + prompt_pair * pairs.
+    + prompt_token * prompt tokens - min(hidden, that) + prompt_pair * own pairs + earlier_pair * earlier pairs.
 
     The shape of a roofline: base is the weights' memory traffic and the launches, context_token the KV cache's traffic,
-    prompt_token and prompt_pair the arithmetic. All in seconds.
+    prompt_token and both kinds of pairs the arithmetic, behind which hidden is the traffic that it hides. All in
+    seconds.
     """
 
     base_s: Cost = Field(description="Every step")
@@ -30,7 +31,17 @@ class StepModel(Section):
     context_token_s: Cost = Field(default=0.0, description="Each position that such a sequence attends to")
     prompt_token_s: Cost = Field(default=0.0, description="Each prompt token computed")
     drafting_s: Cost = Field(default=0.0, description="Each step whose sequences have drafts: what makes these")
+    hidden_s: Cost = Field(
+        default=0.0,
+        description="Of base_s, what prompts hide as far as prompt_token_s of their tokens reaches: weights are read "
+        "while they are multiplied",
+    )
     prompt_pair_s: Cost = Field(default=0.0, description="Each pair of the prompts' causal attention")
+    earlier_pair_s: Cost | None = Field(
+        default=None,
+        description="Likewise, of a chunk's tokens and those of earlier chunks, whose KV is in the pool; "
+        "none: as prompt_pair_s",
+    )
     overhead_s: Cost = Field(
         default=0.0, description="Host work between two steps; with lag 1 it is hidden behind the step in flight"
     )
@@ -44,16 +55,27 @@ class StepModel(Section):
 
     def slower(self, factor: float) -> StepModel:
         """The same steps, so many times as long; below 1, shorter."""
-        times_s = {name: value for name, value in self.model_dump().items() if name.endswith("_s")}
+        times_s = {name: value for name, value in self.model_dump(exclude_none=True).items() if name.endswith("_s")}
         return self.model_copy(update={name: value * factor for name, value in times_s.items()})
 
-    def step_s(self, num_rows: int, num_context_tokens: int, num_prompt_tokens: int = 0, num_pairs: int = 0) -> float:
+    def step_s(
+        self,
+        num_rows: int,
+        num_context_tokens: int,
+        num_prompt_tokens: int = 0,
+        num_pairs: int = 0,
+        num_earlier_pairs: int = 0,
+    ) -> float:
         """Seconds of a step of this StepShape."""
-        return (
+        rows_s = (
             self.base_s
             + self.row_s * num_rows
             + self.few_row_s * min(num_rows, FEW_ROWS)
             + self.context_token_s * num_context_tokens
-            + self.prompt_token_s * num_prompt_tokens
-            + self.prompt_pair_s * num_pairs
         )
+        if not num_prompt_tokens:
+            return rows_s
+        tokens_s = self.prompt_token_s * num_prompt_tokens
+        earlier_pair_s = self.prompt_pair_s if self.earlier_pair_s is None else self.earlier_pair_s
+        pairs_s = self.prompt_pair_s * (num_pairs - num_earlier_pairs) + earlier_pair_s * num_earlier_pairs
+        return rows_s + tokens_s - min(self.hidden_s, self.base_s, tokens_s) + pairs_s

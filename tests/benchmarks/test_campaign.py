@@ -13,10 +13,11 @@ from benchmarks.gpu.campaign import KEPT, NAMES
 from benchmarks.gpu.campaign_alone import ALONE
 from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
-from benchmarks.gpu.campaign_servers import Place, ServedPiece, todo_of
+from benchmarks.gpu.campaign_servers import METRICS, Place, ServedPiece, todo_of
 from benchmarks.gpu.campaign_table import as_text
 from benchmarks.gpu.speculative_pieces import PIECES as SPECULATIVE
 from benchmarks.real_server import free_port
+from cluster.monitoring.metric_table import metric_table
 
 LOADS = {workload.name: workload for workload in WORKLOADS}
 KEPT_FIGURES: dict[str, Any] = json.loads(KEPT.read_text())
@@ -147,3 +148,9 @@ def test_what_is_left_to_run_is_known_by_its_names() -> None:
 
 def test_every_piece_of_drafts_has_its_time() -> None:
     assert set(SPECULATIVE) <= set(ALONE)
+
+
+def test_what_is_kept_of_a_servers_metrics_are_metrics() -> None:
+    """One that has another name by now would be kept of no server, and nobody would notice."""
+    series = {row.name + ("_total" if row.type == "counter" else "") for row in metric_table()}
+    assert set(METRICS) - series == set()

@@ -15,10 +15,11 @@ def test_only_the_last_chunk_is_read_after_the_first_token(network: str) -> None
     transfer = costs.transfer.model_copy(update={"bytes_per_s": NETWORKS[network]})
     costs = costs.model_copy(update={"transfer": transfer})
     gaps_s = {size: first_two_tokens(costs, 32_768, size)[1] for size in (2048, 8192, 32_768)}
+    moved_s = {size: costs.read_s(size) + 2 * costs.digest_s(size) for size in gaps_s}
     for size, gap_s in gaps_s.items():
         # Messages and a step of decode are the rest.
-        assert gap_s - costs.read_s(size) == pytest.approx(gaps_s[2048] - costs.read_s(2048), abs=1e-3)
-        assert 0.0 < gap_s - costs.read_s(size) < 0.01
+        assert gap_s - moved_s[size] == pytest.approx(gaps_s[2048] - moved_s[2048], abs=2e-3)
+        assert 0.0 < gap_s - moved_s[size] < 0.01
     if network == "100 Gb/s":
         assert gaps_s[32_768] > 0.34
-        assert gaps_s[8192] < 0.1
+        assert gaps_s[8192] < 0.11

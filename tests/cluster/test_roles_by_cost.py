@@ -88,6 +88,23 @@ def test_a_small_difference_changes_no_role(share: float) -> None:
     assert (route.decode_id, route.prefill_id) == ("d", "p")
 
 
+def test_where_both_cards_have_streams_and_are_late_prompts_stay_with_their_tokens() -> None:
+    """To move KV would cost both time, and streams go where fewer prompts are anyway."""
+    short = Need(512, 512, 1, 16)
+    cards = Cards().of("d", rows=100, step_s=0.0085, share=0.1).of("p", rows=60, step_s=0.007, share=0.4)
+    route = cards.route(short)
+    assert (route.prefill_id, route.kind) == (None, RouteKind.MIXED)
+    # Prompts that would fill a card have one, though it has streams too.
+    route = Cards().of("d", rows=100, step_s=0.0085, share=0.1).of("p", rows=30, step_s=0.0055, share=0.75).route(short)
+    assert (route.decode_id, route.prefill_id) == ("d", "p")
+    # A card with next to no streams is one for prompts.
+    route = cards.of("p", rows=10, step_s=0.005, share=0.7).route(short)
+    assert (route.decode_id, route.prefill_id) == ("d", "p")
+    # Where streams have time for the prompt, it makes nobody late.
+    route = cards.of("d", rows=50, step_s=0.006, share=0.0).of("p", rows=40, step_s=0.006, share=0.1).route(short)
+    assert (route.decode_id, route.prefill_id) == ("d", "p")
+
+
 def test_what_is_cached_is_not_computed() -> None:
     need = Need(2048, 128, 1, 16, cached={"d": 2032})
     route = Cards().of("d", rows=10, step_s=0.005).route(need)

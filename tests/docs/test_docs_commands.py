@@ -171,7 +171,7 @@ def _fresh(module: str) -> Iterator[None]:
 def assert_options_known(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the help of the program, and of its subcommand where there is one."""
     num_words = 3 if command.words[0] == "python" else 2
-    known = ("admission", "scale", "autoscaling", "lanes", "drafts", "parts", "bursts", "roles")
+    known = ("admission", "scale", "autoscaling", "lanes", "drafts", "parts", "bursts", "pairs", "roles")
     subcommands = [word for word in command.words[num_words:] if word in known]
     helps = ""
     for words in {command.words[:num_words], (*command.words[:num_words], *subcommands)}:

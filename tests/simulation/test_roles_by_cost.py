@@ -24,9 +24,9 @@ def ratio(layout: CardLayout, load: str, rate: float, part: float) -> float:
 @pytest.mark.parametrize(
     ("load", "rate", "part", "failing"),
     [
-        ("2048/128", 22.0, 0.3, COLOCATED),  # streams stand still for prompts
-        ("512/512", 33.0, 0.3, SPLIT),  # the card for prompts has nothing to do
-        ("8192/256", 3.6, 0.25, SPLIT),  # prompts wait
+        ("2048/128", 20.0, 0.3, COLOCATED),  # streams stand still for prompts
+        ("512/512", 36.0, 0.3, SPLIT),  # the card for prompts has nothing to do
+        ("8192/256", 3.2, 1.0, SPLIT),  # prompts wait
     ],
 )
 def test_both_phases_by_cost_where_one_layout_fails(load: str, rate: float, part: float, failing: CardLayout) -> None:

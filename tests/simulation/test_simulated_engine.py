@@ -53,19 +53,19 @@ class Wires:
                 source = self.engines[attempt.route.prefill_id]
                 self._notify(source, now_s, partial(source.prefill, attempt, 1e6))
 
-    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float) -> None:
+    def answer_prompt(self, attempt: Attempt, done: PromptDone, load: EngineLoad, now_s: float, ready_s: float) -> None:
         attempt.num_tokens, attempt.last_token_s = 1, now_s
         decode = self.engines[attempt.route.decode_id]
         if done.block_ids:
             self.num_handoffs += 1
-            self._notify(decode, now_s, partial(decode.handoff, attempt, None))
+            self._notify(decode, ready_s, partial(decode.handoff, attempt, None))
         else:
             self._notify(decode, now_s, partial(decode.cancel, attempt.request_id))
 
-    def offer_part(self, attempt: Attempt, part: PromptPart, now_s: float) -> None:
+    def offer_part(self, attempt: Attempt, part: PromptPart, ready_s: float) -> None:
         self.num_parts += 1
         decode = self.engines[attempt.route.decode_id]
-        self._notify(decode, now_s, partial(decode.handoff, attempt, len(part.block_ids)))
+        self._notify(decode, ready_s, partial(decode.handoff, attempt, len(part.block_ids)))
 
     def release(self, attempt: Attempt, now_s: float) -> None:
         assert attempt.route.prefill_id is not None

@@ -51,7 +51,7 @@ def test_contention_and_overhead_are_found(tmp_path: Path) -> None:
     while now_s < 60:
         length = rng.randint(100, 300)
         took_s = 1.2 * (0.01 + 4e-3 * length)
-        prompts.append([now_s, now_s + took_s, 0, 0, length, 0])
+        prompts.append([now_s, now_s + took_s, 0, 0, length, 0, 0])
         now_s += took_s + rng.uniform(0.5, 1.5)
     steps: list[list[float]] = []
     now_s = 0.0
@@ -59,7 +59,7 @@ def test_contention_and_overhead_are_found(tmp_path: Path) -> None:
         rows, context = rng.randint(1, 16), rng.randint(100, 5000)
         alone_s = 0.02 + 0.003 * rows + 2e-6 * context
         took_s = end_beside(prompts, now_s, alone_s, 1.5) - now_s
-        steps.append([now_s, now_s + took_s, rows, context, 0, 0])
+        steps.append([now_s, now_s + took_s, rows, context, 0, 0, 0])
         now_s += took_s + 0.001
     for name, records in {"prefill-1.jsonl": prompts, "decode-2.jsonl": steps}.items():
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -78,7 +78,7 @@ def test_steps_of_other_times_are_left_out(tmp_path: Path) -> None:
     while now_s < 60:
         rows, context = rng.randint(1, 16), rng.randint(100, 5000)
         took_s = (0.02 + 0.003 * rows + 2e-6 * context) * (1.3 if now_s >= 30 else 1.0)
-        steps.append([now_s, now_s + took_s, rows, context, 0, 0])
+        steps.append([now_s, now_s + took_s, rows, context, 0, 0, 0])
         now_s += took_s
     (tmp_path / "decode-1.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     before, after = (fit_costs(tmp_path, 1000, *times)[0].decode for times in ((0.0, 30.0), (30.0, 60.0)))
@@ -111,7 +111,7 @@ def test_recorder_writes_what_was_launched(tmp_path: Path) -> None:
     (line,) = file.read_text().splitlines()
     start_s, end_s, *shape = json.loads(line)
     assert end_s > start_s == 0.0
-    assert shape == [1, 10, 3, 5 + 6 + 7]
+    assert shape == [1, 10, 3, 5 + 6 + 7, 3 * 4]
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
