@@ -104,6 +104,12 @@ class RouterSeat:
         else:
             self.router.prefill_changed()
 
+    @property
+    def num_lost(self) -> int:
+        """Replicas that it chooses no more, for now or for good."""
+        pools = (self.router._decode, self.router._prefill)
+        return sum(len(pool.lost) for pool in pools if pool is not None)
+
     def remains(self) -> dict[str, Any]:
         """Everything that must be empty when nothing is going on."""
         router, view = self.router, self.router._view

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 from collections import Counter
@@ -70,7 +71,8 @@ class Simulation:
                 await fleet.close()
 
         try:
-            self._stage.run(play)
+            with _no_collection():
+                self._stage.run(play)
         except (NothingToDo, GoesRound) as error:
             worlds[0].found_wrong("loop", "%s", type(error).__name__)
         world, (story,) = worlds[0], stories
@@ -83,7 +85,24 @@ class Simulation:
 def simulation() -> Iterator[Simulation]:
     """Until its end, our modules' clocks are the simulation's: nothing real may run meanwhile."""
     with virtual_time() as stage, patch.object(frame_intake, "TokenReceiver", SimulatedReceiver):
-        yield Simulation(stage)
+        gc.collect()
+        gc.freeze()  # what is there by now stays, and need not be looked through once a seed
+        try:
+            yield Simulation(stage)
+        finally:
+            gc.unfreeze()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a collection ends, such as a generator that nobody has closed, would depend on what ran before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _check(world: World, fleet: Fleet, story: Story) -> None:
