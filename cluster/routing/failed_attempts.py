@@ -49,7 +49,7 @@ class FailedAttempts:
             self._pairs.failed(attempt.route)
         if failure.found_dead is not None:
             self._dead.found(failure.found_dead)
-        past = past.after(
+        past = past.without(self._routes.answering()).after(
             failure,
             attempt.route,
             is_search=leg.is_search,

@@ -48,6 +48,10 @@ class RouteFinder:
             has_begun=leg.has_begun,
         )
 
+    def answering(self) -> Collection[str]:
+        """The replicas that may be chosen: they are there, and have not been lost."""
+        return self._view.usable()
+
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
         """Raises ApiError, and counts it, where there is none."""
         decided = self.decide(leg, past)

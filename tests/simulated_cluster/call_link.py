@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulated_cluster.replica import SimulatedReplica
 
 _LATE_S = 1.0
+_CALM_S = 0.02
 _PROBE_S = 1.0  # until a replica notices that a router has gone
 
 
@@ -27,6 +28,11 @@ class CallLink:
         self.is_broken = False
         self._waiting: dict[str, tuple[Call[Any], asyncio.Future[Any]]] = {}
         self._there_s = self._back_s = 0.0  # when the last message arrives
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something arrives later than calm calls take."""
+        return not self.is_broken and max(self._there_s, self._back_s) > self.world.now_s + _CALM_S
 
     async def call(self, call_id: str, call: Call[Any]) -> Any:
         """The reply. Cancelling this cancels the call there. Raises ReplicaLost, CallFailed."""

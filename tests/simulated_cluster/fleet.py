@@ -110,6 +110,11 @@ class RouterSeat:
         pools = (self.router._decode, self.router._prefill)
         return sum(len(pool.lost) for pool in pools if pool is not None)
 
+    @property
+    def num_late(self) -> int:
+        """Its connections on which something is long on its way, and holds up what comes behind it."""
+        return sum(link.is_late for pool in self.pools.values() for link in pool.links.values())
+
     def remains(self) -> dict[str, Any]:
         """Everything that must be empty when nothing is going on."""
         router, view = self.router, self.router._view
@@ -176,6 +181,16 @@ class Fleet:
 
     def staying(self, pool: str) -> list[SimulatedReplica]:
         return [one for one in self.living(pool) if not one.is_leaving]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is somebody in each pool, and all routers know who, choose any of them, and wait for nothing
+        that is late since the storm."""
+        for pool in POOLS if self.setting.num_prefill else ("decode",):
+            there = {one.name for one in self.staying(pool)}
+            if not there or any(seat.pools[pool].table.keys() != there for seat in self.seats):
+                return False
+        return not any(seat.num_lost or seat.num_late for seat in self.seats)
 
     def find_receiver(self, router_id: str) -> SimulatedReceiver | None:
         return next((seat.receiver for seat in self.seats if seat.router_id == router_id), None)
