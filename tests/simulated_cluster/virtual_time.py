@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 START_S = 1000.0
 _PACKAGES = ("cluster", "replicas", "scheduler")
-_MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
+_MOST_CALLS_AT_ONCE = 100_000  # while time stands still: more, and something goes round for ever
 
 
 class NothingToDo(Exception):
@@ -125,34 +125,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_at(self._clock.now_s + delay, callback, *args, context=context)
 
     def _run_once(self) -> None:
-        """Until it is stopped: everything that is to be done now, then time passes."""
-        now, later, clock = self._now, self._later, self._clock
-        num_turns = 0
+        """Until it is stopped: everything that is to be done now, then time passes until the next one is due."""
+        now, clock = self._now, self._clock
+        num_calls, at_s = 0, clock.now_s
         while not self._stopping:  # type: ignore[attr-defined]
-            if not now:
-                self._pass_time()
-                num_turns = 0
-            while later and later[0][0] <= clock.now_s:
-                now.append(heappop(later)[2])
-            for _ in range(len(now)):
-                call = now.popleft()
-                if not call.is_cancelled:
-                    try:
-                        call.context.run(call.callback, *call.arguments)
-                    except Exception as error:
-                        self.call_exception_handler({"message": f"{call.callback} failed", "exception": error})
-            num_turns += 1
-            if num_turns > _MOST_TURNS_AT_ONCE:
+            call = now.popleft() if now else self._next_due()
+            if call.is_cancelled:
+                continue
+            try:
+                call.context.run(call.callback, *call.arguments)
+            except Exception as error:
+                self.call_exception_handler({"message": f"{call.callback} failed", "exception": error})
+            if at_s < clock.now_s:
+                num_calls, at_s = 0, clock.now_s
+            num_calls += 1
+            if num_calls > _MOST_CALLS_AT_ONCE:
                 raise GoesRound
 
-    def _pass_time(self) -> None:
-        """Until the next one is due."""
+    def _next_due(self) -> _Call:
+        """Time has passed until then."""
         later = self._later
-        while later and later[0][2].is_cancelled:
-            heappop(later)
-        if not later:
-            raise NothingToDo
-        self._clock.now_s = max(self._clock.now_s, later[0][0])
+        while later:
+            due_s, _, call = heappop(later)
+            if not call.is_cancelled:
+                if due_s > self._clock.now_s:
+                    self._clock.now_s = due_s
+                return call
+        raise NothingToDo
 
 
 class Stage:
