@@ -125,12 +125,12 @@ class AttemptHistory:
     num_lost: int = 0
     num_deaths: int = 0
     num_outlived: int = 0
-    silent: frozenset[str] = frozenset()
+    silent: tuple[str, ...] = ()
 
-    def without(self, answering: Collection[str]) -> AttemptHistory:
-        """Who answers again has not died of it: a network that fails for a moment, or is slow, names nobody."""
-        back = self.silent.intersection(answering)
-        return replace(self, num_deaths=self.num_deaths - len(back), silent=self.silent - back)
+    def num_dead(self, answering: Collection[str]) -> int:
+        """Deaths but for those of replicas that answer again: a network that fails for a moment, or is slow, kills
+        nobody."""
+        return self.num_deaths - sum([replica_id in answering for replica_id in self.silent])
 
     def after(
         self,
@@ -146,10 +146,10 @@ class AttemptHistory:
         after = self._after(failure, route, is_search, has_advanced, has_killed)
         if has_killed and has_run:  # it got on, and is no more at fault than those beside it: the first one in a row
             after = replace(after, num_failed=1, num_outlived=self.num_outlived + 1)
-        num_deaths, silent = (0, frozenset[str]()) if has_run else (self.num_deaths, self.silent)
+        num_deaths, silent = (0, ()) if has_run else (self.num_deaths, self.silent)
         cause = failure.__cause__
         if has_killed and isinstance(cause, ReplicaLost) and cause.loss is not Loss.DEAD:
-            silent |= {cause.replica_id}
+            silent = (*silent, cause.replica_id)
         return replace(after, num_deaths=num_deaths + has_killed, silent=silent)
 
     def _after(
