@@ -173,7 +173,7 @@ class SimulatedReplica:
         for link in self._links:
             # Whether a process has died is not always known when its connection ends.
             loss = Loss.DEAD if self.world.rng.random() < 0.8 else Loss.UNREACHABLE
-            self.world.later(self.world.rng.choice([0.001, 0.05, 0.5]), link.break_off, loss, "its process has ended")
+            link.break_later(self.world.rng.choice([0.001, 0.05, 0.5]), loss, "its process has ended")
 
     def leave(self) -> None:
         """Take no new requests, end what has begun, then the process."""

@@ -22,7 +22,7 @@ from tests.simulated_cluster.world import World
 
 _STARTS_S = 0.4  # a replica
 _PATIENCE_S = 30.0  # for everything to come to rest
-_HEARD_AGAIN_S = 2.5  # whoever seemed to be frozen, or starts in a dead one's place
+_CALM_WITHIN_S = 5.0  # longer than anything holds that the storm has left behind
 _POLL_S = 0.05
 
 
@@ -241,7 +241,7 @@ class Story:
 
     async def _still_works(self) -> None:
         """After all that, a request is served as if nothing had been."""
-        until_s = self._world.now_s + _HEARD_AGAIN_S
+        until_s = self._world.now_s + _CALM_WITHIN_S
         while not self._fleet.is_known and self._world.now_s < until_s:
             await asyncio.sleep(_POLL_S)
         for _ in range(2):

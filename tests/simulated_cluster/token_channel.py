@@ -78,6 +78,12 @@ class SimulatedSender(TokenSender):
         return _Wire(self, address.router_id), _NoMonitor()
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a channel to a router that lives takes nothing."""
+        wires: list[Any] = [channel.socket for channel in self._channels.values()]
+        return any(0.0 < wire.stuck_s < math.inf for wire in wires)
+
+    @property
     def stuck_s(self) -> float:
         """For how long no channel takes what waits for it."""
         waiting: list[Any] = [channel.socket for channel in self._channels.values() if channel.ring.has_unsent]
