@@ -187,7 +187,7 @@ class Holdings:
         """Everything held. O(requests): for now and then, not for every step."""
         states = [request.state for request in self._requests.values()]
         num_leased = states.count(RequestState.LEASED)
-        num_over = sum(states.count(state) for state in TERMINAL_STATES)
+        num_over = sum([states.count(state) for state in TERMINAL_STATES]) if states else 0
         return Ledger(
             blocks=self.allocator.counts(),
             promised_blocks=self.budget.promised,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -114,8 +115,8 @@ class AttemptHistory:
 
     excluded: replicas to avoid. num_barren: evictions since the last one that brought a token. num_lost: failures on
     the way over a prefill replica. num_deaths: replicas that died while they computed it, since it last got past the
-    place where one did: that is a row of its own, or more. What they died of gets no further anywhere. num_outlived:
-    deaths after which it did.
+    place where one did: that is a row of its own, or more. What they died of gets no further anywhere. silent: of
+    these, those that may live: out of reach, or they have stopped answering. num_outlived: deaths after which it did.
     """
 
     num_failed: int = 0
@@ -124,6 +125,12 @@ class AttemptHistory:
     num_lost: int = 0
     num_deaths: int = 0
     num_outlived: int = 0
+    silent: tuple[str, ...] = ()
+
+    def num_dead(self, answering: Collection[str]) -> int:
+        """Deaths but for those of replicas that answer again: a network that fails for a moment, or is slow, kills
+        nobody."""
+        return self.num_deaths - sum([replica_id in answering for replica_id in self.silent])
 
     def after(
         self,
@@ -139,7 +146,11 @@ class AttemptHistory:
         after = self._after(failure, route, is_search, has_advanced, has_killed)
         if has_killed and has_run:  # it got on, and is no more at fault than those beside it: the first one in a row
             after = replace(after, num_failed=1, num_outlived=self.num_outlived + 1)
-        return replace(after, num_deaths=(0 if has_run else self.num_deaths) + has_killed)
+        num_deaths, silent = (0, ()) if has_run else (self.num_deaths, self.silent)
+        cause = failure.__cause__
+        if has_killed and isinstance(cause, ReplicaLost) and cause.loss is not Loss.DEAD:
+            silent = (*silent, cause.replica_id)
+        return replace(after, num_deaths=num_deaths + has_killed, silent=silent)
 
     def _after(
         self, failure: AttemptFailed, route: Route, is_search: bool, has_advanced: bool, has_killed: bool

@@ -57,8 +57,9 @@ class FailedAttempts:
             has_run=leg.has_run,
             has_killed=failure.is_death_of_who_computed(attempt.stage, attempt.route),
         )
-        if past.num_deaths >= self._rules.quarantine_after_deaths:
-            raise self.quarantine.found(generation.spec, generation.generation_id, past.num_deaths) from failure
+        num_dead = past.num_dead(self._routes.answering()) if past.num_deaths else 0
+        if num_dead >= self._rules.quarantine_after_deaths:
+            raise self.quarantine.found(generation.spec, generation.generation_id, num_dead) from failure
         if not self._may_retry(leg, failure, past, deadline_s):
             raise self._final_error(leg, failure) from failure
         self._metrics.retried(failure.stage)

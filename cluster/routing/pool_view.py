@@ -57,6 +57,10 @@ class PoolView:
         self._least_row_step_s = 0.0  # of all that were ever heard: what a step takes with next to nobody in it
         self.num_waiting = 0  # our requests that are not admitted, and were sent where they had to wait
 
+    def usable(self) -> Collection[str]:
+        """The replicas of both pools that may be chosen."""
+        return {**self._decodes(), **self._prefills()}
+
     def decode_candidates(self) -> list[DecodeCandidate]:
         """Mutates: `decode_peer` finds those of this moment, whoever leaves meanwhile (tables change on any thread)."""
         known, self._decode_table = self._candidates, {**self._decodes(), **able(self._prefills())}

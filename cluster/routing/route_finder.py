@@ -55,6 +55,10 @@ class RouteFinder:
             has_begun=leg.has_begun,
         )
 
+    def answering(self) -> Collection[str]:
+        """The replicas that may be chosen: they are there, and have not been lost."""
+        return self._view.usable()
+
     def route(self, leg: Leg, past: AttemptHistory) -> Route:
         """As of now. Raises ApiError, and counts it, where there is none."""
         return self.checked(self.decide(leg, past), leg)

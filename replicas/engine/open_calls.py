@@ -213,7 +213,7 @@ class OpenCalls:
         """What this iteration produced leaves; then the replies, which say how many tokens were sent."""
         self._finished += self.handoffs.moves.offer_stopped(now_s)
         if self._frames is not None:
-            self._frames.flush(self._load(), now_s, self._give_up)
+            self._frames.flush(self._load, now_s, self._give_up)
         for opened, status in self._finished:
             self.reply(opened, status, "")
         self._finished.clear()

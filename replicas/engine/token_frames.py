@@ -53,16 +53,24 @@ class TokenFrames:
             counts = (request.request_id, request.speculation.num_drafted, request.speculation.num_accepted)
             self._outbox[opened.router_id].drafted.append(counts)
 
-    def flush(self, load: EngineLoad, now_s: float, give_up: Callable[[str, CallStatus, str], None]) -> None:
-        """A frame or some per router that has something, or that has not heard of us for a while. give_up: is told of
-        routers that don't take them, and calls `close`.
+    def flush(
+        self, load: Callable[[], EngineLoad], now_s: float, give_up: Callable[[str, CallStatus, str], None]
+    ) -> None:
+        """A frame or some per router that has something, or that has not heard of us for a while. load: as it is now,
+        asked for if there is a frame. give_up: is told of routers that don't take them, and calls `close`.
         """
-        for router_id, sent_s in list(self._last_sent_s.items()):
-            if router_id not in self._outbox and now_s - sent_s >= self._idle_frame_s:
-                self._send(router_id, load, (((), (), (), (), ()),), now_s, give_up)
-        for router_id, outbox in self._outbox.items():
-            self._send(router_id, load, outbox.parts(), now_s, give_up)
-        self._outbox.clear()
+        silent = [
+            router_id
+            for router_id, sent_s in self._last_sent_s.items()
+            if router_id not in self._outbox and now_s - sent_s >= self._idle_frame_s
+        ]
+        if silent or self._outbox:
+            told = load()
+            for router_id in silent:
+                self._send(router_id, told, (((), (), (), (), ()),), now_s, give_up)
+            for router_id, outbox in self._outbox.items():
+                self._send(router_id, told, outbox.parts(), now_s, give_up)
+            self._outbox.clear()
         self.sender.flush()
         for router_id in self.sender.stalled_routers(now_s):
             give_up(router_id, CallStatus.CANCELLED, "the router's channel stayed away")

@@ -78,7 +78,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """what: a status to reply, or "gone", "dead" (the whole replica), "hang", "raise", "cancelled"."""
+    """what: a status to reply, or "gone", "dead" and "frozen" (the whole replica), "hang", "raise", "cancelled"."""
 
     phase: Phase
     what: CallStatus | str

@@ -176,6 +176,8 @@ class FakePool(PoolClient):
             raise RuntimeError("a bug at the replica; the prompt was a secret")
         if fault.what == "cancelled":
             raise asyncio.CancelledError
+        if fault.what == "frozen":
+            replica.thaw.clear()
         if fault.what == "dead":
             self.cluster.kill(replica.replica_id)
         await asyncio.Event().wait()

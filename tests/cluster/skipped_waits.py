@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.simulated_cluster.virtual_time import MOST_TURNS_AT_ONCE, GoesRound, NothingToDo, VirtualClock, stood_in
+from tests.simulated_cluster.virtual_time import GoesRound, NothingToDo, VirtualClock, stood_in
 
 _PACKAGES = ("cluster", "replicas", "scheduler", "tests.cluster")
 _PATIENCE_S = 30.0  # of real time, with no timer to go on to
+_MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
 _LONGEST_S = 100_000.0  # in one test: more, and somebody waits for ever beside what comes round by the clock
 
 
@@ -56,7 +57,7 @@ class _Skipping:
 
     def select(self, timeout_s: float | None) -> list[Any]:
         self._num_turns = self._num_turns + 1 if timeout_s == 0.0 else 0
-        if self._num_turns > MOST_TURNS_AT_ONCE:
+        if self._num_turns > _MOST_TURNS_AT_ONCE:
             raise GoesRound
         # Without a timer only a thread or a socket can wake anybody.
         must_wait = timeout_s is None or (timeout_s > 0.0 and self.num_working)

@@ -53,14 +53,15 @@ async def refused(rig: Rig, generation: Generation) -> ApiError:
 @pytest.mark.parametrize("num_prefill", [0, 2])
 @pytest.mark.parametrize(
     ("phase", "what"),
-    [(Phase.PREFILL, "dead"), (Phase.DECODE, "dead"), (Phase.DECODE, "gone"), (Phase.TRANSFER, "dead")],
+    [(Phase.PREFILL, "dead"), (Phase.DECODE, "dead"), (Phase.DECODE, "frozen"), (Phase.TRANSFER, "dead")],
 )
 async def test_it_kills_three_and_its_like_none(
     num_prefill: int, phase: Phase, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if phase is Phase.PREFILL and not num_prefill:
         phase = Phase.TRANSFER
-    async with running_router(FakeCluster(num_decode=6, num_prefill=num_prefill), max_retries=5) as rig:
+    cluster, frozen_after_s = FakeCluster(num_decode=6, num_prefill=num_prefill), 0.3 if what == "frozen" else 60.0
+    async with running_router(cluster, max_retries=5, frozen_after_s=frozen_after_s) as rig:
         poisoned(phase, what, 0, rig)
         with caplog.at_level(logging.ERROR):
             error = await refused(rig, generation_of(*POISON, seed=1))
@@ -80,6 +81,8 @@ async def test_it_kills_three_and_its_like_none(
         assert rig.count("splitserve_request_rejections", reason="quarantined") == 2
         other = generation_of(*POISON[:2], 7, seed=1)
         assert await rig.tokens(other) == undisturbed(other)
+        for replica in rig.cluster.decode.members.values():
+            replica.thaw.set()
 
 
 @pytest.mark.parametrize("limit", [2, 5])
@@ -91,6 +94,23 @@ async def test_the_number_is_configured(limit: int) -> None:
         assert (await refused(rig, generation_of(*POISON))).code == "quarantined"
         assert len(rig.cluster.struck) == limit
         assert [call.is_suspect for call in rig.cluster.requests] == [*[False] * (limit - 1), True]
+
+
+async def test_links_that_break_are_no_deaths_where_replicas_answer_again() -> None:
+    """A network that fails for a moment, again and again: nobody has died, and the request is not poison."""
+    async with running_router(FakeCluster(num_decode=6, num_prefill=0), max_retries=9) as rig:
+        scripts = [killing(Phase.DECODE, "gone")] * 5
+
+        def script(call: GenerateCall) -> Script:
+            for replica_id in list(rig.router._decode.lost):
+                rig.router._decode._recover(replica_id)  # it has answered
+            return scripts.pop() if scripts else PLAIN
+
+        rig.cluster.script = script
+        generation = generation_of(*POISON)
+        assert await rig.tokens(generation) == undisturbed(generation)
+        assert len(rig.cluster.requests) == 6
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
 
 
 async def test_whoever_gets_on_in_between_lives_through_many_deaths() -> None:
@@ -169,6 +189,26 @@ def test_deaths_in_a_row(attempts: str, num_deaths: int) -> None:
         has_run = what in "K!"
         past = past.after(failure, LOCAL, has_advanced=has_run, has_run=has_run, has_killed=what in "kK")
     assert past.num_deaths == num_deaths
+
+
+def silent(replica_id: str, loss: Loss) -> AttemptFailed:
+    failure = failed(Stage.DECODE, CallStatus.ERROR)
+    failure.__cause__ = ReplicaLost(replica_id, loss, "")
+    return failure
+
+
+def test_who_answers_again_has_not_died_of_it() -> None:
+    past = AttemptHistory()
+    for replica_id, loss in (("a", Loss.UNREACHABLE), ("b", Loss.FROZEN), ("c", Loss.DEAD)):
+        past = past.after(silent(replica_id, loss), LOCAL, has_killed=True)
+    past = past.after(failed(Stage.DECODE, CallStatus.ENGINE_FAILED), LOCAL, has_killed=True)
+    assert (past.num_deaths, past.num_dead(["d"])) == (4, 4)
+    assert past.num_dead(["a"]) == 3
+    assert past.num_dead(["a", "b", "c", "d"]) == 2, "of these it is known"
+    again = past.after(silent("a", Loss.FROZEN), LOCAL, has_killed=True)
+    assert (again.num_dead([]), again.num_dead(["a"])) == (5, 3), "twice"
+    past = past.after(silent("a", Loss.DEAD), LOCAL, has_run=True, has_killed=True)
+    assert past.num_dead(["a", "b"]) == 1, "what was before it got on is forgotten"
 
 
 def test_its_like_is_let_in_again_later_and_what_is_kept_is_bounded() -> None:

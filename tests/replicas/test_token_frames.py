@@ -56,7 +56,7 @@ class Rig:
         self.frames = TokenFrames(cast("TokenSender", self.sender), 0.5)
 
     def flush(self) -> list[tuple[str, Any, Any]]:
-        self.frames.flush(LOAD, 0.0, lambda *_: None)
+        self.frames.flush(lambda: LOAD, 0.0, lambda *_: None)
         return self.sender.take()
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulated_cluster.replica import SimulatedReplica
 
 _LATE_S = 1.0
+_CALM_S = 0.02
 _PROBE_S = 1.0  # until a replica notices that a router has gone
 
 
@@ -24,9 +25,15 @@ class CallLink:
 
     def __init__(self, world: World, router: str, replica: SimulatedReplica) -> None:
         self.world, self.router, self.replica = world, router, replica
-        self.is_broken = False
+        self.is_broken = self.is_doomed = False
         self._waiting: dict[str, tuple[Call[Any], asyncio.Future[Any]]] = {}
         self._there_s = self._back_s = 0.0  # when the last message arrives
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether it is about to break, or something arrives later than calm calls take."""
+        is_late = max(self._there_s, self._back_s) > self.world.now_s + _CALM_S
+        return not self.is_broken and (self.is_doomed or is_late)
 
     async def call(self, call_id: str, call: Call[Any]) -> Any:
         """The reply. Cancelling this cancels the call there. Raises ReplicaLost, CallFailed."""
@@ -44,6 +51,11 @@ class CallLink:
         """The replica answers."""
         self._back_s = max(self._back_s, self.world.now_s + self._delay_s())
         self.world.loop.call_at(self._back_s, self._answered, call_id, payload, failed)
+
+    def break_later(self, delay_s: float, loss: Loss, detail: str) -> None:
+        """It breaks then, whatever the weather."""
+        self.is_doomed = True
+        self.world.later(delay_s, self.break_off, loss, detail)
 
     def break_off(self, loss: Loss, detail: str) -> None:
         """Whoever waits is told; the replica notices a little later."""

@@ -48,7 +48,7 @@ class SimulatedPool(PoolClient):
                 raise ReplicaLost(replica_id, world.rng.choice([Loss.DEAD, Loss.UNREACHABLE]), "can't be reached")
         if world.happens(world.odds.link_breaks):
             world.fault(replica_id, "link breaks", "to %s", self._router)
-            world.later(world.rng.choice([0.0, 0.05, 0.5]), link.break_off, Loss.UNREACHABLE, "the link is broken")
+            link.break_later(world.rng.choice([0.0, 0.05, 0.5]), Loss.UNREACHABLE, "the link is broken")
         if not isinstance(call, GenerateCall | PrefillCall):
             return await link.call(f"{self._router}-{next(self._ids)}", call)
         world.trace(self._router, "-> %s %s %s", replica_id, type(call).__name__, _told(call))
@@ -103,6 +103,17 @@ class RouterSeat:
             self.router.pools_changed(table)
         else:
             self.router.prefill_changed()
+
+    @property
+    def num_lost(self) -> int:
+        """Replicas that it chooses no more, for now or for good."""
+        pools = (self.router._decode, self.router._prefill)
+        return sum(len(pool.lost) for pool in pools if pool is not None)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a connection of it is."""
+        return any(link.is_disturbed for pool in self.pools.values() for link in pool.links.values())
 
     def remains(self) -> dict[str, Any]:
         """Everything that must be empty when nothing is going on."""
@@ -170,6 +181,18 @@ class Fleet:
 
     def staying(self, pool: str) -> list[SimulatedReplica]:
         return [one for one in self.living(pool) if not one.is_leaving]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is somebody in each pool, all routers know who and choose any of them, and nothing that the
+        storm has left behind is in the way."""
+        for pool in POOLS if self.setting.num_prefill else ("decode",):
+            there = {one.name for one in self.staying(pool)}
+            if not there or any(seat.pools[pool].table.keys() != there for seat in self.seats):
+                return False
+        if any(one.sender is not None and one.sender.is_stuck for one in self.living()):
+            return False
+        return not any(seat.num_lost or seat.is_disturbed for seat in self.seats)
 
     def find_receiver(self, router_id: str) -> SimulatedReceiver | None:
         return next((seat.receiver for seat in self.seats if seat.router_id == router_id), None)

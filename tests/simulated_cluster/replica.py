@@ -15,7 +15,6 @@ from cluster.routing.pool_client import Loss
 from replicas.channels.wire import Decoder, MalformedMessage, encode
 from replicas.engine.engine import Engine
 from replicas.engine.engine_parts import EngineParts
-from replicas.engine.token_frames import TokenFrames
 from replicas.fault_points import FaultPoints
 from replicas.messages import Call, CallStatus, TransferPeer
 from replicas.serving.decode_replica import DecodeReplica
@@ -32,7 +31,7 @@ from tests.simulated_cluster.no_metrics import NoMetrics
 from tests.simulated_cluster.prefix_model import PrefixRunner, Weights
 from tests.simulated_cluster.setting import Setting
 from tests.simulated_cluster.stepped_threads import SteppedInbox, SteppedTransfers
-from tests.simulated_cluster.token_channel import SimulatedReceiver, SimulatedSender
+from tests.simulated_cluster.token_channel import PatientFrames, SimulatedReceiver, SimulatedSender
 from tests.simulated_cluster.world import World
 
 _CELL_BYTES = 8
@@ -108,7 +107,7 @@ class SimulatedReplica:
         frames = None
         if decodes:
             self.sender = SimulatedSender(world, name, epoch, find_receiver, stall_deadline_s=2.0)
-            frames = TokenFrames(self.sender, _IDLE_FRAME_S)
+            frames = PatientFrames(self.sender, _IDLE_FRAME_S)
         no_pool: Any = None
         metrics: Any = NoMetrics()
         parts = EngineParts(self.scheduler, self.runner, FaultPoints(None, no_pool), metrics, 1)
@@ -174,7 +173,7 @@ class SimulatedReplica:
         for link in self._links:
             # Whether a process has died is not always known when its connection ends.
             loss = Loss.DEAD if self.world.rng.random() < 0.8 else Loss.UNREACHABLE
-            self.world.later(self.world.rng.choice([0.001, 0.05, 0.5]), link.break_off, loss, "its process has ended")
+            link.break_later(self.world.rng.choice([0.001, 0.05, 0.5]), loss, "its process has ended")
 
     def leave(self) -> None:
         """Take no new requests, end what has begun, then the process."""

@@ -10,6 +10,7 @@ from typing import Any
 from replicas.engine.inbox import Inbox
 from replicas.kv.handoff_actions import Event, HandoffTiming
 from replicas.kv.kv_transport import KvTransport
+from replicas.kv.prober import _GIVE_UP_S
 from replicas.kv.transfer_driver import TransferDriver
 from replicas.kv.transfer_thread import TransferThread
 
@@ -89,9 +90,12 @@ class SteppedTransfers(TransferThread):
 
     @property
     def due_s(self) -> float:
-        """When the next thing is due, if nothing comes."""
+        """When the next thing is due, if nothing comes and no read ends: both are told, and need not be looked for."""
         driver = self.driver
+        prober = driver.peers.prober
         due_s = min(driver.source._next_due_s, driver.reader._next_due_s, driver.peers._next_ask_s)
-        if driver.peers.prober.is_busy or driver.peers.prober._waiting:
-            due_s = min(due_s, driver._now_s() + _PROBE_POLL_S)
+        if prober._measuring is not None:
+            return min(due_s, prober._measuring.begun_s + _GIVE_UP_S)
+        if any(not driver.reads.is_open_with(agent_name) for agent_name in prober._waiting):
+            return min(due_s, driver._now_s() + _PROBE_POLL_S)
         return due_s

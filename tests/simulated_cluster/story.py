@@ -22,6 +22,7 @@ from tests.simulated_cluster.world import World
 
 _STARTS_S = 0.4  # a replica
 _PATIENCE_S = 30.0  # for everything to come to rest
+_CALM_WITHIN_S = 5.0  # longer than anything holds that the storm has left behind
 _POLL_S = 0.05
 
 
@@ -33,6 +34,7 @@ class Story:
         self.clients: list[Client] = []
         self._prefixes = [self._ids(LONGEST_PROMPT) for _ in range(3)]
         self._tasks: set[asyncio.Task[None]] = set()
+        self._updated_s = 0.0  # when the last rolling update is over
         self._is_clear = False  # the weather: nobody is struck any more
 
     async def play(self) -> None:
@@ -167,7 +169,9 @@ class Story:
         for one in old:
             after_s += world.about(0.2)
             world.later(after_s, fleet.start, one.pool)
-            world.later(after_s + world.about(0.1), fleet.leave, one)
+            leaves_s = after_s + world.about(0.1)
+            world.later(leaves_s, fleet.leave, one)
+            self._updated_s = max(self._updated_s, world.now_s + leaves_s)
 
     def _break_links(self) -> None:
         self._hit(self._fleet.break_links)
@@ -240,7 +244,9 @@ class Story:
 
     async def _still_works(self) -> None:
         """After all that, a request is served as if nothing had been."""
-        await asyncio.sleep(2.5)  # whoever seemed to be frozen has answered again, pairs that failed are forgiven
+        until_s = max(self._world.now_s, self._updated_s) + _CALM_WITHIN_S
+        while self._world.now_s < until_s and not (self._fleet.is_known and self._world.now_s > self._updated_s):
+            await asyncio.sleep(_POLL_S)
         for _ in range(2):
             client = self._submit(timeout_s=12.0)
             assert client.task is not None

@@ -59,3 +59,25 @@ def test_our_clocks_are_the_simulations_until_its_end() -> None:
         assert stage.run(look) == (START_S + 5.0, START_S + 5.0)
     assert PoolView(dict, dict)._clock is time.monotonic
     assert handoff_source.HandoffSource("e", HandoffTiming()).num_open == 0
+
+
+def test_tasks_end_in_the_same_order_whatever_their_addresses() -> None:
+    """A TaskGroup cancels a set of them; sets go by hashes, and a task's own is its address."""
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            order.append(number)
+
+    async def fail() -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(wait(number)) for number in range(50)]
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in tasks)
+            raise KeyError
+
+    with virtual_time() as stage, pytest.raises(ExceptionGroup):
+        stage.run(fail)
+    assert order == list(range(50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import zmq
 
 from replicas.channels.token_receiver import TokenReceiver
 from replicas.channels.token_sender import TokenSender
+from replicas.engine.token_frames import TokenFrames
 from replicas.messages import ChannelAddress, Frame
 from tests.simulated_cluster.world import World
 
@@ -75,6 +77,27 @@ class SimulatedSender(TokenSender):
     def _connect(self, address: ChannelAddress) -> tuple[Any, Any]:
         return _Wire(self, address.router_id), _NoMonitor()
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a channel to a router that lives takes nothing."""
+        wires: list[Any] = [channel.socket for channel in self._channels.values()]
+        return any(0.0 < wire.stuck_s < math.inf for wire in wires)
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long no channel takes what waits for it."""
+        waiting: list[Any] = [channel.socket for channel in self._channels.values() if channel.ring.has_unsent]
+        return min((wire.stuck_s for wire in waiting), default=0.0)
+
+
+class PatientFrames(TokenFrames):
+    """A real channel says nothing, and is tried again and again; ours knows for how long that is in vain."""
+
+    sender: SimulatedSender
+
+    def idle_s(self, longest_s: float) -> float:
+        return max(super().idle_s(longest_s), min(self.sender.stuck_s, self._idle_frame_s))
+
 
 class _NoMonitor:
     """As the monitor of a socket that was never refused."""
@@ -93,6 +116,12 @@ class _Wire:
         self._sender, self._router_id = sender, router_id
         self._stuck_until_s = 0.0
         self._last_s = 0.0
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long it takes nothing."""
+        is_there = self._sender.find(self._router_id) is not None
+        return self._stuck_until_s - self._sender.world.now_s if is_there else math.inf
 
     def send(self, payload: bytes, flags: int) -> None:
         world = self._sender.world

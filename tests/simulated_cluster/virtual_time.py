@@ -9,15 +9,19 @@ import asyncio
 import sys
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from contextvars import Context, copy_context
+from heapq import heappop, heappush
+from itertools import count
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 START_S = 1000.0
 _PACKAGES = ("cluster", "replicas", "scheduler")
-MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
+_MOST_CALLS_AT_ONCE = 100_000  # while time stands still: more, and something goes round for ever
 
 
 class NothingToDo(Exception):
@@ -57,35 +61,97 @@ class _Names:
         return SimpleNamespace(hex=f"{self.count:04d}")
 
 
+class _Call:
+    """As asyncio's TimerHandle, with as little as it takes: a simulation makes thousands of them."""
+
+    __slots__ = ("arguments", "callback", "context", "due_s", "is_cancelled")
+
+    def __init__(
+        self, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None, due_s: float
+    ) -> None:
+        self.callback, self.arguments, self.due_s, self.is_cancelled = callback, arguments, due_s, False
+        self.context = copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.due_s
+
+
+class _Task(asyncio.Task[Any]):
+    """Known by its number: where a set of tasks is gone through, such as a TaskGroup's, addresses must not tell."""
+
+    def __init__(self, number: int, *arguments: Any, **named: Any) -> None:
+        self._number = number
+        super().__init__(*arguments, **named)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
-    """No sockets, no threads. Raises NothingToDo, GoesRound."""
+    """No sockets, no threads. Who is due at the same moment has his turn in the order of asking. Raises NothingToDo,
+    GoesRound."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
-        self._clock, self._num_turns = clock, 0
-        self._selector = self
+        self._clock, self.time = clock, clock.monotonic  # type: ignore[method-assign]
+        self._now: deque[_Call] = deque()
+        self._later: list[tuple[float, int, _Call]] = []  # a heap
+        self._numbers, self._task_numbers = count(), count()
+        self.set_task_factory(self._new_task)
 
-    def time(self) -> float:
-        return self._clock.now_s
+    def _new_task(self, loop: Any, coroutine: Any, **named: Any) -> Any:
+        return _Task(next(self._task_numbers), coroutine, loop=loop, **named)
 
-    def select(self, timeout_s: float | None) -> list[Any]:
-        """What a selector does: here time passes instead."""
-        if timeout_s is None:
-            raise NothingToDo
-        if timeout_s > 0.0:
-            self._clock.now_s += timeout_s
-            self._num_turns = 0
-        else:
-            self._num_turns += 1
-            if self._num_turns > MOST_TURNS_AT_ONCE:
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        call = _Call(callback, args, context, self._clock.now_s)
+        self._now.append(call)
+        return call
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        call = _Call(callback, args, context, when)
+        heappush(self._later, (when, next(self._numbers), call))
+        return call
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        return self.call_at(self._clock.now_s + delay, callback, *args, context=context)
+
+    def _run_once(self) -> None:
+        """Until it is stopped: everything that is to be done now, then time passes until the next one is due."""
+        now, clock = self._now, self._clock
+        num_calls, at_s = 0, clock.now_s
+        while not self._stopping:  # type: ignore[attr-defined]
+            call = now.popleft() if now else self._next_due()
+            if call.is_cancelled:
+                continue
+            try:
+                call.context.run(call.callback, *call.arguments)
+            except Exception as error:
+                self.call_exception_handler({"message": f"{call.callback} failed", "exception": error})
+            if at_s < clock.now_s:
+                num_calls, at_s = 0, clock.now_s
+            num_calls += 1
+            if num_calls > _MOST_CALLS_AT_ONCE:
                 raise GoesRound
-        return []
 
-    def _process_events(self, event_list: list[Any]) -> None:
-        pass
-
-    def _write_to_self(self) -> None:
-        pass
+    def _next_due(self) -> _Call:
+        """Time has passed until then."""
+        later = self._later
+        while later:
+            due_s, _, call = heappop(later)
+            if not call.is_cancelled:
+                if due_s > self._clock.now_s:
+                    self._clock.now_s = due_s
+                return call
+        raise NothingToDo
 
 
 class Stage:
