@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from replicas.grammars.grammar_fuel import GrammarFuel
 from replicas.grammars.joined_patterns import num_joined_patterns
-from replicas.grammars.learned import most_bytes, most_steps, num_steps
+from replicas.grammars.learned import Looks, most_bytes, most_steps, num_steps
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,17 @@ class GrammarRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class Twin:
-    """One lexer, and what has been learned there. matcher: at the beginning, where it stays. num_worn: how often one in
-    its place was worn out."""
+    """One lexer, and what has been learned there. matcher: at the beginning, where it stays. num_steps: that have been
+    told of. num_worn: how often one in its place was worn out."""
 
     matcher: LLMatcher
     max_states: int
     num_steps: int
     num_worn: int = 0
+    looks: Looks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looks = Looks(self.num_steps)
 
 
 class CompiledGrammar:

@@ -9,14 +9,11 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from replicas.grammars.compiled_grammar import TOO_MANY_STATES, CompiledGrammar, Twin, reason_of
-from replicas.grammars.learned import num_steps
+from replicas.grammars.learned import Looks, num_steps
 from scheduler.grammar import Grammar
 
 # How llguidance says that a token was none that the mask allowed. All its other errors are limits.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-# After so many tokens a text looks how much its lexer has learned: at first; then after four times as many, up to so
-# many, and to as many as will have it spend so many steps if it goes on so.
-_FIRST_LOOK, _LOOK_EVERY, _LOOK_STEPS = 4, 256, 50_000
 
 
 class FollowedText:
@@ -28,10 +25,8 @@ class FollowedText:
     __slots__ = (
         "_compiled",
         "_grammar",
-        "_look_every",
-        "_look_in",
+        "_looks",
         "_matcher",
-        "_num_steps",
         "_path",
         "_twin",
         "failure",
@@ -46,8 +41,7 @@ class FollowedText:
         self._grammar, self._compiled = grammar, compiled
         self.twin = compiled.choose_twin()
         self._twin: Twin | None = None  # that its matcher is a copy of; None with a matcher: it shares nothing
-        self._look_in = self._look_every = _FIRST_LOOK  # tokens
-        self._num_steps = compiled.compiled_steps  # of its lexer, when it last looked
+        self._looks = Looks(compiled.compiled_steps)  # while it shares nothing
         self._path: list[int] = []  # what its matcher has consumed
         self._matcher: LLMatcher | None = None
         self.is_held = not grammar.begins_after  # else any token may come
@@ -60,7 +54,7 @@ class FollowedText:
         other = FollowedText.__new__(FollowedText)
         other._grammar, other._compiled, other.twin = self._grammar, self._compiled, self.twin
         other._twin, other._path = self._twin, list(self._path)
-        other._look_in, other._look_every, other._num_steps = self._look_in, self._look_every, self._num_steps
+        other._looks = self._looks
         other._matcher = None if self._matcher is None else self._matcher.deep_copy()
         other.is_held = self.is_held
         other.pending = list(self.pending)
@@ -118,9 +112,9 @@ class FollowedText:
         assert self.matcher is not None
         self._path.append(token_id)
         self.check()
-        self._look_in -= 1
-        if self._look_in <= 0 and self.failure is None:
-            self._look()
+        looks = self._looks if self._twin is None else self._twin.looks
+        if self.failure is None and looks.is_due():
+            self._look(looks)
         if self._grammar.repeats and self.failure is None and self._is_complete():
             self.is_held, self._matcher = False, None
 
@@ -136,18 +130,15 @@ class FollowedText:
         self.has_strayed = _NOT_ALLOWED in self.failure
         return False
 
-    def _look(self) -> None:
+    def _look(self, looks: Looks) -> None:
         """Tell how much its lexer has learned, and leave it where that is too much. Mutates. 50 to 250 microseconds."""
         assert self._matcher is not None
         now = num_steps(self._matcher)
         if self._twin is not None:
             self._compiled.learned(self._twin, now)
-        of_token = max(1, (now - self._num_steps) // self._look_every)
-        most = min(_LOOK_EVERY, 4 * self._look_every, _LOOK_STEPS // of_token)
-        self._num_steps, self._look_every = now, max(1, most)
+        looks.looked(now)
         if now > self._compiled.most_steps and self._go_on_anew():
-            self._num_steps, self._look_every = self._compiled.compiled_steps, _FIRST_LOOK
-        self._look_in = self._look_every
+            looks.again()
 
     def _go_on_anew(self) -> bool:
         """By the same tokens, with a matcher that has room to learn: one shared with others, or its own. Whether it got
@@ -156,7 +147,7 @@ class FollowedText:
         while (anew := self._compiled.instead(self.twin, twin)) is not None:
             matcher, twin = anew
             if matcher.consume_tokens(self._path) and not matcher.is_error():
-                self._matcher, self._twin = matcher, twin
+                self._matcher, self._twin, self._looks = matcher, twin, Looks(self._compiled.compiled_steps)
                 return True
             if twin is None:
                 break
