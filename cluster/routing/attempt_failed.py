@@ -55,7 +55,7 @@ class AttemptFailed(Exception):
         """Whether the replica, or its engine, that had the request in its steps went. stage: where the attempt was. One
         that only kept memory for it does not count, nor one that leaves."""
         cause = self.__cause__
-        if isinstance(cause, ReplicaLost) and cause.loss is not Loss.LEAVING:
+        if isinstance(cause, ReplicaLost) and not cause.had_left:
             is_of_prefill = cause.replica_id == route.prefill_id
         elif self.status is CallStatus.ENGINE_FAILED:
             is_of_prefill = self.stage is Stage.PREFILL

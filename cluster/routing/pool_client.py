@@ -59,11 +59,13 @@ class Loss(StrEnum):
 
 
 class ReplicaLost(Exception):
-    """The replica was lost before it answered: the call may be tried on another."""
+    """The replica was lost before it answered: the call may be tried on another. had_left: it had said that it leaves,
+    and its end was due."""
 
-    def __init__(self, replica_id: str, loss: Loss, detail: str) -> None:
+    def __init__(self, replica_id: str, loss: Loss, detail: str, *, had_left: bool = False) -> None:
         super().__init__(replica_id, loss, detail)
         self.replica_id, self.loss, self.detail = replica_id, loss, detail
+        self.had_left = had_left or loss is Loss.LEAVING
 
     def __str__(self) -> str:
         return f"replica {self.replica_id}: {self.detail}"

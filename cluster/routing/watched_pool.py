@@ -46,6 +46,7 @@ class WatchedPool(PoolClient):
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
+        self._leaving: set[str] = set()  # who has said so, whatever became of it since
         # Calls, and what else waits for a replica, in the order in which they came: those that are lost together are
         # tried again in it.
         self._open: dict[str, dict[asyncio.Timeout, None]] = {}
@@ -124,9 +125,9 @@ class WatchedPool(PoolClient):
             if not limit.expired():
                 raise
             loss = self._lost.get(replica_id, Loss.FROZEN)
-            raise ReplicaLost(
-                replica_id, Loss.FROZEN if loss is Loss.LEAVING else loss, "has stopped answering"
-            ) from None
+            loss = Loss.FROZEN if loss is Loss.LEAVING else loss
+            had_left = replica_id in self._leaving
+            raise ReplicaLost(replica_id, loss, "has stopped answering", had_left=had_left) from None
         finally:
             if (others := self._open.get(replica_id)) is not None:
                 others.pop(limit, None)
@@ -139,6 +140,7 @@ class WatchedPool(PoolClient):
                 result = await work
         except ReplicaLost as lost:
             if lost.loss in (Loss.DEAD, Loss.UNREACHABLE):
+                lost.had_left = replica_id in self._leaving
                 self._is_dead(replica_id, lost.loss)
             raise
         self._pulses.heard(replica_id)
@@ -170,6 +172,7 @@ class WatchedPool(PoolClient):
         table = self._pool.replicas()
         for gone in [name for name in self._lost if name not in table]:
             del self._lost[gone]
+        self._leaving.intersection_update(table)
         changes = self._pulses.tick(now_s, table)
         for name in changes.froze:
             if self._lost.get(name) in (None, Loss.LEAVING):
@@ -184,6 +187,8 @@ class WatchedPool(PoolClient):
     def _lose(self, replica_id: str, loss: Loss) -> None:
         if self._lost.get(replica_id) is loss:
             return
+        if loss is Loss.LEAVING:
+            self._leaving.add(replica_id)
         if (self._lost.get(replica_id), loss) != (Loss.LEAVING, Loss.FROZEN):  # who leaves is not chosen again
             self._lost[replica_id] = loss
         self._on_lost(self.name, loss)

@@ -113,6 +113,30 @@ async def test_links_that_break_are_no_deaths_where_replicas_answer_again() -> N
         assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
 
 
+@pytest.mark.parametrize("what", ["dead", "frozen"])
+async def test_replicas_that_leave_and_end_have_not_died_of_it(what: str) -> None:
+    """A rolling update: each says that it leaves, and is gone before it has done what it was asked."""
+    cluster, frozen_after_s = FakeCluster(num_decode=6, num_prefill=0), 0.3 if what == "frozen" else 60.0
+    async with running_router(cluster, max_retries=9, frozen_after_s=frozen_after_s, migrates=False) as rig:
+        scripts = [killing(Phase.DECODE, what)] * 4
+
+        def script(call: GenerateCall) -> Script:
+            if not scripts:
+                return PLAIN
+            rig.router._decode._says_it_leaves(rig.cluster.calls[-1].replica_id)
+            return scripts.pop()
+
+        rig.cluster.script = script
+        generation = generation_of(*POISON)
+        assert await rig.tokens(generation) == undisturbed(generation)
+        assert len(rig.cluster.requests) == 5
+        assert len({call.replica_id for call in rig.cluster.calls if call.method == "generate"}) == 5
+        assert not any(call.is_suspect for call in rig.cluster.requests)
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
+        for replica in rig.cluster.decode.members.values():
+            replica.thaw.set()
+
+
 async def test_whoever_gets_on_in_between_lives_through_many_deaths() -> None:
     """Each replica dies under it, but not of it: it has had a row or more by then."""
     generation = generation_of(max_tokens=31)

@@ -99,4 +99,5 @@ class CallLink:
         delay_s = world.about(world.odds.call_s)
         if world.happens(world.odds.call_late):
             delay_s += world.rng.uniform(0.0, _LATE_S)
+            world.seen["call late"] += 1
         return delay_s

@@ -25,7 +25,7 @@ from tests.simulated_cluster.world import World
 # Errors that our code logs where it was a fault of the simulation's; all others are bugs.
 _EXPECTED_ERRORS = frozenset({"call_failed"})
 # What a router may take for a death of who computed a request: of that many it is refused as their cause.
-_LIKE_DEATHS = ("kill", "freeze", "link breaks", "links break")
+_LIKE_DEATHS = ("kill", "freeze", "link breaks", "links break", "call late")
 
 
 @dataclass(frozen=True, slots=True)

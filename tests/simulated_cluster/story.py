@@ -244,9 +244,13 @@ class Story:
 
     async def _still_works(self) -> None:
         """After all that, a request is served as if nothing had been."""
-        until_s = max(self._world.now_s, self._updated_s) + _CALM_WITHIN_S
-        while self._world.now_s < until_s and not (self._fleet.is_known and self._world.now_s > self._updated_s):
+        since_s = max(self._world.now_s, self._updated_s)
+        until_s, calm_s = since_s + _CALM_WITHIN_S, self._fleet.setting.limits.frozen_after_s
+        # For so long as a silence of before may still be noticed.
+        while self._world.now_s < min(until_s, since_s + calm_s):
             await asyncio.sleep(_POLL_S)
+            if not self._fleet.is_known:
+                since_s = self._world.now_s
         for _ in range(2):
             client = self._submit(timeout_s=12.0)
             assert client.task is not None
