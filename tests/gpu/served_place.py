@@ -39,7 +39,7 @@ class Place:
     num_tokens: int  # of each of them
 
 
-CARD = Place("cuda", 2048, 4096, 1, 1000, 64, 3, {"prefill": 5, "decode": 3}, 6, 48)
+CARD = Place("cuda", 2048, 4096, 1, 1000, 64, 3, {"prefill": 10, "decode": 5}, 6, 48)
 CPU = Place("cpu", 768, 1024, 8, 60, 16, 1, {"prefill": 1, "decode": 1}, 3, 16)
 PLACES = [pytest.param(CARD, id="cuda"), pytest.param(CPU, id="cpu", marks=pytest.mark.exhaustive)]
 

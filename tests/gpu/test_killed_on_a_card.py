@@ -1,6 +1,6 @@
 """Prefill and decode replicas on one card killed under streams, again and again: no text changes, no memory stays.
 
-On an H200: 60 s until it is ready, 35 s for each of the five rounds. Prefill is killed in every round, decode in three.
+On an H200: 60 s until it is ready, 35 s for each of the ten rounds. Prefill is killed in every round, decode in five.
 """
 
 from __future__ import annotations
