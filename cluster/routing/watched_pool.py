@@ -46,7 +46,7 @@ class WatchedPool(PoolClient):
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
-        self._leaving: set[str] = set()  # who has said so, whatever became of it since
+        self._leaving: set[str] = set()  # who has said so, whatever became of it, while it is there or works for us
         # Calls, and what else waits for a replica, in the order in which they came: those that are lost together are
         # tried again in it.
         self._open: dict[str, dict[asyncio.Timeout, None]] = {}
@@ -172,7 +172,7 @@ class WatchedPool(PoolClient):
         table = self._pool.replicas()
         for gone in [name for name in self._lost if name not in table]:
             del self._lost[gone]
-        self._leaving.intersection_update(table)
+        self._leaving = {name for name in self._leaving if name in table or name in self._open}
         changes = self._pulses.tick(now_s, table)
         for name in changes.froze:
             if self._lost.get(name) in (None, Loss.LEAVING):

@@ -368,7 +368,8 @@ class FakeCluster:
 
     def kill(self, replica_id: str) -> None:
         """Its calls fail and it sends nothing more. As in Serve it stays in the table until somebody removes it."""
-        (replica,) = (pool.members[replica_id] for pool in self.pools if replica_id in pool.members)
+        there = [*(replica for pool in self.pools for replica in pool.members.values()), *self._leavers]
+        (replica,) = (replica for replica in there if replica.replica_id == replica_id)
         if not replica.death.done():
             replica.death.set_result(None)
 

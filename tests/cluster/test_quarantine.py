@@ -137,6 +137,37 @@ async def test_replicas_that_leave_and_end_have_not_died_of_it(what: str) -> Non
             replica.thaw.set()
 
 
+async def test_who_has_left_the_pool_and_ends_later_has_not_died_of_it() -> None:
+    """Serve takes a replica off its list when it tells it to go, and it ends what it has begun, or its process ends."""
+    async with running_router(FakeCluster(num_decode=6), max_retries=9, migrates=False) as rig:
+        watched, seen = rig.router._decode, []
+        tick = watched._tick
+
+        def noting(now_s: float) -> None:
+            tick(now_s)
+            seen.append(dict(watched.replicas()))
+
+        watched._tick = noting  # type: ignore[method-assign]
+        scripts = [Script(Fault(Phase.TRANSFER, "dead"), transfer_s=1.2)] * 3
+
+        def script(call: GenerateCall) -> Script:
+            if not scripts:
+                return PLAIN
+            name = rig.cluster.calls[-1].replica_id
+            watched._says_it_leaves(name)
+            rig.cluster.remove(name)
+            rig.router.pools_changed(rig.cluster.decode.replicas())
+            return scripts.pop()
+
+        rig.cluster.script = script
+        generation = generation_of(*POISON)
+        assert await rig.tokens(generation) == undisturbed(generation)
+        assert len(rig.cluster.requests) == 4
+        assert not any(call.is_suspect for call in rig.cluster.requests)
+        assert {len(table) for table in seen} >= {5, 4, 3}, "the watch has looked while each was off the list"
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
+
+
 async def test_whoever_gets_on_in_between_lives_through_many_deaths() -> None:
     """Each replica dies under it, but not of it: it has had a row or more by then."""
     generation = generation_of(max_tokens=31)
