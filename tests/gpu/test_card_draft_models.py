@@ -201,6 +201,16 @@ def test_texts_are_those_without_a_draft_model_that_errs(
     assert sum(host.running[0].taken) < 3 * len(host.running[0].taken) - 2, "it does err"
 
 
+def paused(runner: CudaRunner, num_new: int) -> Host:
+    """A row has had drafts once, and none in 18 steps since."""
+    host = Host(runner, num_new, GREEDY, 0)
+    host.begin({0: PROMPTS[0]})
+    host.step({0: 2})
+    for _ in range(18):
+        host.step({0: 0})
+    return host
+
+
 @torch.inference_mode()
 def test_who_was_not_drafted_for_is_caught_up_with(
     device: torch.device, loaded: LoadedModel, same: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -208,12 +218,7 @@ def test_who_was_not_drafted_for_is_caught_up_with(
     """By passes of many tokens, in front of the first drafts: which are right at once."""
     num_new = 28
     expected = plain_texts(loaded, device, GREEDY, num_new)
-    runner = make_runner(loaded, device, by_model(same, []))
-    host = Host(runner, num_new, GREEDY, 0)
-    host.begin({0: PROMPTS[0]})
-    host.step({0: 2})
-    for _ in range(18):
-        host.step({0: 0})
+    host = paused(make_runner(loaded, device, by_model(same, [])), num_new)
     numbers: list[int] = []
     original = CardDraftModel._num_catch_ups
 
@@ -237,12 +242,7 @@ def test_who_has_paused_for_long_comes_back_over_some_steps(
     monkeypatch.setattr(card_draft_model, "_MOST_CATCH_UPS", 2)
     num_new = 30
     expected = plain_texts(loaded, device, GREEDY, num_new)
-    runner = make_runner(loaded, device, by_model(same, []))
-    host = Host(runner, num_new, GREEDY, 0)
-    host.begin({0: PROMPTS[0]})
-    host.step({0: 2})
-    for _ in range(18):
-        host.step({0: 0})
+    host = paused(make_runner(loaded, device, by_model(same, [])), num_new)
     assert host.run({0: 2})[0] == expected[0]
     assert host.running[0].taken[20:] == [1, 1, 3, 3]  # the first two are still behind
 
