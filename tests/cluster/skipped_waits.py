@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from tests.simulated_cluster.virtual_time import GoesRound, NothingToDo, VirtualClock, stood_in
 
 _PACKAGES = ("cluster", "replicas", "scheduler", "tests.cluster")
+ROUNDING_S = 1e-6  # of a difference of two times
 _PATIENCE_S = 30.0  # of real time, with no timer to go on to
 _MOST_TURNS_AT_ONCE = 100_000  # of the loop, while time stands still: more, and something goes round for ever
 _LONGEST_S = 100_000.0  # in one test: more, and somebody waits for ever beside what comes round by the clock
@@ -23,8 +23,11 @@ _LONGEST_S = 100_000.0  # in one test: more, and somebody waits for ever beside 
 
 @contextmanager
 def skipped_clock() -> Iterator[VirtualClock]:
-    """The clock of our modules, and of tests that are imported by now, until the end; it begins with the real time."""
-    clock = VirtualClock(time.monotonic())
+    """The clock of our modules, and of tests that are imported by now, until the end.
+
+    It begins with the same time in each run: what is left of a deadline is rounded alike.
+    """
+    clock = VirtualClock()
     with stood_in(_PACKAGES, clock):
         yield clock
 
