@@ -65,7 +65,8 @@ class IngressConfig(Section):
     )
     queue_timeout_s: Seconds = Field(
         default=30.0,
-        description="Longest wait for admission, while no decode replica is on its way. Beyond: status 429",
+        description="Longest wait for admission, while no decode replica is on its way. Beyond: status 429. Also for a "
+        "pool of which all replicas stand still. Beyond: status 503",
     )
     cold_start_timeout_s: Seconds = Field(
         default=300.0,

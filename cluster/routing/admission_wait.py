@@ -49,11 +49,13 @@ class Patience:
         self._told_s: dict[str, float] = {}
 
     async def for_decode(self, began_s: float, has_begun: Callable[[], bool], *futures: asyncio.Future[Any]) -> None:
-        """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s.
-        has_begun: whether he has something of his answer by now, which may have come elsewhere: then only his own
-        deadline counts."""
+        """Until one of them is done, or nobody waits longer for decode to admit him who has waited since began_s: but
+        for a moment in which he is admitted where there is room. has_begun: whether he has something of his answer by
+        now, which may have come elsewhere: then only his own deadline counts."""
+        timeout_s = self._limits.attempt.queue_timeout_s
+        least_s = time.monotonic() + self._limits.attempt.moment_s
         while not any(future.done() for future in futures):
-            await self._wait("decode", began_s, began_s, self._limits.attempt.queue_timeout_s, futures)
+            await self._wait("decode", began_s, began_s, timeout_s, futures, least_s)
             if not has_begun():
                 return
             await wait_for_any(*futures, timeout_s=_LOOK_AGAIN_S)
@@ -63,12 +65,20 @@ class Patience:
         await self._wait("prefill", asked_s, began_s, self._limits.attempt.handoff_timeout_s, futures)
 
     async def _wait(
-        self, pool: str, asked_s: float, began_s: float, timeout_s: float, futures: tuple[asyncio.Future[Any], ...]
+        self,
+        pool: str,
+        asked_s: float,
+        began_s: float,
+        timeout_s: float,
+        futures: tuple[asyncio.Future[Any], ...],
+        least_s: float = 0.0,
     ) -> None:
+        """least_s: not before that."""
         while not any(future.done() for future in futures):
             now_s, coming = time.monotonic(), self._orders.coming(pool)
             longest_s = self._limits.cold_start_timeout_s
-            until_s = max(waits_until(since_s, timeout_s, longest_s, coming) for since_s in {asked_s, began_s})
+            bounds_s = [waits_until(since_s, timeout_s, longest_s, coming) for since_s in {asked_s, began_s}]
+            until_s = max(least_s, *bounds_s)
             if now_s >= until_s:
                 return
             if now_s >= began_s + timeout_s:
@@ -84,8 +94,8 @@ class Patience:
 
 
 class AdmissionWait:
-    """Of one attempt; use once. began_s: when its request began to wait for decode, before it was moved too; asked_s:
-    likewise for its prompt, 0.0 before that."""
+    """Of one attempt; use once. began_s: as if its request had waited for decode since then, all its waits together;
+    asked_s: when it began to wait for its prompt, before it was moved too; 0.0 before that."""
 
     def __init__(
         self,
@@ -94,12 +104,12 @@ class AdmissionWait:
         room: WaitingRoom[AdmissionWait],
         prompts: PromptRoom[AdmissionWait],
         patience: Patience,
-        has_begun: Callable[[], bool],
+        leg: Leg,
         decide: Callable[[], Route | NeverFits | Unavailable],
         go_on: Callable[[Route, AdmissionWait], _Closable],
     ) -> None:
         self.seat, self.began_s, self.asked_s = seat, began_s, 0.0
-        self._room, self._prompts, self._patience, self._has_begun = room, prompts, patience, has_begun
+        self._room, self._prompts, self._patience, self._leg = room, prompts, patience, leg
         self._decide, self._go_on = decide, go_on
         self._called: asyncio.Future[_Closable] | None = None
 
@@ -114,12 +124,18 @@ class AdmissionWait:
 
     async def wait(self, arrival: asyncio.Future[Any], over: asyncio.Future[Any]) -> None:
         """Until one of them is done or its patience ends; the caller sees which. Raises MovedOn."""
+        leg, since_s = self._leg, time.monotonic()
         with self._may_be_called() as called:
             self._room.enter(self.seat)
             try:
-                await self._patience.for_decode(self.began_s, self._has_begun, arrival, over, called)
+                await self._patience.for_decode(self.began_s, lambda: leg.has_begun, arrival, over, called)
             finally:
                 self._room.leave(self.seat)
+                leg.waited_s += time.monotonic() - since_s
+
+    def is_admitted_anew(self, now_s: float) -> None:
+        """It had been admitted, and goes elsewhere: what it has waited for that before counts. Mutates."""
+        self.began_s = now_s - self._leg.waited_s
 
     async def for_prompt(
         self, answer: asyncio.Future[Any], over: asyncio.Future[Any], prefill_id: str, num_tokens: int, began_s: float
@@ -178,9 +194,8 @@ class AdmissionWaits:
         num_moves = 0 if before is None else before.seat.num_moves + 1
         spec, place = leg.generation.spec, (route.decode_id, now_s, leg.came_s, leg.has_begun, num_moves)
         seat: Waiting[AdmissionWait] = Waiting(*place, priority=spec.priority, client=spec.client)
-        began_s = now_s if before is None else before.began_s
-        parts = self.room, self.prompts, self._patience, lambda: leg.has_begun
-        wait = AdmissionWait(seat, began_s, *parts, decide, go_on)
+        began_s = now_s - leg.waited_s if before is None else before.began_s
+        wait = AdmissionWait(seat, began_s, self.room, self.prompts, self._patience, leg, decide, go_on)
         seat.who = wait
         wait.asked_s = 0.0 if before is None else before.asked_s
         return wait
@@ -193,7 +208,7 @@ class AdmissionWaits:
         if self.prompts.is_due(now_s):
             queued = {found.replica_id: found.queued_tokens for found in self._view.prefill_candidates()}
             for wait, route in self.prompts.movable(now_s, queued, AdmissionWait.decide):
-                wait.began_s = now_s  # it had been admitted
+                wait.is_admitted_anew(now_s)
                 self._call(wait, route, "prefill")
 
     def _call(self, wait: AdmissionWait, route: Route, at: str) -> None:

@@ -53,9 +53,9 @@ class AttemptFailed(Exception):
 
     def is_death_of_who_computed(self, stage: Stage, route: Route) -> bool:
         """Whether the replica, or its engine, that had the request in its steps went. stage: where the attempt was. One
-        that only kept memory for it does not count, nor one that leaves."""
+        that only kept memory for it does not count, nor one that leaves, nor one that its call has not reached."""
         cause = self.__cause__
-        if isinstance(cause, ReplicaLost) and not cause.had_left:
+        if isinstance(cause, ReplicaLost) and cause.may_have_reached and not cause.had_left:
             is_of_prefill = cause.replica_id == route.prefill_id
         elif self.status is CallStatus.ENGINE_FAILED:
             is_of_prefill = self.stage is Stage.PREFILL

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import struct
 from collections.abc import Callable
 
 import zmq
@@ -24,13 +25,19 @@ _BROKEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_UP = zmq.EVENT_HANDSHAKE_SUCCEEDED  # no call leaves this host before that
 _CONNECT_TIMEOUT_MS = 3000
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 10_000  # a host that is silent for so long has gone; frozen processes are noticed by others
 
 
 class ChannelBroken(Exception):
-    """The replica could not be reached, or the connection ended: what was called may have been begun or not."""
+    """The replica could not be reached, or the connection ended. may_have_reached: what was called may have been begun;
+    else it was not, nor will it be."""
+
+    def __init__(self, detail: str, *, may_have_reached: bool = False) -> None:
+        super().__init__(detail)
+        self.may_have_reached = may_have_reached
 
 
 class CallFailed(Exception):
@@ -47,7 +54,7 @@ class CallChannel:
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}  # by request id
         self._loop = asyncio.get_running_loop()
         self._socket, self._monitor = _connect(context, address)
-        self._is_open = True
+        self._is_open, self._was_up = True, False
         # In an empty context: what is called from here belongs to no HTTP request.
         empty = contextvars.Context()
         empty.run(self._loop.add_reader, self._socket, self._receive)
@@ -73,6 +80,9 @@ class CallChannel:
 
     def close(self) -> None:
         """End the connection: the replica cancels what is open, and here it fails. Idempotent."""
+        self._end(may_have_reached=True)
+
+    def _end(self, *, may_have_reached: bool) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -84,7 +94,7 @@ class CallChannel:
         waiting, self._waiting = self._waiting, {}
         for reply in waiting.values():
             if not reply.done():
-                reply.set_exception(ChannelBroken("the connection has ended"))
+                reply.set_exception(ChannelBroken("the connection has ended", may_have_reached=may_have_reached))
 
     def _send(self, *parts: bytes) -> None:
         if not self._is_open:
@@ -112,17 +122,21 @@ class CallChannel:
                 reply.set_exception(CallFailed(parts[-1].decode("ascii", "replace") if parts else "no answer"))
 
     def _watch(self) -> None:
-        """The monitor tells of nothing but what breaks the connection."""
-        if not self._is_open:
-            return
-        with contextlib.suppress(zmq.Again):
-            self._monitor.recv_multipart(zmq.NOBLOCK)
-            self._break()
+        """Take all that the monitor has told: that the connection is up, and what breaks it."""
+        while self._is_open:
+            try:
+                event, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if struct.unpack_from("=H", event) == (_UP,):
+                self._was_up = True
+            else:
+                self._break()
 
     def _break(self) -> None:
         self._receive()  # what came before it broke counts
         self._on_broken()
-        self.close()
+        self._end(may_have_reached=self._was_up)
 
 
 def _connect(
@@ -141,7 +155,7 @@ def _connect(
         socket.ipv6 = True
         socket.linger = 0
         socket.reconnect_ivl = -1  # what waits to be sent must not reach the replica once it has failed here
-        opened.append(monitor := socket.get_monitor_socket(_BROKEN))
+        opened.append(monitor := socket.get_monitor_socket(_UP | _BROKEN))
         socket.connect(address.endpoint)
     except (zmq.ZMQError, ValueError) as error:
         # The error outlives this call, and with it all that it refers to: an open socket would block context.term().

@@ -62,6 +62,7 @@ class Leg:
     ) -> None:
         """came_s: when its request came, by which it has its place among those that wait."""
         self.generation, self.came_s = generation, came_s
+        self.waited_s = 0.0  # for a replica to be there and to admit it, over all attempts
         self.is_search = generation.spec.beam is not None
         self.model = ""  # who is asked in this attempt
         self.forecast: PromptForecast | None = None  # of its prompt, once somebody has asked
@@ -184,7 +185,7 @@ class Leg:
 
     def _leg_of(self, choices: dict[int, ChoiceState]) -> Leg:
         leg = Leg(self.generation, choices, self._output, self.came_s)
-        leg._owes_prompt = self._owes_prompt
+        leg._owes_prompt, leg.waited_s = self._owes_prompt, self.waited_s
         return leg
 
     def _emit_prompt(self) -> None:

@@ -60,12 +60,15 @@ class Loss(StrEnum):
 
 class ReplicaLost(Exception):
     """The replica was lost before it answered: the call may be tried on another. had_left: it had said that it leaves,
-    and its end was due."""
+    and its end was due. may_have_reached: the call may have been begun there; else it was not."""
 
-    def __init__(self, replica_id: str, loss: Loss, detail: str, *, had_left: bool = False) -> None:
+    def __init__(
+        self, replica_id: str, loss: Loss, detail: str, *, had_left: bool = False, may_have_reached: bool = True
+    ) -> None:
         super().__init__(replica_id, loss, detail)
         self.replica_id, self.loss, self.detail = replica_id, loss, detail
         self.had_left = had_left or loss is Loss.LEAVING
+        self.may_have_reached = may_have_reached
 
     def __str__(self) -> str:
         return f"replica {self.replica_id}: {self.detail}"
@@ -127,7 +130,8 @@ class ServePool(PoolClient):
             reply: ReplyT = _REPLIES[type(call)](await channel.call(call_id, payload))
         except ChannelBroken as error:
             loss = Loss.DEAD if await self._found_dead(actor_name) else Loss.UNREACHABLE
-            raise ReplicaLost(replica_id, loss, str(error)) from error
+            reached = error.may_have_reached
+            raise ReplicaLost(replica_id, loss, str(error), may_have_reached=reached) from error
         return reply
 
     def tell_of_deaths(self, tell: Callable[[str], None]) -> None:

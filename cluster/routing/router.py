@@ -87,7 +87,7 @@ class Router:
         self._waits = AdmissionWaits(self.orders, limits, metrics, self._view)
         given_up, pairs = self._waits.given_up, self._view.pairs
         self._failures = FailedAttempts(rules, limits, metrics, self._routes, pairs, dead, given_up)
-        self._cold_start = ColdStart(rules, limits.cold_start_timeout_s, metrics, self.orders)
+        self._cold_start = ColdStart(rules, limits, metrics, self.orders, self._is_silent)
         self._ways = RouteWait(self._routes, self._cold_start, self._waits.recovers_until_s)
         self.demand = DemandMeter(self._view, self._cold_start, prefill is not None)
         self._mailboxes = Mailboxes()
@@ -178,7 +178,7 @@ class Router:
         leg = Leg(generation, choices, output, came_s=time.monotonic())
         need = self._routes.need(leg)
         with self.demand.opened(need, self._rules) as demand:
-            await self._cold_start.wait(need, self._most_held, deadline_s)
+            await self._ways.for_first(leg, deadline_s, self._most_held)
             self._waits.move()  # who waits goes before who comes
             # Decided and counted before anything more waits: of requests that come together each sees those before it.
             route = await self._ways.route(leg, AttemptHistory(), deadline_s, self._most_held)
@@ -201,7 +201,7 @@ class Router:
     async def _run_leg(self, leg: Leg, deadline_s: float, past: AttemptHistory, attempt: Attempt | None = None) -> None:
         while True:
             if attempt is None:
-                await self._cold_start.wait(self._routes.need(leg), None, deadline_s)
+                await self._ways.for_first(leg, deadline_s)
                 attempt = self._open_attempt(leg, past, deadline_s, await self._ways.route(leg, past, deadline_s))
             try:
                 with self._moves.known(attempt, deadline_s):
@@ -273,8 +273,11 @@ class Router:
         rules = PulseRules.of(self._limits.frozen_after_s)
         return WatchedPool(
             name, pool, rules, self._on_lost, lambda *load: self._view.heard_load(*load), self._forecasts.feed(name),
-            lambda replica_id: self._moves.leaving(replica_id),
+            lambda replica_id: self._moves.leaving(replica_id), lambda: self._cold_start.wake(),
         )  # fmt: skip
+
+    def _is_silent(self, pool_name: str) -> bool:
+        return any(self._same.of(pool.silent()) for pool in self.pools if pool.name == pool_name)
 
     # -- what becomes of the replicas, and what they say -------------------------------------------
 

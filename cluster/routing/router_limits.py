@@ -17,6 +17,11 @@ class AttemptLimits:
     handoff_timeout_s: float
     tail_s: float = unconfigured(5.0)
 
+    @property
+    def moment_s(self) -> float:
+        """That each attempt has at least, however long its request has waited: to be admitted where there is room."""
+        return min(self.queue_timeout_s, self.tail_s)
+
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:

@@ -38,11 +38,12 @@ class WatchedPool(PoolClient):
         on_load: Callable[[str, EngineLoad], None],
         keys: KeyFeed | None = None,
         on_leaving: Callable[[str], None] = lambda _: None,
+        on_back: Callable[[], None] = lambda: None,
     ) -> None:
         """on_lost: told of each loss, by pool and kind. on_load: what a replica said of its load when it was asked.
         keys: takes what replicas have cached; None: nobody wants to know. on_leaving: told of one that says that it
-        leaves, again and again."""
-        self.name, self._keys, self._on_leaving = name, keys, on_leaving
+        leaves, again and again. on_back: told when one answers again."""
+        self.name, self._keys, self._on_leaving, self._on_back = name, keys, on_leaving, on_back
         self._pool, self._rules, self._on_lost, self._on_load = pool, rules, on_lost, on_load
         self._pulses = PulseTable(rules)
         self._lost: dict[str, Loss] = {}
@@ -81,6 +82,12 @@ class WatchedPool(PoolClient):
         """Those that neither leave nor have died: the others are being replaced, or the pool is being emptied."""
         gone = (Loss.LEAVING, Loss.DEAD)
         return {name: of for name, of in self._pool.replicas().items() if self._lost.get(name) not in gone}
+
+    def silent(self) -> ReplicaTable:
+        """Those that may answer again: frozen, or out of reach."""
+        table = self._pool.replicas()
+        may_answer = [name for name, loss in self._lost.items() if loss in (Loss.FROZEN, Loss.UNREACHABLE)]
+        return {name: table[name] for name in may_answer if name in table}
 
     @property
     def lost(self) -> dict[str, Loss]:
@@ -208,6 +215,7 @@ class WatchedPool(PoolClient):
         if self._lost.get(replica_id) not in (None, Loss.LEAVING):
             del self._lost[replica_id]
             logger.info("replica answers again", extra={"event": "replica_recovered", "replica": replica_id})
+            self._on_back()
 
     async def _ask(self, replica_id: str) -> None:
         try:

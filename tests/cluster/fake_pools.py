@@ -133,12 +133,13 @@ class FakePool(PoolClient):
             return _refusal(method, replica)
         if replica.is_frozen:
             await self._hang(call)
+        was_alive = not replica.death.done()
         work = asyncio.ensure_future(getattr(self, f"_{method}")(replica, *arguments))
         work.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({work, replica.death}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ReplicaLost(replica_id, Loss.DEAD, "ActorDiedError")
+                raise ReplicaLost(replica_id, Loss.DEAD, "ActorDiedError", may_have_reached=was_alive)
             result = work.result()
             call.end = "ok"
             return result

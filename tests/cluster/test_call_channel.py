@@ -310,17 +310,20 @@ async def test_calls_fail_at_once_when_the_replicas_process_ends() -> None:
                 call = asyncio.ensure_future(channel.call("a", call_of("a")))
                 assert await asyncio.to_thread(process.stdout.readline) == "taken\n"
                 os.kill(process.pid, signal.SIGKILL)
-                with pytest.raises(ChannelBroken):
+                with pytest.raises(ChannelBroken) as lost:
                     async with asyncio.timeout(WAIT_S):
                         await call
                 assert broken == ["broken"]
-                with pytest.raises(ChannelBroken):
+                assert lost.value.may_have_reached, "it was taken"
+                with pytest.raises(ChannelBroken) as lost:
                     await channel.call("b", call_of("b"))
+                assert not lost.value.may_have_reached
             async with opened(address) as (again, broken):  # nobody listens there any more
-                with pytest.raises(ChannelBroken):
+                with pytest.raises(ChannelBroken) as lost:
                     async with asyncio.timeout(WAIT_S):
                         await again.call("c", call_of("c"))
                 assert broken == ["broken"]
+                assert not lost.value.may_have_reached
         finally:
             process.kill()
 
@@ -339,9 +342,10 @@ async def test_who_does_not_know_the_key_is_not_heard(rig: Rig) -> None:
     address = rig.server.address
     wrong = replace(address, public_key=zmq.curve_keypair()[0].decode("ascii"))
     async with opened(wrong) as (channel, _):
-        with pytest.raises(ChannelBroken):
+        with pytest.raises(ChannelBroken) as lost:
             async with asyncio.timeout(WAIT_S):
                 await channel.call("a", call_of("a"))
+        assert not lost.value.may_have_reached
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
         plain.connect(address.endpoint)

@@ -232,17 +232,3 @@ async def test_a_replacement_is_waited_for_no_longer_than_a_request_may() -> Non
             await asyncio.wait_for(rig.tokens(generation_of(max_tokens=3)), 20.0)
         assert caught.value.status == 503
         assert 60 <= int(caught.value.headers()["Retry-After"]) <= 70
-
-
-async def test_where_nobody_is_on_the_way_it_is_down_at_once_and_says_how_long_a_start_takes() -> None:
-    """All stand still: who replaces them was not ordered yet, and they may be back."""
-    async with running_router(FakeCluster(), frozen_after_s=0.4) as rig:
-        rig.router.orders.expect(dict.fromkeys(BOTH, 33.0))
-        rig.router.orders.wanted(dict.fromkeys(BOTH, 1))
-        replica = rig.cluster.decode.members["decode-0"]
-        replica.thaw.clear()
-        await until(lambda: not rig.router.usable("decode"))
-        with pytest.raises(ApiError, match="no decode replica is available") as caught:
-            await asyncio.wait_for(rig.tokens(generation_of(max_tokens=3)), 20.0)
-        assert (caught.value.status, caught.value.headers()) == (503, {"Retry-After": "33"})
-        replica.thaw.set()

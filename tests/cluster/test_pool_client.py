@@ -166,6 +166,7 @@ async def test_a_connection_that_breaks_is_death_only_on_rays_word(rig: Rig, has
         with pytest.raises(ReplicaLost) as caught:
             await request
         assert caught.value.loss is (Loss.DEAD if has_died else Loss.UNREACHABLE)
+        assert caught.value.may_have_reached
     assert rig.asked == ["actor-a"]
     assert await rig.pool.submit("b", PulseCall()) == PULSE
     rig.pool.close()
@@ -195,6 +196,7 @@ async def test_one_that_could_not_be_reached_is_tried_again(rig: Rig) -> None:
             async with asyncio.timeout(60.0):
                 await rig.pool.submit("a", call)
         assert caught.value.loss is Loss.UNREACHABLE
+        assert not caught.value.may_have_reached
     rig.present("a")
     assert await rig.pool.submit("a", PulseCall()) == PULSE, "the next call may find it"
     rig.pool.close()

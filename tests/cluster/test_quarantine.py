@@ -168,6 +168,23 @@ async def test_who_has_left_the_pool_and_ends_later_has_not_died_of_it() -> None
         assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
 
 
+@pytest.mark.parametrize("num_prefill", [4, 9])
+async def test_the_dead_that_it_is_sent_to_have_not_died_of_it(num_prefill: int) -> None:
+    """All but one have died of something else, and nobody has told the router yet: it finds out call by call."""
+    async with running_router(FakeCluster(num_prefill=num_prefill), max_retries=0) as rig:
+        alive, *corpses = rig.cluster.prefill.members
+        for name in corpses:
+            rig.cluster.kill(name)
+        # As long as they are all well known, the least busy is chosen: the one that lives has much to do.
+        rig.router._view.prompt_sent(alive, 100_000)
+        generation = generation_of(*POISON)
+        assert await rig.tokens(generation) == undisturbed(generation)
+        rig.router._view.prompt_answered(alive, 100_000)
+        assert [call.replica_id for call in rig.cluster.of("prefill")] == [*corpses, alive]
+        assert not any(call.is_suspect for call in rig.cluster.requests)
+        assert rig.count("splitserve_request_rejections", reason="quarantined") == 0
+
+
 async def test_whoever_gets_on_in_between_lives_through_many_deaths() -> None:
     """Each replica dies under it, but not of it: it has had a row or more by then."""
     generation = generation_of(max_tokens=31)
@@ -187,9 +204,9 @@ async def test_but_not_through_any_number_of_them() -> None:
         assert len(rig.cluster.struck) == 11
 
 
-def lost(replica_id: str, stage: Stage, loss: Loss = Loss.DEAD) -> AttemptFailed:
+def lost(replica_id: str, stage: Stage, loss: Loss = Loss.DEAD, may_have_reached: bool = True) -> AttemptFailed:
     failure = AttemptFailed(stage, CallStatus.ERROR, "", may_retry=True)
-    failure.__cause__ = ReplicaLost(replica_id, loss, "")
+    failure.__cause__ = ReplicaLost(replica_id, loss, "", may_have_reached=may_have_reached)
     return failure
 
 
@@ -210,6 +227,8 @@ def failed(stage: Stage, status: CallStatus) -> AttemptFailed:
         (lost("d", Stage.DECODE, Loss.FROZEN), Stage.DECODE, LOCAL, True),
         (lost("d", Stage.DECODE, Loss.UNREACHABLE), Stage.DECODE, LOCAL, True),  # Ray may not know yet
         (lost("d", Stage.DECODE, Loss.LEAVING), Stage.DECODE, LOCAL, False),
+        (lost("p", Stage.PREFILL, may_have_reached=False), Stage.PREFILL, REMOTE, False),
+        (lost("p", Stage.PREFILL, Loss.UNREACHABLE, may_have_reached=False), Stage.PREFILL, REMOTE, False),
         (failed(Stage.DECODE, CallStatus.ENGINE_FAILED), Stage.DECODE, LOCAL, True),
         (failed(Stage.PREFILL, CallStatus.ENGINE_FAILED), Stage.PREFILL, REMOTE, True),
         (failed(Stage.QUEUE, CallStatus.ENGINE_FAILED), Stage.QUEUE, LOCAL, False),

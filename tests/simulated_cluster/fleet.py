@@ -45,7 +45,8 @@ class SimulatedPool(PoolClient):
             link = self.links[replica_id] = CallLink(world, self._router, self._fleet.replicas[replica_id])
             if self._fleet.replicas[replica_id].is_dead:
                 link.is_broken = True
-                raise ReplicaLost(replica_id, world.rng.choice([Loss.DEAD, Loss.UNREACHABLE]), "can't be reached")
+                loss = world.rng.choice([Loss.DEAD, Loss.UNREACHABLE])
+                raise ReplicaLost(replica_id, loss, "can't be reached", may_have_reached=False)
         if world.happens(world.odds.link_breaks):
             world.fault(replica_id, "link breaks", "to %s", self._router)
             link.break_later(world.rng.choice([0.0, 0.05, 0.5]), Loss.UNREACHABLE, "the link is broken")
