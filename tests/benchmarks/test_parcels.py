@@ -155,7 +155,7 @@ def test_the_command_names_what_is_missing_until_nothing_is(tmp_path: Path) -> N
     assert "vllm: still missing vllm.1\n" in done.stdout
     assert "unpacked: site\n" in done.stdout
     assert (base / "site" / "package" / "__init__.py").read_text() == "name = 'site'\n"
-    assert unpack_command("--needs", "site", "--base", str(base)).returncode == 0
+    assert unpack_command(str(tmp_path / "nothing"), "--needs", "site", "--base", str(base)).returncode == 0
     done = unpack_command("--needs", "site", "vllm", "model", "--base", str(base))
     assert (done.returncode, done.stderr) == (1, "needed and not there: model, vllm\n")
     (tmp_path / "late").rename(late)

@@ -76,7 +76,10 @@ def _unpacked(header: PartHeader, base: Path) -> str | None:
 
 
 def _parts_in(path: Path) -> list[Path]:
-    return sorted(path.glob("*.[0-9]*")) if path.is_dir() else [path]
+    """None where there is no such path: nothing came with this call."""
+    if path.is_file():
+        return [path]
+    return sorted(path.glob("*.[0-9]*"))
 
 
 def main() -> int:
@@ -98,7 +101,7 @@ def main() -> int:
                 print(
                     f"{parcel}: {unpack(parcel, options.base)} after {time.monotonic() - started_s:.0f} s", flush=True
                 )
-    except (BrokenPart, FileNotFoundError) as error:
+    except BrokenPart as error:
         print(error, file=sys.stderr)
         return 1
     there = sorted(note.name.removesuffix("-unpacked") for note in (options.base / _KEPT).glob("*-unpacked"))
