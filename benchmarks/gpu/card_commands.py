@@ -36,6 +36,8 @@ _TOLD_CHARACTERS = 10_000  # of all logs' ends together
 
 @dataclass(frozen=True, slots=True)
 class CardCommand:
+    """text: what bash is to do on these cards. number: its place among all, and its log's name."""
+
     number: int
     cards: tuple[int, ...]
     limit_s: float
@@ -77,7 +79,7 @@ class Machine:
     grace_s: float = 10.0
 
     def cores_of(self, cards: Sequence[int]) -> set[int]:
-        """Cards have theirs in their order, as on machines that lend some cards of a host."""
+        """The first card has the first ones, and so on: those are on its side of the machine."""
         each = len(self.cores) // self.num_cards
         if not each:
             return set(self.cores)

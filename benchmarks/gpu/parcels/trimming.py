@@ -12,8 +12,12 @@ _ELF = b"\x7fELF"
 RAY = ("ray/jars", "ray/rllib", "ray/tune", "ray/train", "ray/data", "ray/dashboard/client", "bin/py-spy")
 # Of NIXL all but two ways of reading, and what the others stand on.
 _NIXL_PLUGINS = ("libplugin_UCX.so", "libplugin_POSIX.so")
-NIXL = ("nixl_ep_cu13", "include", "nixl_cu13.libs/ucx/libucx_perftest*")
-NIXL += tuple(f"nixl_cu13.libs/{name}*" for name in ("libazure", "libaws", "libxml2", "libcurl", "libgusli", "libs2n"))
+NIXL = (
+    "nixl_ep_cu13",
+    "include",
+    "nixl_cu13.libs/ucx/libucx_perftest*",
+    *(f"nixl_cu13.libs/{name}*" for name in ("libazure", "libaws", "libxml2", "libcurl", "libgusli", "libs2n")),
+)
 # For environments that a job may ask for: of those there are none.
 OTHERS = ("virtualenv/seed/wheels/embed/*.whl", "**/tests", "**/__pycache__")
 
