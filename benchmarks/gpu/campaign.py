@@ -1,8 +1,9 @@
-"""python -m benchmarks.gpu.campaign --shapes FOLDER --tokenizer FOLDER --state FILE.jsonl [--only PIECE,...]: one card.
+"""python -m benchmarks.gpu.campaign --tokenizer FOLDER --state FILE.jsonl --out FOLDER [--only PIECE,...]: one card.
 
 All rows by which the handoff, two lanes and the colocated engine are judged, and vLLM beside them, in pieces. Each
 piece is done once: what is in the state file is not measured again, so a call that ends early goes on in the next.
---budget-s: nothing is begun that would take longer. --out FOLDER gets the state and the servers' logs. A table, last.
+--workloads: of runs and searches those only. --budget-s: nothing is begun that would take longer. --out gets the state
+and the servers' logs. A table, last.
 --small --device cpu: everything but vLLM and kernels, with a tiny model and few requests, to try the script.
 """
 
@@ -30,9 +31,11 @@ from benchmarks.gpu.shape_folder import make_shape_folder
 
 _ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("vllm_figures.json")
+_SHAPES = Path(__file__).with_name("shapes")
 _LOG_BYTES = 400_000  # of each, its end
 
 NAMES = (*ALONE, *(piece.name for piece in SERVED))
+_LOADS = tuple(workload.name for workload in WORKLOADS)
 
 
 def run_piece(name: str, options: argparse.Namespace, place: Place, record: CampaignRecord, budget: Budget) -> bool:
@@ -40,7 +43,7 @@ def run_piece(name: str, options: argparse.Namespace, place: Place, record: Camp
     try:
         if name in ALONE:
             return measure_alone(name, options, place.logs, record, budget)
-        (piece,) = [piece for piece in _served(options) if piece.name == name]
+        (piece,) = [piece for piece in asked_of(options) if piece.name == name]
         return serve_piece(piece, place, record)
     except Exception as error:
         traceback.print_exc()
@@ -48,10 +51,17 @@ def run_piece(name: str, options: argparse.Namespace, place: Place, record: Camp
         return False
 
 
-def _served(options: argparse.Namespace) -> Sequence[ServedPiece]:
-    if not options.small:
-        return SERVED
-    return [replace(piece, start_s=60.0) for piece in SERVED]
+def asked_of(options: argparse.Namespace) -> Sequence[ServedPiece]:
+    """Of each piece the workloads that are asked for."""
+    pieces = [
+        replace(
+            piece,
+            runs=tuple(run for run in piece.runs if run[0] in options.workloads),
+            searches=tuple(name for name in piece.searches if name in options.workloads),
+        )
+        for piece in SERVED
+    ]
+    return [replace(piece, start_s=60.0) for piece in pieces] if options.small else pieces
 
 
 def _workloads(options: argparse.Namespace) -> dict[str, Workload]:
@@ -77,12 +87,13 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=Path, required=True)
+    parser.add_argument("--shapes", type=Path, default=_SHAPES, help="a folder of config.json files, by model")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--resume", type=Path, nargs="*", default=[], help="state files of earlier machines")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--workloads", default=",".join(_LOADS), help=f"of {', '.join(_LOADS)}")
     parser.add_argument("--budget-s", type=float, default=3600.0)
     parser.add_argument("--most-runs", type=int, default=4, help="of a search, those of earlier calls included")
     parser.add_argument("--processes", type=int, default=4, help="of the client")
@@ -91,9 +102,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    options.only = options.only.split(",")
+    options.only, options.workloads = options.only.split(","), options.workloads.split(",")
     if unknown := set(options.only) - set(NAMES):
         parser.error(f"no such piece: {', '.join(sorted(unknown))}")
+    if unknown := set(options.workloads) - set(_LOADS):
+        parser.error(f"no such workload: {', '.join(sorted(unknown))}")
     return options
 
 

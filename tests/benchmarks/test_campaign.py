@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.campaign import KEPT, NAMES
-from benchmarks.gpu.campaign_alone import ALONE
+from benchmarks.gpu.campaign import KEPT, NAMES, asked_of
+from benchmarks.gpu.campaign_alone import ALONE, shape_of
 from benchmarks.gpu.campaign_pieces import SERVED, WORKLOADS
 from benchmarks.gpu.campaign_record import CampaignRecord, InUse, held_alone
 from benchmarks.gpu.campaign_servers import METRICS, Place, ServedPiece, todo_of
@@ -154,3 +155,18 @@ def test_what_is_kept_of_a_servers_metrics_are_metrics() -> None:
     """One that has another name by now would be kept of no server, and nobody would notice."""
     series = {row.name + ("_total" if row.type == "counter" else "") for row in metric_table()}
     assert set(METRICS) - series == set()
+
+
+def test_only_the_workloads_that_are_asked_for_are_run() -> None:
+    options = argparse.Namespace(small=False, workloads=["8192/256"])
+    pieces = {piece.name: piece for piece in asked_of(options)}
+    assert set(pieces) == {piece.name for piece in SERVED}
+    assert (pieces["pair-split"].runs, pieces["pair-split"].searches) == ((), ("8192/256",))
+    assert (pieces["lanes"].runs, pieces["lanes"].searches) == ((), ())
+    options.workloads = list(LOADS)
+    assert list(asked_of(options)) == list(SERVED)
+
+
+def test_shapes_that_are_measured_are_here() -> None:
+    options = argparse.Namespace(shapes=KEPT.with_name("shapes"))
+    assert json.loads(shape_of(options).read_text())["hidden_size"] == 4096
