@@ -49,6 +49,7 @@ ALONE = {
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
     "int4-by-byte": 60.0,
+    "weights-ahead": 95.0,
     "speculative-plain": 190.0,
     "speculative": 225.0,
     "speculative-oracle": 175.0,

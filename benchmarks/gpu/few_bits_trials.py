@@ -59,7 +59,26 @@ def by_byte() -> Iterator[None]:
         yield
 
 
-PIECES = {"int4-by-byte": Trial(("int4",), {"off": as_shipped, "on": by_byte, "off again": as_shipped})}
+@contextmanager
+def _weights_ahead(num_mib: int) -> Iterator[None]:
+    from replicas.cuda import weights_ahead
+
+    with patch.object(weights_ahead, "AHEAD_BYTES", num_mib << 20):
+        yield
+
+
+_MIB_AHEAD = (8, 16)
+PIECES = {
+    "int4-by-byte": Trial(("int4",), {"off": as_shipped, "on": by_byte, "off again": as_shipped}),
+    "weights-ahead": Trial(
+        ("fp8", "int4"),
+        {
+            "off": as_shipped,
+            **{f"{num_mib} MiB": partial(_weights_ahead, num_mib) for num_mib in _MIB_AHEAD},
+            "off again": as_shipped,
+        },
+    ),
+}
 
 
 def make_runner(folder: Path, dtype: str, device: torch.device, quantise: str, most_rows: int) -> StepsRunner:
