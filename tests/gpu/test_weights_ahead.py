@@ -1,10 +1,11 @@
 """Weights that a kernel in front of their product fetches: which bytes, and that nothing else is changed by it.
 
-What fetches is replaced by what marks: there is no cache to look into, and none in the interpreter.
+In the interpreter what fetches is replaced by what marks; on a card there is no cache to look into.
 """
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -23,12 +24,7 @@ from replicas.kernels.round_normed import round_normed  # noqa: E402
 from replicas.layers.packed_weights import FP8  # noqa: E402
 from tests.gpu.paged_case import paged_case  # noqa: E402
 
-pytestmark = [
-    pytest.mark.interpreted,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels take no other function"),
-]
-
-SIZE = 16  # of the smallest piece
+pytestmark = pytest.mark.interpreted
 
 
 @triton.jit
@@ -40,16 +36,18 @@ def _mark(pointers, SIZE: tl.constexpr):
 @pytest.fixture
 def marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fetched piece has a one at the begin of each of its 16 bytes."""
-    monkeypatch.setattr(kernel, "_fetch", _mark)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernel, "_fetch", _mark)
 
 
-def fetched(weights: torch.Tensor) -> torch.Tensor:
-    """By row of the weights, whether each of its 16 bytes was fetched."""
-    return weights.view(torch.uint8).flatten(1)[:, ::16] != 0
+def assert_fetched(weights: torch.Tensor, wanted: torch.Tensor) -> None:
+    """wanted: by row of the weights, whether each of its 16 bytes is fetched, where that can be seen."""
+    found = weights.view(torch.uint8).flatten(1)[:, ::16] != 0
+    assert torch.equal(found.cpu(), wanted & (weights.device.type == "cpu"))
 
 
-def weights_fp8(num_out: int, num_in: int) -> torch.Tensor:
-    return torch.zeros(num_out, num_in, dtype=torch.uint8).view(FP8)
+def weights_fp8(num_out: int, num_in: int, device: torch.device | None = None) -> torch.Tensor:
+    return torch.zeros(num_out, num_in, dtype=torch.uint8, device=device).view(FP8)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 20])
@@ -90,9 +88,9 @@ def test_every_linear_layer_of_a_card_has_weights() -> None:
     assert weights_of(SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
-def test_a_norm_fetches_what_the_product_behind_it_does_not(marks: None) -> None:
-    x, added, weight = torch.randn(3, 256).half(), torch.randn(3, 256).half(), torch.rand(256).half()
-    weights = weights_fp8(200, 2048)
+def test_a_norm_fetches_what_the_product_behind_it_does_not(marks: None, device: torch.device) -> None:
+    x, added, weight = (torch.randn(*size).half().to(device) for size in ((3, 256), (3, 256), (256,)))
+    weights = weights_fp8(200, 2048, device)
     ahead = pieces_of(weights, 200 * 300, 512)
     assert ahead is not None
     plain, besides = (round_normed(x, added, weight, 1e-5, FP8, given) for given in (None, (weights, ahead)))
@@ -100,46 +98,48 @@ def test_a_norm_fetches_what_the_product_behind_it_does_not(marks: None) -> None
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     wanted = torch.zeros(200, 128, dtype=torch.bool)
     wanted[:, 32:48] = True
-    assert torch.equal(fetched(weights), wanted)
+    assert_fetched(weights, wanted)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
-def test_rotation_fetches_besides(num_tokens: int, marks: None) -> None:
+def test_rotation_fetches_besides(num_tokens: int, marks: None, device: torch.device) -> None:
     torch.manual_seed(2)
-    slots, positions = torch.arange(num_tokens, dtype=torch.int32), torch.full((num_tokens,), 7, dtype=torch.int32)
-    projected, cos, sin = (torch.randn(num_tokens, width).half() for width in (8 * 64, 64, 64))
-    weights = torch.zeros(300, 1024, dtype=torch.float16)
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    positions = torch.full_like(slots, 7)
+    projected, cos, sin = (torch.randn(num_tokens, width).half().to(device) for width in (8 * 64, 64, 64))
+    weights = torch.zeros(300, 1024, dtype=torch.float16, device=device)
     ahead = pieces_of(weights, weights.nbytes)
     assert ahead is not None
     found = []
     for given in (None, (weights, ahead)):
-        case = paged_case([9] * num_tokens, 2, 64, torch.float16, torch.device("cpu"))
+        case = paged_case([9] * num_tokens, 2, 64, torch.float16, device)
         out = rotate_into_pool(
             projected, None, cos, sin, case.kv, case.table, slots, positions, 0, copies_value=True, fetched=given
         )
         found.append((*out, case.kv.nan_to_num(7.0)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert fetched(weights).all()
+    assert_fetched(weights, torch.ones(300, 128, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_the_weighing_of_pieces_fetches_besides(num_rows: int, marks: None) -> None:
+def test_the_weighing_of_pieces_fetches_besides(num_rows: int, marks: None, device: torch.device) -> None:
     torch.manual_seed(3)
     num_heads, dim = 4, 64
-    partial, lse = torch.randn(2 * num_rows, num_heads, dim), torch.randn(2 * num_rows, num_heads)
+    partial = torch.randn(2 * num_rows, num_heads, dim).to(device)
+    lse = torch.randn(2 * num_rows, num_heads).to(device)
     shares = torch.zeros(2 * num_rows + 2, 4, dtype=torch.int32)
     shares[: num_rows + 1, 3] = 2 * torch.arange(num_rows + 1)  # each row in two pieces
     constants = {"HEAD_DIM": dim, "DIM_PADDED": dim, "ROWS_AT": 0, "IS_EARLY": False}
-    weights = words_of(torch.zeros(256, 512, dtype=torch.uint8))
+    weights = words_of(torch.zeros(256, 512, dtype=torch.uint8)).to(device)
     ahead = pieces_of(weights, 40_000)
     assert ahead is not None
-    outs = [torch.zeros(num_rows, num_heads, dim) for _ in "12"]
+    outs = [torch.zeros(num_rows, num_heads, dim, device=device) for _ in "12"]
     for out, given in zip(outs, (None, (weights, ahead)), strict=True):
-        weigh_pieces(out, partial, lse, shares, num_rows, 1, constants, given)
+        weigh_pieces(out, partial, lse, shares.to(device), num_rows, 1, constants, given)
     assert torch.equal(*outs)
-    shared = torch.softmax(lse.view(num_rows, 2, num_heads) * torch.log(torch.tensor(2.0)), 1)[..., None]
+    shared = torch.softmax(lse.view(num_rows, 2, num_heads) * math.log(2.0), 1)[..., None]
     assert torch.allclose(outs[0], (shared * partial.view(num_rows, 2, num_heads, dim)).sum(1), atol=1e-5)
-    assert torch.equal(fetched(weights.view(1, -1))[0], torch.arange(weights.nbytes // 16) < 9 * 256)
+    assert_fetched(weights.view(1, -1), (torch.arange(weights.nbytes // 16) < 9 * 256)[None])
 
 
 @pytest.mark.parametrize("num_tokens", [4, 5])
