@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.campaign_record import CUT, CampaignRecord, Line
+from benchmarks.gpu.few_bits_trials import PIECES as TRIALS
 from benchmarks.gpu.quantised_pieces import PIECES as QUANTISED
 from benchmarks.gpu.quantised_pieces import PRODUCTS
 from benchmarks.gpu.served import own_vllm_cache
@@ -47,6 +48,8 @@ ALONE = {
     "vllm-fp8": 120.0,
     "vllm-fp8-kv": 125.0,
     "vllm-awq": 120.0,
+    "int4-by-byte": 60.0,
+    "weights-ahead": 95.0,
     "speculative-plain": 190.0,
     "speculative": 225.0,
     "speculative-oracle": 175.0,
@@ -105,6 +108,7 @@ def run_child(name: str, options: argparse.Namespace, log: Path, timeout_s: floa
     """A piece's process. Blocks. Whatever it has started ends with it."""
     module = "quantised_pieces" if name in (*QUANTISED, PRODUCTS) else "card_pieces"
     module = "speculative_pieces" if name in SPECULATIVE else module
+    module = "few_bits_trials" if name in TRIALS else module
     command = [sys.executable, "-m", f"benchmarks.gpu.{module}", name, "--shape", str(shape_of(options))]
     command += ["--tokenizer", str(options.tokenizer)]
     command += ["--device", options.device, *(["--small", "--dtype", "float32"] if options.small else [])]

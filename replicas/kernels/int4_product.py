@@ -54,7 +54,7 @@ def _product(
     x, weight, factors, bias, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
     GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
     NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr,
-    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr, BY_BYTE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, part_chunks of them. IS_ONE_GROUP: whether each chunk is within
     one group. NUM_PRODUCTS: 1, or 2, each of ROWS."""
@@ -90,7 +90,7 @@ def _product(
             f_third = _factors_of(factors, first + 2 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
             f_last = _factors_of(factors, first + 3 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
         w_first, w_second, w_third, w_last = int4_numbers(
-            words, f_first, f_second, f_third, f_last, x.dtype.element_ty, IS_COMPILED
+            words, f_first, f_second, f_third, f_last, x.dtype.element_ty, IS_COMPILED, BY_BYTE
         )
         v_first, v_second, v_third, v_last = _quarters(x_rows + first, is_row, first, num_in, IS_WHOLE)
         total = tl.dot(v_first, w_first, total, input_precision="ieee")
@@ -115,12 +115,13 @@ def _product(
 
 def int4_product(
     x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor, group_size: int, bias: torch.Tensor | None,
-    tile: ProductTile, arrived: torch.Tensor,
+    tile: ProductTile, arrived: torch.Tensor, by_byte: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x [R <= 64, K] times a matrix [N, K] transposed, plus bias [N]: [R, N] in x's type, which is of 16 bits.
 
     weight: `words_of` it; factors: `group_factors` of its scales and zeros; group_size: a multiple of 32; tile.block_k
     is a chunk, whatever it says. All contiguous. Sums in float32. arrived and the rest as in `skinny_product`.
+    by_byte: as in `int4_numbers`.
     """
     num_rows, num_in = x.shape
     num_chunks, num_out, _ = weight.shape
@@ -136,7 +137,7 @@ def int4_product(
         IS_ONE_GROUP=group_size % CHUNK == 0, HAS_BIAS=bias is not None, ROWS=min(rows, _MOST_ROWS),
         NUM_PRODUCTS=triton.cdiv(rows, _MOST_ROWS), BLOCK_N=tile.block_n, NUM_PARTS=tile.num_parts,
         NUM_FETCHED=_FETCHED_CHUNKS if is_fetched else 0, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, launch_pdl=is_early,
+        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, BY_BYTE=by_byte,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

@@ -24,6 +24,7 @@ from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled, pairs_as_numbers
+from replicas.kernels.weights_ahead import Fetched
 from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
@@ -213,6 +214,7 @@ def paged_decode(
     rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int | None = None,
+    fetched: Fetched | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
 
@@ -224,7 +226,8 @@ def paged_decode(
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
     of the rows, by the positions of their first queries, and slots and positions are not looked at.
-    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest.
+    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest. fetched: as in
+    `weigh_pieces`.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -254,7 +257,7 @@ def paged_decode(
         num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
-    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants)
+    weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants, fetched)
 
 
 def query_sizes(group: int, num_queries: int) -> dict[str, int]:

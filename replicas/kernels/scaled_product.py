@@ -14,6 +14,7 @@ from replicas.kernels.skinny_product import ProductTile
 
 _A_FETCH = tl.constexpr(FETCHED_BYTES)  # weights of 8 bits in a fetch
 _NUM_FETCHED = 2
+FETCHED_OF_ROW = _NUM_FETCHED * FETCHED_BYTES  # of an output's weights, of each part of them
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])

@@ -115,8 +115,11 @@ def test_scaled_products(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "num_out", "num_in", "group_size", "num_parts"),
-    [(1, 200, 96, 32, 1), (17, 64, 576, 64, 2), (64, 100, 1024, 128, 4), (3, 130, 320, 320, 2), (2, 64, 192, 96, 1)],
-)
+    [
+        (1, 200, 96, 32, 1), (17, 64, 576, 64, 2), (64, 100, 1024, 128, 4), (3, 130, 320, 320, 2), (2, 64, 192, 96, 1),
+        (5, 128, 512, 128, 2),
+    ],
+)  # fmt: skip
 def test_products_of_4_bits(
     device: torch.device, has_bias: bool, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int,
     group_size: int, num_parts: int,
@@ -133,12 +136,13 @@ def test_products_of_4_bits(
     outs = [
         int4_product(
             x.to(device), words_of(values).to(device), group_factors(scales, zeros).to(device), group_size,
-            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived,
+            None if bias is None else bias.to(device), ProductTile(64, 128, 4, 3, num_parts), arrived, by_byte,
         )
-        for _ in "12"
+        for by_byte in (False, False, True)
     ]  # fmt: skip
     assert relative_error(outs[0], expected) < TOLERANCE[dtype]
     assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2]), "numbers taken by bytes are the same"
     assert not arrived.any()
 
 

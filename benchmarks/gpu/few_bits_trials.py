@@ -1,0 +1,152 @@
+"""python -m benchmarks.gpu.few_bits_trials PIECE: steps of weights of few bits with a trial off, on, and off again.
+
+All in one process and on one model: only graphs are captured anew. What drifts shows in the first and the last. A JSON
+line of all figures so far after each of them; all other output goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.engine.step_plans import set_up
+from benchmarks.gpu.quantised_pieces import Teller
+from benchmarks.gpu.shape_folder import make_shape_folder
+from benchmarks.gpu.step_times import GREEDY, decode_ms
+from replicas.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.steps_runner import StepsRunner
+
+BATCHES, CONTEXT = (1, 16, 64), 1073
+_REPEATS = 40
+
+Figures = dict[str, Any]
+Change = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """quantise: as `model.quantise`, a model each. ways: of what is on, in this order: each is within whose change its
+    graphs are captured. The first is off."""
+
+    quantise: tuple[str, ...]
+    ways: Mapping[str, Change]
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def by_byte() -> Iterator[None]:
+    from replicas.cuda import int4_card_linear
+
+    kernel = partial(int4_card_linear.int4_product, by_byte=True)
+    with patch.object(int4_card_linear, "int4_product", kernel):
+        yield
+
+
+@contextmanager
+def _weights_ahead(num_mib: int) -> Iterator[None]:
+    from replicas.cuda import weights_ahead
+
+    with patch.object(weights_ahead, "AHEAD_BYTES", num_mib << 20):
+        yield
+
+
+_MIB_AHEAD = (8, 16)
+PIECES = {
+    "int4-by-byte": Trial(("int4",), {"off": as_shipped, "on": by_byte, "off again": as_shipped}),
+    "weights-ahead": Trial(
+        ("fp8", "int4"),
+        {
+            "off": as_shipped,
+            **{f"{num_mib} MiB": partial(_weights_ahead, num_mib) for num_mib in _MIB_AHEAD},
+            "off again": as_shipped,
+        },
+    ),
+}
+
+
+def make_runner(folder: Path, dtype: str, device: torch.device, quantise: str, most_rows: int) -> StepsRunner:
+    """Layers compiled, no graphs. Its pool has room for the rows, and numbers in it. Blocks."""
+    from benchmarks.gpu.steps_runner import StepsRunner
+    from replicas.kv.kv_pool import KvPool
+    from replicas.model.model_loader import load_model
+
+    most_tokens = CONTEXT + 16
+    loaded = load_model(ModelSettings(str(folder), str(folder), dtype, most_tokens, "dummy", False, quantise), device)
+    pool = KvPool(loaded.kv_layout(16), most_rows * -(-most_tokens // 16), device)
+    torch.manual_seed(1)
+    pool.tensor.normal_()
+    runner = StepsRunner(loaded, pool, most_rows, most_tokens)
+    runner.compile_layers()
+    return runner
+
+
+@torch.inference_mode()
+def steps_of_ways(
+    runner: StepsRunner, ways: Mapping[str, Change], batches: Sequence[int], tell: Callable[[Figures], None]
+) -> None:
+    """tell: is given, by way and number of rows, ms of a step, and how far its logits are from the first way's: apart,
+    0 where they are the same bits."""
+    first: dict[int, torch.Tensor] = {}
+    for way, change in ways.items():
+        with change():
+            runner.capture_steps(batches)
+        for batch in batches:
+            step_ms = decode_ms(runner, batch, CONTEXT, GREEDY, _REPEATS)
+            logits = runner.logits(set_up(batch, CONTEXT, runner.pool.layout.block_size))
+            apart = float((logits - first.setdefault(batch, logits)).abs().max())
+            tell({f"{way}, {batch} rows": [round(step_ms, 3), apart]})
+
+
+def measure(trial: Trial, options: argparse.Namespace, tell: Callable[[Figures], None]) -> None:
+    """Blocks for a minute."""
+    for quantise in trial.quantise:
+        started_s = time.perf_counter()
+        with tempfile.TemporaryDirectory() as name:
+            folder = make_shape_folder(options.shape, Path(name))
+            runner = make_runner(folder, options.dtype, torch.device(options.device), quantise, max(BATCHES))
+        tell({f"{quantise}, start_s": round(time.perf_counter() - started_s, 1)})
+        steps_of_ways(runner, trial.ways, BATCHES, partial(_tell_of, tell, quantise))
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _tell_of(tell: Callable[[Figures], None], quantise: str, more: Figures) -> None:
+    tell({f"{quantise}, {name}": figure for name, figure in more.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("piece", choices=PIECES)
+    parser.add_argument("--shape", type=Path, required=True, help="config.json of Llama-3.1-8B")
+    parser.add_argument("--tokenizer", type=Path, help="not needed")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    tell = Teller()
+    if options.device != "cuda":
+        tell({"skipped": "needs a card"})
+    else:
+        measure(PIECES[options.piece], options, tell)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What a campaign tries of few bits: each way's steps are timed, with the logits of the first, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU torch comes without triton")
+from benchmarks.gpu import few_bits_trials
+from benchmarks.gpu.campaign_alone import ALONE
+from benchmarks.gpu.few_bits_trials import PIECES, make_runner, steps_of_ways
+from benchmarks.gpu.steps_runner import StepsRunner
+from replicas.cuda import int4_card_linear
+from tests.gpu.test_cuda_runner import CONFIG, card  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.interpreted
+
+
+def test_each_trial_is_a_piece_and_begins_and_ends_as_shipped() -> None:
+    assert set(PIECES) <= set(ALONE)
+    for trial in PIECES.values():
+        first, *_, last = trial.ways.values()
+        assert first is last is few_bits_trials.as_shipped
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_every_way_gives_the_same_logits(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(few_bits_trials, "CONTEXT", 40)
+    timed: list[int] = []
+
+    def decode_ms(runner: Any, batch: int, *others: Any) -> float:
+        timed.append(batch)
+        return 1.5
+
+    monkeypatch.setattr(few_bits_trials, "decode_ms", decode_ms)
+    asked: list[bool] = []
+    kernel = int4_card_linear.int4_product
+
+    def product(*arguments: Any, by_byte: bool = False) -> torch.Tensor:
+        asked.append(by_byte)
+        return kernel(*arguments, by_byte=by_byte)
+
+    monkeypatch.setattr(int4_card_linear, "int4_product", product)
+    if not torch.cuda.is_available():  # where nothing is compiled
+        monkeypatch.setattr(StepsRunner, "compile_layers", lambda runner: None)
+    config = CONFIG | {"intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trial = PIECES[name]
+    for quantise in trial.quantise:
+        found: dict[str, Any] = {}
+        runner = make_runner(tmp_path, "float16", device, quantise, 2)
+        asked.clear()
+        steps_of_ways(runner, trial.ways, (2,), found.update)
+        assert found == {f"{way}, 2 rows": [1.5, 0.0] for way in trial.ways}
+        logits = runner.logits(few_bits_trials.set_up(2, 40, 16))
+        assert logits.shape == (2, config["vocab_size"])
+        assert logits.std() > 0
+    assert timed == [2] * len(trial.ways) * len(trial.quantise)
+    if name == "int4-by-byte":
+        assert True in asked, "the products of one way are the other ones"
+        assert asked[0] is asked[-1] is False
