@@ -49,3 +49,13 @@ def fetch_ahead(pointers):
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@triton.jit
+def fetch_some_ahead(pointers, NUM_BYTES: tl.constexpr):
+    """As `fetch_ahead`, of NUM_BYTES behind each pointer, a multiple of 16."""
+    sizes = tl.full(pointers.shape, NUM_BYTES, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers.to(tl.int64), sizes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

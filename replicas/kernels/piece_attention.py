@@ -1,11 +1,4 @@
-"""Attention of some queries over one piece of a sequence's keys in the paged pool, tile by tile: for `paged_decode`.
-
-Both functions here take what they attend over and give the same:
-
-q_rows: pointers to the queries, [members, 1]; is_member: [members]; seen: of each the last position that it sees, for
-QUERIES beyond one. row_table: pointer to the blocks of the sequence; its keys from `start` to `end` are looked at.
--> sums of values [members, DIM_PADDED], not yet divided by their weights; largest score and sum of weights, [members].
-"""
+"""Attention of some queries over one piece of a sequence's keys in the paged pool, tile by tile: for `paged_decode`."""
 
 from __future__ import annotations
 
@@ -17,7 +10,35 @@ from replicas.kernels.running_softmax import weights_of_tile
 
 
 @triton.jit
-def attend_numbers(
+def attend_keys(
+    q_rows, is_member, seen, dims, is_dim, kv, kv_stride_block, words, word_stride_block, row_table, head, start, end,
+    scale_log2,
+    QUERIES: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr,
+):  # fmt: skip
+    """-> sums of values [members, DIM_PADDED], not yet divided by their weights; largest score and sum of weights.
+
+    q_rows: pointers to the queries, [members, 1]; is_member: [members]; seen: of each the last position that it sees,
+    for QUERIES beyond one. dims: of a head, is_dim: those that there are. row_table: pointer to the blocks of the
+    sequence; its keys from start to end are looked at. words: kv as int16, for IS_PAIRED.
+    """
+    if IS_PAIRED:
+        result, largest, total = _attend_pairs(
+            q_rows, is_member, seen, words, word_stride_block, row_table, head, start, end, scale_log2,
+            kv.dtype.element_ty, QUERIES, MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+            PRECISION, IS_COMPILED,
+        )  # fmt: skip
+    else:
+        result, largest, total = _attend_numbers(
+            q_rows, is_member, seen, dims, is_dim, kv, kv_stride_block, row_table, head, start, end, scale_log2,
+            QUERIES, MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N, PRECISION, IS_COMPILED,
+        )  # fmt: skip
+    return result, largest, total
+
+
+@triton.jit
+def _attend_numbers(
     q_rows, is_member, seen, dims, is_dim, kv, kv_stride_block, row_table, head, start, end, scale_log2,
     QUERIES: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -54,7 +75,7 @@ def attend_numbers(
 
 
 @triton.jit
-def attend_pairs(
+def _attend_pairs(
     q_rows, is_member, seen, words, word_stride_block, row_table, head, start, end, scale_log2, STORED: tl.constexpr,
     QUERIES: tl.constexpr, MEMBERS_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
