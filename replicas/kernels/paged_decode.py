@@ -25,7 +25,7 @@ from replicas.kernels.kv_write import write_token, write_tokens
 from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import weigh_pieces
 from replicas.kernels.pool_numbers import is_compiled
-from replicas.kernels.settled_context import can_fetch, fetch_context, load_settled
+from replicas.kernels.settled_context import fetch_context, fetched_blocks, load_settled
 from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
@@ -72,8 +72,8 @@ def _attend_piece(
         row_table = table + slot * table_stride
         if IS_SETTLED:
             fetch_context(
-                kv, kv_stride_block, row_table, head, start, tl.minimum(end, position), NUM_FETCHED, NUM_KV_HEADS,
-                HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+                kv, kv_stride_block, row_table, head, start, tl.minimum(end, position), NUM_FETCHED, HEAD_DIM,
+                BLOCK_SIZE,
             )  # fmt: skip
             wait_for_earlier(IS_EARLY)
         if is_last:
@@ -267,7 +267,7 @@ def paged_decode(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0),
         words.stride(0), table.stride(0), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len,
         PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired,
-        IS_SETTLED=tiles_ahead is not None, NUM_FETCHED=(tiles_ahead or 0) if is_early and can_fetch(kv) else 0,
+        IS_SETTLED=tiles_ahead is not None, NUM_FETCHED=fetched_blocks(kv, tile_len, tiles_ahead) if is_early else 0,
         num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows

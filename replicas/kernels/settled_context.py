@@ -21,8 +21,7 @@ their kernel has ended: a line that this processor has had since the step before
 
 Keys and values are fetched into that cache only, and read after the wait as ever. So nothing depends on who else writes
 them: this step's tokens (this kernel, and the one in front those of prompts), a prompt of the other lane, a read from
-another card, blocks that come back from the host. All the same only those in front of a row's first query are fetched:
-what is behind is written now.
+another card, blocks that come back from the host.
 """
 
 from __future__ import annotations
@@ -31,15 +30,18 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import fetch_some_ahead
+from replicas.kernels.dependent_launch import fetch_runs_ahead
 
-_ALIGNED_BYTES = 16  # what can be fetched is a multiple of it, at one
+_ALIGNED_BYTES = 16  # what is fetched is a multiple of it, at one
 
 
-def can_fetch(kv: torch.Tensor) -> bool:
-    """Whether every head's keys and values lie so that they can be fetched. kv: as in `paged_decode`."""
-    numbers = (kv.shape[4], kv.stride(0), kv.storage_offset())
-    return all(number * kv.itemsize % _ALIGNED_BYTES == 0 for number in numbers) and kv.data_ptr() % _ALIGNED_BYTES == 0
+def fetched_blocks(kv: torch.Tensor, tile_len: int, tiles_ahead: int | None) -> int:
+    """How many blocks that many tiles are, of tile_len keys: of a power of two, the next. 0 where the card fetches none
+    from such a pool: a head's share of a block, and each block, must be aligned. kv: as in `paged_decode`."""
+    share, block = 2 * kv.shape[2] * kv.shape[4] * kv.itemsize, kv.stride(0) * kv.itemsize
+    if not tiles_ahead or any(number % _ALIGNED_BYTES for number in (share, block, kv.data_ptr())):
+        return 0
+    return int(triton.next_power_of_2(triton.cdiv(tiles_ahead * tile_len, kv.shape[2])))
 
 
 @triton.jit
@@ -50,31 +52,28 @@ def load_settled(pointer, IS_SETTLED: tl.constexpr):
 
 @triton.jit
 def fetch_context(
-    kv, kv_stride_block, row_table, head, start, end, NUM_TILES: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    kv, kv_stride_block, row_table, head, start, end, NUM_BLOCKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Have a head's keys and values of the first NUM_TILES tiles from start on brought into the L2 cache, as far as
-    they are in front of end. From compute capability 9.0 on."""
-    for tile in tl.static_range(NUM_TILES):
-        first = start + tile * BLOCK_N
-        if first < end:
-            places = context_places(
-                kv, kv_stride_block, row_table, head, first, end, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N
-            )
-            fetch_some_ahead(places, HEAD_DIM * kv.dtype.element_ty.primitive_bitwidth // 8)
+    """Have keys and values of the first NUM_BLOCKS blocks from start on brought into the L2 cache, of those that begin
+    in front of end. From compute capability 9.0 on."""
+    if NUM_BLOCKS > 0:
+        places, is_wanted = share_of_blocks(
+            kv, kv_stride_block, row_table, head, start, end, NUM_BLOCKS, HEAD_DIM, BLOCK_SIZE
+        )
+        num_bytes: tl.constexpr = 2 * BLOCK_SIZE * HEAD_DIM * kv.dtype.element_ty.primitive_bitwidth // 8
+        fetch_runs_ahead(places, is_wanted, num_bytes)
 
 
 @triton.jit
-def context_places(
-    kv, kv_stride_block, row_table, head, first, end, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+def share_of_blocks(
+    kv, kv_stride_block, row_table, head, start, end, NUM_BLOCKS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to a head's keys, then values, of BLOCK_N positions from first on; of those behind end, which is beyond
-    first, to the last in front of it. [2 * BLOCK_N]: as many as a program has threads, or twice, so that each of them
-    fetches something of its own."""
-    numbers = tl.arange(0, 2 * BLOCK_N)
-    positions = tl.minimum(first + numbers % BLOCK_N, end - 1)
-    blocks = tl.load(row_table + positions // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
-    stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    inside = (numbers // BLOCK_N * BLOCK_SIZE + positions % BLOCK_SIZE) * stride_token
-    return kv + blocks * kv_stride_block + inside + head * HEAD_DIM
+    """Pointers into blocks, and which of them are some, [NUM_BLOCKS]. A block of a layer is one run of memory, keys of
+    all heads, then values: a head's program fetches as much of it as a head has, whoever's it is. Those of the other
+    heads are beside it, and fetch the rest. Its own would be a short run for each key."""
+    numbers = start // BLOCK_SIZE + tl.arange(0, NUM_BLOCKS)
+    is_wanted = numbers * BLOCK_SIZE < end
+    blocks = tl.load(row_table + numbers, mask=is_wanted, other=0, cache_modifier=".cg").to(tl.int64)
+    return kv + blocks * kv_stride_block + head * (2 * BLOCK_SIZE * HEAD_DIM), is_wanted
