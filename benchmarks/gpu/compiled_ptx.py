@@ -1,15 +1,18 @@
-"""What a kernel of Triton's was compiled to in this process."""
+"""What kernels of Triton's were compiled to in this process."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 
-def most_in_ptx(kernel: Any, text: str) -> int | str:
-    """How often the text stands in the PTX of that variant of the kernel where it stands most often. Why not, where
-    that is not known: another Triton keeps them otherwise."""
-    try:
-        compiled = [found for caches in kernel.device_caches.values() for found in caches[0].values()]
-        return max((found.asm["ptx"].count(text) for found in compiled), default=0)
-    except (AttributeError, KeyError, TypeError) as error:
-        return f"not known: {error}"
+def counts_in_ptx(module: ModuleType, text: str) -> dict[str, int | str]:
+    """By each kernel of a module how often the text stands in the PTX of that variant where it stands most often. Why
+    not, where that is not known: another Triton keeps them otherwise."""
+    counts: dict[str, int | str] = {}
+    for kernel in [kernel for kernel in vars(module).values() if hasattr(kernel, "device_caches")]:
+        try:
+            compiled = [found for caches in kernel.device_caches.values() for found in caches[0].values()]
+            counts[kernel.__name__] = max((found.asm["ptx"].count(text) for found in compiled), default=0)
+        except (AttributeError, KeyError, TypeError) as error:
+            counts[kernel.__name__] = f"not known: {error}"
+    return counts

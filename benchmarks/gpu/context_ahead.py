@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,29 +20,29 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.engine.step_plans import decode_step, set_up
+from benchmarks.engine.step_plans import set_up
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize, FewBits
-from benchmarks.gpu.compiled_ptx import most_in_ptx
+from benchmarks.gpu.compiled_ptx import counts_in_ptx
 from benchmarks.gpu.shape_folder import make_shape_folder
-from benchmarks.gpu.step_times import GREEDY, decode_ms
+from benchmarks.gpu.step_times import device_ms
 
 # By `paged_decode`'s tiles_ahead. The one that waits stands twice: what two of the same differ by is no gain.
 _WAYS: Mapping[str, int | None] = {"waits": None, "reads": 0, "1_tile": 1, "2_tiles": 2, "4_tiles": 4, "again": None}
 _STEPS = ((1, 1024), (16, 1024), (64, 1024), (64, 2112))  # rows, context
-_TURNS = 3
+_TURNS, _MOST_ROWS, _LONGEST = 3, 64, 4096
 
 Figures = dict[str, Any]
 
 
 def context_ahead(options: argparse.Namespace) -> Figures:
-    """By pool and rows x context: ms of a step in each way, median of the turns. differing: logits that are not those
-    of the way that waits; fetched: fetches in the kernel's PTX (0: nothing was tried)."""
+    """By pool and rows x context: ms of a pass in each way, to its logits, median of the turns. differing: logits that
+    are not those of the way that waits; fetched: fetches in the kernel's PTX (0: nothing was tried)."""
     if options.device != "cuda":
         return {"skipped": "needs a card"}
     from replicas.kernels import paged_decode
 
-    found = {kv_dtype: _of_pool(options, kv_dtype) for kv_dtype in ("auto", "fp8")}
-    return found | {"fetched": most_in_ptx(paged_decode._attend_piece, "prefetch.L2")}
+    found: Figures = {kv_dtype: _of_pool(options, kv_dtype) for kv_dtype in ("auto", "fp8")}
+    return found | {"fetched": counts_in_ptx(paged_decode, "prefetch.L2")["_attend_piece"]}
 
 
 @contextmanager
@@ -59,43 +59,53 @@ def _of_pool(options: argparse.Namespace, kv_dtype: str) -> Figures:
     """With weights of fp8: with those of 16 bits attention is a smaller part of a step."""
     with tempfile.TemporaryDirectory() as name:
         folder = make_shape_folder(options.shape, Path(name))
-        size = EngineSize(64, 4096, 2304, 160_000, device=options.device)
+        size = EngineSize(_MOST_ROWS, _LONGEST, 2304, 160_000, device=options.device)
         engine = BareEngine(str(folder), options.dtype, "dummy", size, 1, bits=FewBits("fp8", kv_dtype))
-    runner: Any = engine.runner
-    graphs = {way: _captured(runner, tiles, sorted({rows for rows, _ in _STEPS})) for way, tiles in _WAYS.items()}
+    passes = CapturedWays(engine, getattr(torch, options.dtype))
     found: Figures = {"start_s": round(engine.start_s, 1)}
     for rows, context in _STEPS:
-        found[f"{rows}x{context}"] = _times(runner, graphs, rows, context)
-        found[f"{rows}x{context}_differing"] = _differing(runner, graphs, rows, context)
-    del engine, runner, graphs
+        found[f"{rows}x{context}"], found[f"{rows}x{context}_differing"] = passes.measured(rows, context)
+    del engine, passes
     gc.collect()
     torch.cuda.empty_cache()
     return found
 
 
-def _captured(runner: Any, tiles_ahead: int | None, sizes: Sequence[int]) -> Any:
-    from replicas.cuda.graphs import StepGraphs
+class CapturedWays:
+    """Graphs of decode passes in each way, over an engine's model and pool, with slots of their own."""
 
-    with torch.inference_mode(), attending(tiles_ahead):
-        graphs = StepGraphs(runner._model, runner._slots, runner._sharing, sizes, ())
-        graphs.capture()
-    return graphs
+    @torch.inference_mode()
+    def __init__(self, engine: BareEngine, dtype: torch.dtype) -> None:
+        """Captures. Blocks."""
+        from replicas.cuda.graphs import StepGraphs
+        from replicas.cuda.slots import CudaSlots
+        from replicas.kernels.work_sharing import WorkSharing
 
+        layout, device = engine.runner.pool.layout, engine.runner.pool.tensor.device
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        sharing = WorkSharing.of(layout.num_kv_heads, layout.head_dim, dtype, num_processors, _MOST_ROWS)
+        self._block_size = layout.block_size
+        self._slots = CudaSlots(_MOST_ROWS, _LONGEST // layout.block_size, _LONGEST, device)
+        self._graphs: dict[str, StepGraphs] = {}
+        for way, tiles_ahead in _WAYS.items():
+            with attending(tiles_ahead):
+                graphs = StepGraphs(engine.model, self._slots, sharing, sorted({rows for rows, _ in _STEPS}), ())
+                graphs.capture()
+            self._graphs[way] = graphs
 
-def _times(runner: Any, graphs: Mapping[str, Any], rows: int, context: int) -> dict[str, float]:
-    turns: dict[str, list[float]] = {way: [] for way in graphs}
-    for _ in range(_TURNS):
-        for way, captured in graphs.items():
-            runner._graphs = captured
-            turns[way].append(decode_ms(runner, rows, context, GREEDY, 30))
-    return {way: round(median(times_ms), 4) for way, times_ms in turns.items()}
-
-
-def _differing(runner: Any, graphs: Mapping[str, Any], rows: int, context: int) -> dict[str, int]:
-    logits: dict[str, torch.Tensor] = {}
-    for way, captured in graphs.items():
-        runner._graphs = captured
-        runner.launch(set_up(rows, context, runner.pool.layout.block_size)).result()
-        logits[way] = runner.logits(decode_step(rows, context)).view(torch.int32)  # by bits: none may be a number
-    waited = logits["waits"]
-    return {way: int((bits != waited).sum()) for way, bits in logits.items()}
+    @torch.inference_mode()
+    def measured(self, rows: int, context: int) -> tuple[dict[str, float], dict[str, int]]:
+        """By way: ms; and how many logits differ. Blocks. Mutates the pool."""
+        plan = set_up(rows, context, self._block_size)
+        self._slots.apply(plan)
+        passes = {}
+        for way, graphs in self._graphs.items():
+            (passes[way],) = graphs.passes(plan) or ()
+        # By their bits: random weights may give what is no number.
+        bits = {way: planned.launch().logits.clone().view(torch.int16) for way, planned in passes.items()}
+        differing = {way: int((found != bits["waits"]).sum()) for way, found in bits.items()}
+        turns: dict[str, list[float]] = {way: [] for way in passes}
+        for _ in range(_TURNS):
+            for way, planned in passes.items():
+                turns[way].append(device_ms(planned.launch, 30))
+        return {way: round(median(times_ms), 4) for way, times_ms in turns.items()}, differing

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
-from benchmarks.gpu.compiled_ptx import most_in_ptx
+from benchmarks.gpu.compiled_ptx import counts_in_ptx
 from benchmarks.gpu.shape_folder import make_shape_folder
 from scheduler.lane_measurement import AbsurdTimes
 from scheduler.lane_split import WHOLE_CARD, LaneObjectives, LaneShare
@@ -137,8 +137,4 @@ def _num_hinted() -> dict[str, int | str]:
     """Of each kernel of products, by its PTX: a compiler may drop the hint where it copies asynchronously."""
     from replicas.kernels import gemv, skinny_product
 
-    kernels = [
-        kernel for module in (skinny_product, gemv) for kernel in vars(module).values()
-        if hasattr(kernel, "device_caches")
-    ]  # fmt: skip
-    return {kernel.__name__: most_in_ptx(kernel, "L2::evict_first") for kernel in kernels}
+    return counts_in_ptx(skinny_product, "L2::evict_first") | counts_in_ptx(gemv, "L2::evict_first")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.engine.step_plans import set_up
 from replicas.stored_numbers import FP8, as_stored
+from scheduler.plan import StepPlan
+from tests.gpu import test_cuda_runner as cuda_rig
 from tests.gpu.paged_case import paged_case
 
 pytest.importorskip("triton", reason="a CPU torch comes without triton")
 import triton
 import triton.language as tl
 
-from benchmarks.gpu.context_ahead import attending
+from benchmarks.gpu import context_ahead
+from benchmarks.gpu.context_ahead import CapturedWays, attending
 from replicas.cuda import attention
 from replicas.cuda.step import CudaStep, Launches
 from replicas.kernels import paged_decode as of_rows
@@ -23,6 +30,7 @@ from replicas.kernels.work_sharing import WorkSharing
 
 pytestmark = pytest.mark.interpreted
 
+card = cuda_rig.card
 ON_CARD = torch.cuda.is_available()
 # Positions of rows' first queries: in a first tile, at its edge, behind some; a new token alone in its tile; padding.
 FIRSTS = [0, 1, 62, 63, 64, 65, -1, 128, 300]
@@ -85,6 +93,39 @@ def test_nothing_is_read_early_unless_it_is_asked_for(device: torch.device, monk
     for tiles_ahead in (None, 0, 2):
         attended(device, torch.float16, 1, tiles_ahead)
     assert constants == [(False, False), (True, False), (True, True)]
+
+
+def test_the_benchmark_captures_each_way_and_all_compute_the_same(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int | None] = []
+    attend = attention.paged_decode
+
+    def attend_so(*arguments: Any, tiles_ahead: int | None) -> None:
+        seen.append(tiles_ahead)
+        attend(*arguments, tiles_ahead=tiles_ahead)
+
+    def set_up_small(rows: int, context: int, block_size: int) -> StepPlan:
+        plan = set_up(rows, context, block_size)
+        return replace(plan, slot_inits=tuple(replace(init, last_token=7 + init.slot) for init in plan.slot_inits))
+
+    monkeypatch.setattr(context_ahead, "set_up", set_up_small)  # its vocabulary is small
+    monkeypatch.setattr(context_ahead, "_STEPS", ((2, 70),))
+    monkeypatch.setattr(context_ahead, "_MOST_ROWS", 2)
+    monkeypatch.setattr(context_ahead, "_LONGEST", 128)
+    loaded = cuda_rig.load(tmp_path, device, "LlamaForCausalLM")
+    engine: Any = SimpleNamespace(runner=cuda_rig.runner_of(loaded, device), model=loaded.model)
+    engine.runner.pool.tensor.normal_()
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "paged_decode", attend_so)
+        ways = CapturedWays(engine, torch.float16)
+    assert list(dict.fromkeys(seen)) == [None, 0, 1, 2, 4]
+    if not ON_CARD:
+        monkeypatch.setattr(context_ahead, "device_ms", lambda action, num_repeats: len([action()]))
+    times_ms, differing = ways.measured(2, 70)
+    assert times_ms.keys() == differing.keys()
+    assert all(number > 0 for number in times_ms.values())
+    assert set(differing.values()) == {0}
 
 
 @triton.jit
