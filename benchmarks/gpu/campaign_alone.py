@@ -32,6 +32,7 @@ ALONE = {
     "shares": 70.0,
     "share-table": 170.0,
     "evict-first": 160.0,
+    "context-ahead": 150.0,
     "logits": 110.0,
     "chunks": 60.0,
     "attention-rows": 25.0,

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.bare_engine import BareEngine, EngineSize
+from benchmarks.gpu.compiled_ptx import counts_in_ptx
 from benchmarks.gpu.shape_folder import make_shape_folder
 from scheduler.lane_measurement import AbsurdTimes
 from scheduler.lane_split import WHOLE_CARD, LaneObjectives, LaneShare
@@ -136,15 +137,4 @@ def _num_hinted() -> dict[str, int | str]:
     """Of each kernel of products, by its PTX: a compiler may drop the hint where it copies asynchronously."""
     from replicas.kernels import gemv, skinny_product
 
-    counts: dict[str, int | str] = {}
-    for module in (skinny_product, gemv):
-        kernels = [kernel for kernel in vars(module).values() if hasattr(kernel, "device_caches")]
-        for kernel in kernels:
-            try:
-                compiled = [found for caches in kernel.device_caches.values() for found in caches[0].values()]
-                hinted = max((found.asm["ptx"].count("L2::evict_first") for found in compiled), default=0)
-            except (AttributeError, KeyError, TypeError) as error:  # another Triton keeps them otherwise
-                counts[kernel.__name__] = f"not known: {error}"
-            else:
-                counts[kernel.__name__] = hinted
-    return counts
+    return counts_in_ptx(skinny_product, "L2::evict_first") | counts_in_ptx(gemv, "L2::evict_first")

@@ -22,14 +22,18 @@ import triton.language as tl
 
 from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.kv_write import write_token, write_tokens
+from replicas.kernels.piece_attention import attend_keys
 from replicas.kernels.piece_weighing import weigh_pieces
-from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled, pairs_as_numbers
+from replicas.kernels.pool_numbers import is_compiled
+from replicas.kernels.settled_context import fetch_context, fetched_blocks, load_settled
 from replicas.kernels.weights_ahead import Fetched
 from replicas.stored_numbers import FP8
 
 _LOG2_E = 1.4426950408889634
 # Rows of one product. With 64 the compiler takes another instruction, whose sums are others than those of 16 and of 32.
 _MOST_MEMBERS = 32
+# A trial: see `settled_context`. None: programs wait for the kernel in front of them before they read anything.
+_TILES_AHEAD: int | None = None
 _FEWEST_PAIRED = 32  # dimensions of a head: a product of the matrix units has 16 at least
 
 
@@ -52,150 +56,159 @@ def _attend_piece(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr,
     QUERIES_PADDED: tl.constexpr, MEMBERS_PADDED: tl.constexpr, ROWS_AT: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_PAIRED: tl.constexpr, IS_EARLY: tl.constexpr, IS_SETTLED: tl.constexpr,
+    NUM_FETCHED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """IS_PAIRED: numbers of the pool are read two in a word, the even dimensions apart from the odd ones."""
-    wait_for_earlier(IS_EARLY)
+    """IS_PAIRED: numbers of the pool are read two in a word. IS_SETTLED, NUM_FETCHED: see `settled_context`."""
+    if not IS_SETTLED:
+        wait_for_earlier(IS_EARLY)
+    piece, head, first_query = _place_of_program(NUM_KV_HEADS, QUERIES, QUERIES_AT_ONCE)
+    row, start, end, first_token, count = _piece_span(shares, piece, first_query, QUERIES, ROWS_AT, BLOCK_N, IS_SETTLED)
+    if start < end:
+        slot, position = _place_of_row(slots, positions, shares, row, QUERIES, ROWS_AT, IS_SETTLED)
+        is_last = end > position
+        end = tl.minimum(end, position + 1)
+        dims = tl.arange(0, DIM_PADDED)
+        is_dim = dims < HEAD_DIM
+        row_table = table + slot * table_stride
+        if IS_SETTLED:
+            fetch_context(
+                kv, kv_stride_block, row_table, head, start, tl.minimum(end, position), NUM_FETCHED, HEAD_DIM,
+                BLOCK_SIZE,
+            )  # fmt: skip
+            wait_for_earlier(IS_EARLY)
+        if is_last:
+            end = _write_new(
+                key, value, kv, row_table, position, first_token, first_query, count, end, head, dims, is_dim,
+                key_stride_token, key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
+                QUERIES, QUERIES_AT_ONCE, QUERIES_PADDED, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            )  # fmt: skip
+        tl.debug_barrier()  # below is read what was just written
+        is_member, heads, query_of, token_of, seen, q_rows = _queries(
+            query, head, first_token, first_query, count, position, end, query_stride_token, query_stride_head, GROUP,
+            QUERIES, QUERIES_AT_ONCE, MEMBERS_PADDED,
+        )  # fmt: skip
+        result, largest, total = attend_keys(
+            q_rows, is_member, seen, dims, is_dim, kv, kv_stride_block, words, word_stride_block, row_table, head,
+            start, end, scale_log2, QUERIES, MEMBERS_PADDED, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, BLOCK_SIZE, BLOCK_N,
+            PRECISION, IS_COMPILED, IS_PAIRED,
+        )  # fmt: skip
+        _store(
+            out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim,
+            start, is_last, QUERIES, NUM_KV_HEADS * GROUP, HEAD_DIM,
+        )  # fmt: skip
+    elif IS_SETTLED:
+        wait_for_earlier(IS_EARLY)  # every program does, or the next kernel would be let in too early
+
+
+@triton.jit
+def _place_of_program(NUM_KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr):
+    """Piece, KV head, and of the piece's row the first query of those that this program attends for."""
     # Heads next to each other: their programs read the same blocks at about the same time.
     piece, head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
     first_query = 0
     if QUERIES_AT_ONCE < QUERIES:
         num_parts: tl.constexpr = (QUERIES + QUERIES_AT_ONCE - 1) // QUERIES_AT_ONCE
         first_query, piece = piece % num_parts * QUERIES_AT_ONCE, piece // num_parts
-    row = tl.load(shares + piece * 4)
-    start = tl.load(shares + piece * 4 + 1) * BLOCK_N
-    end = tl.load(shares + piece * 4 + 2) * BLOCK_N
+    return piece, head, first_query
+
+
+@triton.jit
+def _piece_span(
+    shares, piece, first_query, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_SETTLED: tl.constexpr,
+):  # fmt: skip
+    """Row, first key and the one behind the last: no keys where there is nothing to do. Then the row's first token
+    among those of the step, and how many it has."""
+    row = load_settled(shares + piece * 4, IS_SETTLED)
+    start = load_settled(shares + piece * 4 + 1, IS_SETTLED) * BLOCK_N
+    end = load_settled(shares + piece * 4 + 2, IS_SETTLED) * BLOCK_N
+    first_token, count = row, 1
     if QUERIES > 1:
         of_row = shares + (ROWS_AT + row) * 4
-        first_token, count = tl.load(of_row + 1), tl.load(of_row + 2)
+        first_token, count = load_settled(of_row + 1, IS_SETTLED), load_settled(of_row + 2, IS_SETTLED)
         end = tl.where(first_query < count, end, start)
-    if start < end:
-        if QUERIES == 1:
-            slot = tl.load(slots + row).to(tl.int64)
-            position = tl.load(positions + row)
-        else:
-            slot = tl.load(of_row).to(tl.int64)
-            position = tl.load(of_row + 3)
-        is_last = end > position
-        end = tl.minimum(end, position + 1)
-        dims = tl.arange(0, DIM_PADDED)
-        is_dim = dims < HEAD_DIM
-        row_table = table + slot * table_stride
-        kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    return row, start, end, first_token, count
 
-        if is_last:
-            if QUERIES == 1:
-                write_token(
-                    key, value, kv, row_table, position, row, head, dims, is_dim, key_stride_token, key_stride_head,
-                    value_stride_token, value_stride_head, kv_stride_block, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                )  # fmt: skip
-            else:
-                num_seen = tl.minimum(first_query + QUERIES_AT_ONCE, count)
-                end = position + num_seen
-                write_tokens(
-                    key, value, kv, row_table, position, first_token, num_seen, head, dims, is_dim, key_stride_token,
-                    key_stride_head, value_stride_token, value_stride_head, kv_stride_block, QUERIES_PADDED,
-                    NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                )  # fmt: skip
-        tl.debug_barrier()  # the loop below reads what was just written
 
-        members = tl.arange(0, MEMBERS_PADDED)
-        if QUERIES == 1:
-            is_member = members < GROUP
-            heads = head * GROUP + members
-            token_of = row
-        else:
-            query_of = first_query + members // GROUP
-            is_member = (members < QUERIES_AT_ONCE * GROUP) & (query_of < count)
-            heads = head * GROUP + members % GROUP
-            token_of = (first_token + query_of)[:, None]
-            seen = tl.minimum(position + query_of, end - 1)
-        q_rows = query + token_of * query_stride_token + heads[:, None] * query_stride_head
-        if IS_PAIRED:
-            num_words: tl.constexpr = DIM_PADDED // 2
-            columns = tl.arange(0, num_words)
-            is_column = columns < HEAD_DIM // 2
-            is_q = is_member[:, None] & is_column[None, :]
-            q = as_queries(tl.load(q_rows + 2 * columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
-            q_odd = as_queries(tl.load(q_rows + 2 * columns[None, :] + 1, mask=is_q, other=0.0), kv.dtype.element_ty)
-            result = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
-            result_odd = tl.zeros([MEMBERS_PADDED, num_words], tl.float32)
-            stored, stride_block, nothing = words, word_stride_block, 0
-            stride_token: tl.constexpr = kv_stride_token // 2
-        else:
-            columns, is_column = dims, is_dim
-            is_q = is_member[:, None] & is_column[None, :]
-            q = as_queries(tl.load(q_rows + columns[None, :], mask=is_q, other=0.0), kv.dtype.element_ty)
-            result = tl.zeros([MEMBERS_PADDED, DIM_PADDED], tl.float32)
-            stored, stride_block, nothing = kv, kv_stride_block, 0.0  # type: ignore[assignment]
-            stride_token: tl.constexpr = kv_stride_token  # type: ignore[no-redef]
-        largest = tl.full([MEMBERS_PADDED], float("-inf"), tl.float32)
-        total = tl.zeros([MEMBERS_PADDED], tl.float32)
-        of_head = head * (stride_token // NUM_KV_HEADS) + columns
-        if IS_PAIRED:
-            # Where a tile is, is read while the one before it is computed: else each waits for memory twice. What is of
-            # 16 bits takes all of the memory's bandwidth as it is, and has no registers to spare.
-            tokens = start + tl.arange(0, BLOCK_N)
-            later_blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
-        for first in range(start, end, BLOCK_N):
-            tokens = first + tl.arange(0, BLOCK_N)
-            is_token = tokens < end
-            if IS_PAIRED:
-                blocks, later = later_blocks, tokens + BLOCK_N
-                later_blocks = tl.load(row_table + later // BLOCK_SIZE, mask=later < end, other=0)
-            else:
-                blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0)
-            places = blocks * stride_block + (tokens % BLOCK_SIZE) * stride_token
-            k = tl.load(
-                stored + places[None, :] + of_head[:, None],
-                mask=is_token[None, :] & is_column[:, None],
-                other=nothing,
-            )
-            if IS_PAIRED:
-                k_even, k_odd = pairs_as_numbers(k, IS_COMPILED)
-                scores = tl.dot(q, k_even, input_precision=PRECISION)
-                scores = tl.dot(q_odd, k_odd, scores, input_precision=PRECISION) * scale_log2
-            else:
-                k = as_numbers(k, q.dtype, IS_COMPILED)
-                scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
-            is_seen = is_token[None, :] if QUERIES == 1 else tokens[None, :] <= seen[:, None]
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_largest[:, None])
-            shrink = tl.exp2(largest - new_largest)
-            v = tl.load(
-                stored + BLOCK_SIZE * stride_token + places[:, None] + of_head[None, :],
-                mask=is_token[:, None] & is_column[None, :],
-                other=nothing,
-            )
-            if IS_PAIRED:
-                v_even, v_odd = pairs_as_numbers(v, IS_COMPILED)
-                w = weights.to(q.dtype)
-                result = result * shrink[:, None] + tl.dot(w, v_even, input_precision=PRECISION)
-                result_odd = result_odd * shrink[:, None] + tl.dot(w, v_odd, input_precision=PRECISION)
-            else:
-                v = as_numbers(v, q.dtype, IS_COMPILED)
-                result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * shrink + tl.sum(weights, 1)
-            largest = new_largest
+@triton.jit
+def _place_of_row(
+    slots, positions, shares, row, QUERIES: tl.constexpr, ROWS_AT: tl.constexpr, IS_SETTLED: tl.constexpr
+):  # fmt: skip
+    """A row's slot, int64, and the position of its first query."""
+    if QUERIES == 1:
+        slot = load_settled(slots + row, IS_SETTLED).to(tl.int64)
+        position = load_settled(positions + row, IS_SETTLED)
+    else:
+        of_row = shares + (ROWS_AT + row) * 4
+        slot = load_settled(of_row, IS_SETTLED).to(tl.int64)
+        position = load_settled(of_row + 3, IS_SETTLED)
+    return slot, position
 
-        if IS_PAIRED:
-            result = tl.reshape(tl.join(result, result_odd), (MEMBERS_PADDED, DIM_PADDED))
-        result = result / total[:, None]
-        is_out = is_member[:, None] & is_dim[None, :]
-        num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-        if (start == 0) & is_last:
-            if QUERIES == 1:
-                places_out = (row * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-            else:
-                places_out = (token_of * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-            tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
-        else:
-            index = piece * num_heads + heads
-            if QUERIES > 1:
-                index = (piece * QUERIES + query_of) * num_heads + heads
-            tl.store(lse + index, largest + tl.log2(total), mask=is_member)
-            tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
+
+@triton.jit
+def _write_new(
+    key, value, kv, row_table, position, first_token, first_query, count, end, head, dims, is_dim, key_stride_token,
+    key_stride_head, value_stride_token, value_stride_head, kv_stride_block,
+    QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr, QUERIES_PADDED: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A head's new keys and values, of the queries that are seen here. -> the position behind the last of them, which
+    is `end` for a row of one query."""
+    if QUERIES == 1:
+        write_token(
+            key, value, kv, row_table, position, first_token, head, dims, is_dim, key_stride_token, key_stride_head,
+            value_stride_token, value_stride_head, kv_stride_block, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
+    else:
+        num_seen = tl.minimum(first_query + QUERIES_AT_ONCE, count)
+        end = position + num_seen
+        write_tokens(
+            key, value, kv, row_table, position, first_token, num_seen, head, dims, is_dim, key_stride_token,
+            key_stride_head, value_stride_token, value_stride_head, kv_stride_block, QUERIES_PADDED, NUM_KV_HEADS,
+            HEAD_DIM, BLOCK_SIZE,
+        )  # fmt: skip
+    return end
+
+
+@triton.jit
+def _queries(
+    query, head, first_token, first_query, count, position, end, query_stride_token, query_stride_head,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERIES_AT_ONCE: tl.constexpr, MEMBERS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """The product's rows: which are some, their heads, queries among the row's, and tokens [members, 1]; the last
+    position that each sees, and pointers to them [members, 1]."""
+    members = tl.arange(0, MEMBERS_PADDED)
+    if QUERIES == 1:
+        is_member = members < GROUP
+        heads = head * GROUP + members
+        query_of, token_of = 0, first_token
+    else:
+        query_of = first_query + members // GROUP
+        is_member = (members < QUERIES_AT_ONCE * GROUP) & (query_of < count)
+        heads = head * GROUP + members % GROUP
+        token_of = (first_token + query_of)[:, None]
+    seen = tl.minimum(position + query_of, end - 1)
+    q_rows = query + token_of * query_stride_token + heads[:, None] * query_stride_head
+    return is_member, heads, query_of, token_of, seen, q_rows
+
+
+@triton.jit
+def _store(
+    out, partial, lse, result, largest, total, piece, query_of, token_of, heads, is_member, dims, is_dim, start,
+    is_last,
+    QUERIES: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """What came of the only piece of a row is its output; of one of several, a part of it with its log-sum-exp."""
+    result = result / total[:, None]
+    is_out = is_member[:, None] & is_dim[None, :]
+    if (start == 0) & is_last:
+        places_out = (token_of * NUM_HEADS + heads[:, None]) * HEAD_DIM + dims[None, :]
+        tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_out)
+    else:
+        index = (piece * QUERIES + query_of) * NUM_HEADS + heads
+        tl.store(lse + index, largest + tl.log2(total), mask=is_member)
+        tl.store(partial + index[:, None] * HEAD_DIM + dims[None, :], result, mask=is_out)
 
 
 def paged_decode(
@@ -214,6 +227,7 @@ def paged_decode(
     rows: RowQueries | None = None,
     num_warps: int = 4,
     num_stages: int | None = None,
+    tiles_ahead: int | None = _TILES_AHEAD,
     fetched: Fetched | None = None,
 ) -> None:
     """Write each row's k and v into the pool, then attend over positions 0..position of its slot's blocks.
@@ -226,8 +240,9 @@ def paged_decode(
     `most_pieces` and `tile_len` of R. out: contiguous [R, num_heads, head_dim].
     rows: None, or how several queries are one row: then R is the number of queries, num_pieces, tile_len and shares are
     of the rows, by the positions of their first queries, and slots and positions are not looked at.
-    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest. fetched: as in
-    `weigh_pieces`.
+    num_warps, num_stages: of a program, for measurements; None: as many as are the fastest. tiles_ahead: None, or of
+    how many tiles of each piece keys and values are fetched before the kernel in front has ended; what is read of it
+    must be settled, as `settled_context` says. fetched: as in `weigh_pieces`. The results are the same.
     Mutates kv and out. Does not block.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -253,8 +268,9 @@ def paged_decode(
         query, key, value, kv, words, out, partial, lse, table, slots, positions, shares, scale * _LOG2_E,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), kv.stride(0),
         words.stride(0), table.stride(0), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, BLOCK_N=tile_len,
-        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired, num_warps=num_warps,
-        num_stages=num_stages, **sizes, **constants,
+        PRECISION="ieee", IS_COMPILED=is_compiled(query.device), IS_PAIRED=is_paired,
+        IS_SETTLED=tiles_ahead is not None, NUM_FETCHED=fetched_blocks(kv, tile_len, tiles_ahead) if is_early else 0,
+        num_warps=num_warps, num_stages=num_stages, **sizes, **constants,
     )  # fmt: skip
     num_weighed = rows.num_rows * num_queries if rows else num_rows
     weigh_pieces(out, partial, lse, shares, num_weighed, num_queries, constants, fetched)

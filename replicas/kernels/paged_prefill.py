@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from replicas.kernels.pool_numbers import as_numbers, as_queries, is_compiled
+from replicas.kernels.running_softmax import weights_of_tile
 
 _LOG2_E = 1.4426950408889634
 
@@ -35,7 +36,6 @@ def _attend_tile(
         dims = tl.arange(0, DIM_PADDED)
         is_row, is_dim = rows < length, dims < HEAD_DIM
         row_table = table + slot * table_stride
-        kv_stride_value: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
         kv_stride_token: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
         kv_head = kv + (head // GROUP) * HEAD_DIM
         is_in = is_row[:, None] & is_dim[None, :]
@@ -50,47 +50,51 @@ def _attend_tile(
         result = tl.zeros([BLOCK_M, DIM_PADDED], tl.float32)
         end = position + tl.minimum(first_row + BLOCK_M, length)
         seen_by_all = (position + first_row + 1) // BLOCK_N * BLOCK_N
-        for first in range(0, seen_by_all, BLOCK_N):
-            tokens = first + tl.arange(0, BLOCK_N)
-            blocks = tl.load(row_table + tokens // BLOCK_SIZE).to(tl.int64)
-            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
-            k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-            scores = tl.dot(q, as_numbers(k, q.dtype, IS_COMPILED), input_precision=PRECISION) * scale_log2
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_largest[:, None])
-            shrink = tl.exp2(largest - new_largest)
-            v = tl.load(kv_head + kv_stride_value + places[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-            v = as_numbers(v, q.dtype, IS_COMPILED)
-            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * shrink + tl.sum(weights, 1)
-            largest = new_largest
-        for first in range(seen_by_all, end, BLOCK_N):
-            tokens = first + tl.arange(0, BLOCK_N)
-            is_token = tokens < end
-            blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
-            places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * kv_stride_token
-            k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_token[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, as_numbers(k, q.dtype, IS_COMPILED), input_precision=PRECISION) * scale_log2
-            is_seen = tokens[None, :] <= position + rows[:, None]
-            scores = tl.where(is_seen & is_token[None, :], scores, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
-            # A row may see no key of this block, nor of one before: then all of its weights are 0.
-            safe = tl.where(new_largest > float("-inf"), new_largest, 0.0)
-            weights = tl.exp2(scores - safe[:, None])
-            shrink = tl.exp2(largest - safe)
-            v = tl.load(
-                kv_head + kv_stride_value + places[:, None] + dims[None, :],
-                mask=is_token[:, None] & is_dim[None, :],
-                other=0.0,
-            )
-            v = as_numbers(v, q.dtype, IS_COMPILED)
-            result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-            total = total * shrink + tl.sum(weights, 1)
-            largest = new_largest
+        largest, total, result = _attend_keys(
+            q, kv_head, kv_stride_block, row_table, 0, seen_by_all, position, rows, dims, is_dim, scale_log2,
+            largest, total, result, kv_stride_token, BLOCK_SIZE, BLOCK_N, PRECISION, IS_COMPILED, False,
+        )  # fmt: skip
+        largest, total, result = _attend_keys(
+            q, kv_head, kv_stride_block, row_table, seen_by_all, end, position, rows, dims, is_dim, scale_log2,
+            largest, total, result, kv_stride_token, BLOCK_SIZE, BLOCK_N, PRECISION, IS_COMPILED, True,
+        )  # fmt: skip
         result = result / total[:, None]
         num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
         places_out = ((start + rows[:, None]) * num_heads + head) * HEAD_DIM + dims[None, :]
         tl.store(out + places_out, result.to(out.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _attend_keys(
+    q, kv_head, kv_stride_block, row_table, start, end, position, rows, dims, is_dim, scale_log2, largest, total,
+    result,
+    STRIDE_TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    IS_COMPILED: tl.constexpr, IS_DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Go on with the sums over keys from start to end. IS_DIAGONAL: not all of the rows see all of these; else the last
+    tile is a whole one. kv_head: pointer to the head's first key. -> largest, total, result by now."""
+    for first in range(start, end, BLOCK_N):
+        tokens = first + tl.arange(0, BLOCK_N)
+        if IS_DIAGONAL:
+            is_token = tokens < end
+            blocks = tl.load(row_table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+            is_key, is_value = is_token[None, :] & is_dim[:, None], is_token[:, None] & is_dim[None, :]
+        else:
+            blocks = tl.load(row_table + tokens // BLOCK_SIZE).to(tl.int64)
+            is_key, is_value = is_dim[:, None], is_dim[None, :]
+        places = blocks * kv_stride_block + (tokens % BLOCK_SIZE) * STRIDE_TOKEN
+        k = tl.load(kv_head + places[None, :] + dims[:, None], mask=is_key, other=0.0)
+        scores = tl.dot(q, as_numbers(k, q.dtype, IS_COMPILED), input_precision=PRECISION) * scale_log2
+        if IS_DIAGONAL:
+            is_seen = tokens[None, :] <= position + rows[:, None]
+            scores = tl.where(is_seen & is_token[None, :], scores, float("-inf"))
+        # A row may see no key around the diagonal, nor one before.
+        weights, shrink, largest = weights_of_tile(scores, largest, not IS_DIAGONAL)
+        values = kv_head + BLOCK_SIZE * STRIDE_TOKEN + places[:, None] + dims[None, :]
+        v = as_numbers(tl.load(values, mask=is_value, other=0.0), q.dtype, IS_COMPILED)
+        result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+    return largest, total, result
 
 
 def paged_prefill(

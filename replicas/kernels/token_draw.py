@@ -7,6 +7,9 @@ leave the kernels they do not need at once, so any mix costs what its rows need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -60,29 +63,11 @@ def _best_of_block(
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "positions", "choices"])
 def _draw_of_block(
-    logits,
-    values,
-    indices,
-    sums,
-    brackets,
-    bounds,
-    partial_values,
-    state,
-    slots,
-    positions,
-    choices,
-    logits_stride,
-    state_stride,
-    num_rows,
-    VOCAB: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_PASSES: tl.constexpr,
-    SHIFT: tl.constexpr,
-    IS_FILTERED: tl.constexpr,
-    EXACT: tl.constexpr,
-) -> None:
+    logits, values, indices, sums, brackets, bounds, partial_values, state, slots, positions, choices, logits_stride,
+    state_stride, num_rows,
+    VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_PASSES: tl.constexpr, SHIFT: tl.constexpr, IS_FILTERED: tl.constexpr, EXACT: tl.constexpr,
+) -> None:  # fmt: skip
     """For sampled rows: the largest scaled logit plus noise of each block of the vocabulary."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     params = state + tl.load(slots + row).to(tl.int64) * state_stride
@@ -124,23 +109,11 @@ def _draw_of_block(
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "mask_places"])
 def _choose(
-    tokens,
-    greedy_values,
-    greedy_indices,
-    drawn_values,
-    drawn_indices,
-    broken,
-    mask_places,
-    state,
-    slots,
-    positions,
+    tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, mask_places, state, slots, positions,
     state_stride,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    HAS_SAMPLED: tl.constexpr,
-    ARE_PICKED: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCKS_PADDED: tl.constexpr, HAS_SAMPLED: tl.constexpr, ARE_PICKED: tl.constexpr,
     HAS_MASKS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """The best block's token, NOT_A_TOKEN for a row with a NaN or without any finite logit; it feeds the next step.
 
     With HAS_MASKS a row of nothing but -inf is one whose mask and logits have no token in common: NOTHING_ALLOWED.
@@ -196,57 +169,104 @@ def draw_tokens(
     Mutates state: each slot's last token, but for rows at position -1, which are padding. Does not block.
     """
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
-    sizes = {"NUM_BLOCKS": num_blocks, "BLOCKS_PADDED": triton.next_power_of_2(num_blocks)}
-    # A key's bits are taken four at a time: as many of a float32's as the logits' type has, rounded up.
-    num_passes = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[logits.dtype]
-    stride, state_stride = logits.stride(0), state.stride(0)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device=logits.device)
-
-    greedy_values, greedy_indices = empty(num_rows, num_blocks), empty(num_rows, num_blocks, dtype=torch.int32)
-    broken = torch.empty_like(greedy_indices)
-    every_block = (num_rows, num_blocks)
-    num_pieces = num_blocks * (_BLOCK // PIECE.value)
-    piece_maxima = empty(num_rows, num_pieces) if has_filtered else greedy_values
-    _best_of_block[every_block](
-        logits, greedy_values, greedy_indices, broken, piece_maxima, stride, VOCAB=vocab_size, NUM_BLOCKS=num_blocks,
-        BLOCK=_BLOCK, HAS_PIECES=has_filtered,
-    )  # fmt: skip
-    drawn_values, drawn_indices = greedy_values, greedy_indices
-    are_picked = has_sampled and has_filtered and picks(most_kept, num_pieces)
+    blocks = _best_of_blocks(logits, has_filtered)
+    drawn_values, drawn_indices = blocks.values, blocks.indices
+    are_picked = has_sampled and has_filtered and picks(most_kept, blocks.piece_maxima.shape[1])
     if are_picked:
         drawn_indices = pick_tokens(
-            logits, piece_maxima, greedy_values, state, slots, positions, choices, 4 * num_passes
+            logits, blocks.piece_maxima, blocks.values, state, slots, positions, choices, 4 * _num_passes(logits)
         )  # fmt: skip
     elif has_sampled:
-        drawn_values, drawn_indices = torch.empty_like(greedy_values), torch.empty_like(greedy_indices)
-        sums = brackets = bounds = greedy_values  # never read
-        search = {"VOCAB": vocab_size, "BLOCK": _BLOCK, "NUM_PASSES": num_passes, "SHIFT": 32 - 4 * num_passes, **sizes}
-        if has_filtered:
-            sums = empty(2 * num_passes, num_rows, num_blocks, 16)
-            brackets = empty(2 * num_passes, num_rows, dtype=torch.int64)
-            bounds = empty(num_rows, dtype=torch.int64)
-            find_bound[(num_rows,)](
-                piece_maxima, bounds, state, slots, state_stride, VOCAB=vocab_size, NUM_PIECES=num_pieces,
-                PIECES_PADDED=triton.next_power_of_2(num_pieces), NUM_BITS=4 * num_passes, SHIFT=search["SHIFT"],
-            )  # fmt: skip
-            for is_mass in (False, True):
-                for number in range(num_passes):
-                    narrow[every_block](
-                        logits, sums, brackets, bounds, piece_maxima, greedy_values, state, slots, stride,
-                        state_stride, num_rows, number, IS_MASS=is_mass, **search,
-                    )  # fmt: skip
-        _draw_of_block[every_block](
-            logits, drawn_values, drawn_indices, sums, brackets, bounds, greedy_values, state, slots, positions,
-            choices, stride, state_stride, num_rows, IS_FILTERED=has_filtered, EXACT=IS_EXACT, **search,
-        )  # fmt: skip
-    tokens = empty(num_rows, dtype=torch.int64)
-    maybe_places = broken if mask_places is None else mask_places  # never read if None
+        rows = _SampledRows(state, slots, positions, choices)
+        drawn_values, drawn_indices = _draw_of_blocks(logits, blocks, rows, has_filtered)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    maybe_places = blocks.broken if mask_places is None else mask_places  # never read if None
     _choose[(num_rows,)](
-        tokens, greedy_values, greedy_indices, drawn_values, drawn_indices, broken, maybe_places,
-        state, slots, positions, state_stride, HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked,
-        HAS_MASKS=mask_places is not None, **sizes,
+        tokens, blocks.values, blocks.indices, drawn_values, drawn_indices, blocks.broken, maybe_places,
+        state, slots, positions, state.stride(0), HAS_SAMPLED=has_sampled, ARE_PICKED=are_picked,
+        HAS_MASKS=mask_places is not None, **_block_sizes(vocab_size),
     )  # fmt: skip
     return tokens
+
+
+class _BestOfBlocks(NamedTuple):
+    """values [R, blocks]: the largest logit; indices: its token; broken: whether one is no number, int32; piece_maxima
+    [R, pieces]: the largest of each piece, if anything is filtered; else never read."""
+
+    values: torch.Tensor
+    indices: torch.Tensor
+    broken: torch.Tensor
+    piece_maxima: torch.Tensor
+
+
+class _SampledRows(NamedTuple):
+    """As `draw_tokens` has them."""
+
+    state: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+
+
+def _best_of_blocks(logits: torch.Tensor, has_pieces: bool) -> _BestOfBlocks:
+    num_rows, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    values = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    indices = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    pieces = values.new_empty(num_rows, num_blocks * (_BLOCK // PIECE.value)) if has_pieces else values
+    best = _BestOfBlocks(values, indices, torch.empty_like(indices), pieces)
+    _best_of_block[(num_rows, num_blocks)](
+        logits, *best, logits.stride(0), VOCAB=vocab_size, NUM_BLOCKS=num_blocks, BLOCK=_BLOCK, HAS_PIECES=has_pieces,
+    )  # fmt: skip
+    return best
+
+
+def _draw_of_blocks(
+    logits: torch.Tensor, blocks: _BestOfBlocks, rows: _SampledRows, is_filtered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each block the largest logit with noise among what is kept, and its token; of rows that sample."""
+    num_passes = _num_passes(logits)
+    shift = 32 - 4 * num_passes
+    search = {"BLOCK": _BLOCK, "NUM_PASSES": num_passes, "SHIFT": shift, **_block_sizes(logits.shape[1])}
+    found = _search(logits, blocks, rows, search) if is_filtered else (blocks.values,) * 3  # then never read
+    values, indices = torch.empty_like(blocks.values), torch.empty_like(blocks.indices)
+    _draw_of_block[tuple(values.shape)](
+        logits, values, indices, *found, blocks.values, rows.state, rows.slots, rows.positions, rows.choices,
+        logits.stride(0), rows.state.stride(0), len(logits), VOCAB=logits.shape[1], IS_FILTERED=is_filtered,
+        EXACT=IS_EXACT, **search,
+    )  # fmt: skip
+    return values, indices
+
+
+def _search(
+    logits: torch.Tensor, blocks: _BestOfBlocks, rows: _SampledRows, search: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums, brackets and bounds, from which `find_threshold` has the least likely token that a row keeps. search: the
+    constants that all of its kernels have."""
+    (num_rows, num_blocks), num_passes, vocab_size = blocks.values.shape, search["NUM_PASSES"], logits.shape[1]
+    num_pieces = blocks.piece_maxima.shape[1]
+    sums = blocks.values.new_empty(2 * num_passes, num_rows, num_blocks, 16)
+    brackets = torch.empty(2 * num_passes, num_rows, dtype=torch.int64, device=logits.device)
+    bounds = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    find_bound[(num_rows,)](
+        blocks.piece_maxima, bounds, rows.state, rows.slots, rows.state.stride(0), VOCAB=vocab_size,
+        NUM_PIECES=num_pieces, PIECES_PADDED=triton.next_power_of_2(num_pieces), NUM_BITS=4 * num_passes,
+        SHIFT=search["SHIFT"],
+    )  # fmt: skip
+    for is_mass in (False, True):
+        for number in range(num_passes):
+            narrow[(num_rows, num_blocks)](
+                logits, sums, brackets, bounds, blocks.piece_maxima, blocks.values, rows.state, rows.slots,
+                logits.stride(0), rows.state.stride(0), num_rows, number, VOCAB=vocab_size, IS_MASS=is_mass, **search,
+            )  # fmt: skip
+    return sums, brackets, bounds
+
+
+def _num_passes(logits: torch.Tensor) -> int:
+    """A key's bits are taken four at a time: as many of a float32's as the logits' type has, rounded up."""
+    return {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[logits.dtype]
+
+
+def _block_sizes(vocab_size: int) -> dict[str, int]:
+    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    return {"NUM_BLOCKS": num_blocks, "BLOCKS_PADDED": triton.next_power_of_2(num_blocks)}

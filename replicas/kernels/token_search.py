@@ -168,34 +168,58 @@ def narrow(
             digits = tl.arange(0, 16)
             total = tl.zeros([16, PIECE], tl.float32)
             if key_of(tl.load(partial_values + row * NUM_BLOCKS + block), SHIFT) >= kept:
-                bracket = (kept >> (shift + 4)) << (shift + 4)
-                if (kept >> (shift + 4)) != (highest >> (shift + 4)):
-                    before = place - num_rows
-                    bracket = _picked(
-                        sums + before * NUM_BLOCKS * 16, tl.load(brackets + before), target, shift + 4,
-                        NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
-                    )  # fmt: skip
-                tl.store(brackets + place, bracket)  # every block that gets here stores the same
-                numbers = tl.arange(0, BLOCK // PIECE)
-                piece_keys = key_of(
-                    tl.load(piece_maxima + (row * NUM_BLOCKS + block) * (BLOCK // PIECE) + numbers), SHIFT
+                bracket = _bracket_before(
+                    sums, brackets, kept, highest, target, shift, place, num_rows, NUM_BLOCKS, BLOCKS_PADDED, IS_MASS
                 )
-                wanted = tl.sum(tl.where(piece_keys >= kept, 1 << numbers, 0), 0)  # a bit for each piece
-                for number in range(BLOCK // PIECE):
-                    if (wanted >> number) & 1:
-                        ids = block * BLOCK + number * PIECE + tl.arange(0, PIECE)
-                        x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf"))
-                        x = x.to(tl.float32)
-                        key = key_of(x, SHIFT)
-                        above = (key - bracket) >> shift
-                        if IS_MASS:
-                            mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
-                            is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
-                            total += tl.where(is_counted, mass[None, :], 0.0)
-                        else:
-                            is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
-                            total += is_counted.to(tl.float32)
+                tl.store(brackets + place, bracket)  # every block that gets here stores the same
+                total = _counted(
+                    logits, piece_maxima, logits_stride, row, block, kept, bracket, shift, maximum, temperature, digits,
+                    total, VOCAB, NUM_BLOCKS, BLOCK, SHIFT, IS_MASS,
+                )  # fmt: skip
             tl.store(sums + (place * NUM_BLOCKS + block) * 16 + digits, tl.sum(total, 1))
+
+
+@triton.jit
+def _bracket_before(
+    sums, brackets, kept, highest, target, shift, place, num_rows, NUM_BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, IS_MASS: tl.constexpr,
+):  # fmt: skip
+    """What is known of the key before a pass: from the bound and the largest logit, or else from the pass before."""
+    bracket = (kept >> (shift + 4)) << (shift + 4)
+    if (kept >> (shift + 4)) != (highest >> (shift + 4)):
+        before = place - num_rows
+        bracket = _picked(
+            sums + before * NUM_BLOCKS * 16, tl.load(brackets + before), target, shift + 4,
+            NUM_BLOCKS, BLOCKS_PADDED, IS_MASS,
+        )  # fmt: skip
+    return bracket
+
+
+@triton.jit
+def _counted(
+    logits, piece_maxima, logits_stride, row, block, kept, bracket, shift, maximum, temperature, digits, total,
+    VOCAB: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, IS_MASS: tl.constexpr,
+):  # fmt: skip
+    """total [16, PIECE] with a block's tokens, as `narrow` sums them: of its pieces only those are read that hold one
+    that may be kept."""
+    numbers = tl.arange(0, BLOCK // PIECE)
+    piece_keys = key_of(tl.load(piece_maxima + (row * NUM_BLOCKS + block) * (BLOCK // PIECE) + numbers), SHIFT)
+    wanted = tl.sum(tl.where(piece_keys >= kept, 1 << numbers, 0), 0)  # a bit for each piece
+    for number in range(BLOCK // PIECE):
+        if (wanted >> number) & 1:
+            ids = block * BLOCK + number * PIECE + tl.arange(0, PIECE)
+            x = tl.load(logits + row * logits_stride + ids, mask=ids < VOCAB, other=float("-inf"))
+            x = x.to(tl.float32)
+            key = key_of(x, SHIFT)
+            above = (key - bracket) >> shift
+            if IS_MASS:
+                mass = tl.where(key >= kept, tl.exp((x - maximum) / temperature), 0.0)
+                is_counted = (above[None, :] < digits[:, None]) | (digits == 0)[:, None]
+                total += tl.where(is_counted, mass[None, :], 0.0)
+            else:
+                is_counted = (above[None, :] >= digits[:, None]) & (ids < VOCAB)[None, :]
+                total += is_counted.to(tl.float32)
+    return total
 
 
 @triton.jit
