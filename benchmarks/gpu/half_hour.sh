@@ -6,7 +6,8 @@ cd "$(dirname "$0")/../.."
 
 campaign='python3 -m benchmarks.gpu.campaign --tokenizer /tmp/site/tokenizer --budget-s $LEFT_S'
 few_bits='tests/gpu/test_quantised_products.py tests/gpu/test_quantised_card_linear.py tests/gpu/test_fp8_kv.py'
-trials='quant-kernels' # and pieces of trials with few bits, each with its seconds: 440 in all
+few_bits+=' tests/gpu/test_weights_ahead.py tests/gpu/test_settled_context.py'
+trials='context-ahead,weights-ahead,int4-by-byte,quant-kernels' # 150 + 95 + 60 + 65 s
 
 on_cards() { # LIMIT_S COMMAND ...
     python3 -m benchmarks.gpu.card_commands --out "$OUT" --limit-s "$@"
