@@ -7,7 +7,10 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,16 +75,40 @@ def test_exit_codes_are_told(tmp_path: Path) -> None:
     assert (tmp_path / "0.log").read_text() == "out\nerr\n"
 
 
-@pytest.mark.slow
-def test_at_its_limit_it_is_interrupted_and_nothing_of_it_stays(tmp_path: Path) -> None:
+LIMIT_S, GRACE_S = 40.0, 20.0
+
+
+class Ready(subprocess.Popen[bytes]):
+    """Its limit is over once it has written that it is ready, and its grace at once, if it holds out for ever."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._log, self._is_stubborn = Path(named["stdout"].name), "trap '' INT" in arguments[0][-1]
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == LIMIT_S:
+            while "ready" not in self._log.read_text():
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired("bash", timeout)
+        if timeout == GRACE_S and self._is_stubborn:
+            raise subprocess.TimeoutExpired("bash", timeout)
+        return super().wait(timeout)
+
+
+def test_at_its_limit_it_is_interrupted_and_nothing_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that ends when it is interrupted, and one that does not, with a child that has left its session and its
     parent, and one that has no environment."""
-    orderly = "trap 'echo kept; exit 5' INT; sleep 1000 & wait"
-    stubborn = "trap '' INT; (setsid sleep 1001 & echo $! > $OUT/orphan); env -i sleep 1002 & echo $! > $OUT/bare; wait"
-    ends = run_all(commands(f"0 5 {orderly}", f"1 5 {stubborn}", "1 50 echo next"), machine(tmp_path))
+    orderly = "trap 'echo kept; exit 5' INT; sleep 1000 & echo ready; wait"
+    stubborn = "trap '' INT; (setsid sleep 1001 & echo $! > $OUT/orphan); env -i sleep 1002 & echo $! > $OUT/bare; "
+    stubborn += "echo ready; wait"
+    monkeypatch.setattr("benchmarks.gpu.card_commands.subprocess.Popen", Ready)
+    on_two = replace(machine(tmp_path), limit_s=1000.0, grace_s=GRACE_S)
+    ends = run_all(commands(f"0 {LIMIT_S} {orderly}", f"1 {LIMIT_S} {stubborn}", "1 50 echo next"), on_two)
     assert [end.code for end in ends] == [None, None, 0]
     assert "AT ITS LIMIT" in ends[0].told()
-    assert (tmp_path / "0.log").read_text() == "kept\n"
+    assert (tmp_path / "0.log").read_text() == "ready\nkept\n"
     assert not is_running(int((tmp_path / "orphan").read_text()))
     assert not is_running(int((tmp_path / "bare").read_text()))
 
