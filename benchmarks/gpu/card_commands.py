@@ -127,7 +127,7 @@ def _run(command: CardCommand, machine: Machine, limit_s: float) -> CommandEnd:
     os.sched_setaffinity(0, machine.cores_of(command.cards))  # of this thread, and so of what it starts
     with machine.log_of(command).open("wb") as log:
         process = subprocess.Popen(
-            ["bash", "-c", command.text],
+            ["env", "--default-signal=INT", "bash", "-c", command.text],
             stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             env=environment, cwd=_ROOT, start_new_session=True,
         )  # fmt: skip
@@ -141,7 +141,7 @@ def _run(command: CardCommand, machine: Machine, limit_s: float) -> CommandEnd:
 
 
 def _interrupt(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """A campaign keeps what it has, pytest says what has passed."""
+    """A campaign keeps what it has, pytest says what has passed: also where we were started to ignore interrupts."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):

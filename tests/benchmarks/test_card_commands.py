@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,17 @@ class Ready(subprocess.Popen[bytes]):
         return super().wait(timeout)
 
 
+@pytest.fixture(params=["interrupts are heard", "interrupts are ignored"])
+def _started(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As shells start what runs in the background: its children inherit that it ignores interrupts."""
+    before = signal.getsignal(signal.SIGINT)
+    if request.param == "interrupts are ignored":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_started")
 def test_at_its_limit_it_is_interrupted_and_nothing_of_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
