@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.engine.step_plans import set_up
+from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import Teller
 from benchmarks.gpu.shape_folder import make_shape_folder
 from benchmarks.gpu.step_times import GREEDY, decode_ms
@@ -133,14 +134,7 @@ def _tell_of(tell: Callable[[Figures], None], quantise: str, more: Figures) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=PIECES)
-    parser.add_argument("--shape", type=Path, required=True, help="config.json of Llama-3.1-8B")
-    parser.add_argument("--tokenizer", type=Path, help="not needed")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
+    options = piece_options(PIECES, __doc__)
     tell = Teller()
     if options.device != "cuda":
         tell({"skipped": "needs a card"})

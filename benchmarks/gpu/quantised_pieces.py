@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.offline_child import STEP_TOKENS, OurEngine, VllmEngine
 from benchmarks.gpu.offline_workload import OfflineEngine, decode_steps, prefills, random_prompts
+from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.shape_folder import make_shape_folder
 
 _MAX_MODEL_LEN = 4096
@@ -167,14 +168,7 @@ class Teller:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("piece", choices=[*PIECES, PRODUCTS])
-    parser.add_argument("--shape", type=Path, required=True, help="config.json of Llama-3.1-8B")
-    parser.add_argument("--tokenizer", type=Path, help="not needed")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--small", action="store_true")
-    options = parser.parse_args()
+    options = piece_options([*PIECES, PRODUCTS], __doc__)
     tell = Teller()
     if options.piece != PRODUCTS:
         run(PIECES[options.piece], options, tell)
