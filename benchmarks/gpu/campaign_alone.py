@@ -51,6 +51,7 @@ ALONE = {
     "vllm-awq": 120.0,
     "int4-by-byte": 60.0,
     "weights-ahead": 95.0,
+    "fetch-by-line": 130.0,
     "speculative-plain": 190.0,
     "speculative": 225.0,
     "speculative-oracle": 175.0,

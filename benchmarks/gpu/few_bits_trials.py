@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.engine.step_plans import set_up
+from benchmarks.gpu.fetch_ways import by_line
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import Teller
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -69,6 +70,7 @@ def _weights_ahead(num_mib: int) -> Iterator[None]:
 
 
 _MIB_AHEAD = (8, 16)
+_TIMES_AS_MUCH = (1, 2, 0)
 PIECES = {
     "int4-by-byte": Trial(("int4",), {"off": as_shipped, "on": by_byte, "off again": as_shipped}),
     "weights-ahead": Trial(
@@ -76,6 +78,14 @@ PIECES = {
         {
             "off": as_shipped,
             **{f"{num_mib} MiB": partial(_weights_ahead, num_mib) for num_mib in _MIB_AHEAD},
+            "off again": as_shipped,
+        },
+    ),
+    "fetch-by-line": Trial(
+        ("fp8", "int4", "none"),
+        {
+            "off": as_shipped,
+            **{f"lines, {times} times": partial(by_line, times) for times in _TIMES_AS_MUCH},
             "off again": as_shipped,
         },
     ),

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 campaign='python3 -m benchmarks.gpu.campaign --tokenizer /tmp/site/tokenizer --budget-s $LEFT_S'
 few_bits='tests/gpu/test_quantised_products.py tests/gpu/test_quantised_card_linear.py tests/gpu/test_fp8_kv.py'
 few_bits+=' tests/gpu/test_weights_ahead.py tests/gpu/test_settled_context.py'
-trials='context-ahead,weights-ahead,int4-by-byte,quant-kernels' # 150 + 95 + 60 + 65 s
+trials='fetch-by-line,context-ahead,weights-ahead,int4-by-byte,quant-kernels' # 130 + 150 + 95 + 60 + 65 s
 
 on_cards() { # LIMIT_S COMMAND ...
     python3 -m benchmarks.gpu.card_commands --out "$OUT" --limit-s "$@"
@@ -19,7 +19,7 @@ case $1 in
         drafts='speculative-plain,speculative,speculative-eagle3,speculative-oracle,speculative-oracle-fp8'
         on_cards 560 \
             "0 120 python3 -m pytest -q -rA $few_bits" \
-            "0 440 $campaign --only $trials --state /tmp/0.jsonl --out \$OUT/0" \
+            "0 560 $campaign --only $trials --state /tmp/0.jsonl --out \$OUT/0" \
             "1 560 $campaign --only $drafts --state /tmp/1.jsonl --out \$OUT/1"
         ;;
     pairs)
