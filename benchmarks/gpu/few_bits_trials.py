@@ -21,7 +21,6 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.engine.step_plans import set_up
-from benchmarks.gpu.fetch_ways import by_line
 from benchmarks.gpu.piece_command import piece_options
 from benchmarks.gpu.quantised_pieces import Teller
 from benchmarks.gpu.shape_folder import make_shape_folder
@@ -69,6 +68,14 @@ def _weights_ahead(num_mib: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _by_line(times: int) -> Iterator[None]:
+    from benchmarks.gpu.fetch_ways import by_line
+
+    with by_line(times):
+        yield
+
+
 _MIB_AHEAD = (8, 16)
 _TIMES_AS_MUCH = (1, 2, 0)
 PIECES = {
@@ -85,7 +92,7 @@ PIECES = {
         ("fp8", "int4", "none"),
         {
             "off": as_shipped,
-            **{f"lines, {times} times": partial(by_line, times) for times in _TIMES_AS_MUCH},
+            **{f"lines, {times} times": partial(_by_line, times) for times in _TIMES_AS_MUCH},
             "off again": as_shipped,
         },
     ),

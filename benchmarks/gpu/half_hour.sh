@@ -24,9 +24,10 @@ case $1 in
         ;;
     pairs)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site vllm
-        load='--workloads 8192/256 --most-runs 2 --vllm-site /tmp/vllm-site'
+        load='--most-runs 2 --vllm-site /tmp/vllm-site'
         on_cards 565 \
-            "0,1 565 $campaign --only pair-split,pair-roles,pair-vllm $load --state /tmp/2.jsonl --out \$OUT/2"
+            "0,1 320 $campaign --only pair-roles --workloads 2048/128,8192/256 $load --state /tmp/2.jsonl --out \$OUT/2" \
+            "0,1 565 $campaign --only pair-vllm,pair-split --workloads 8192/256 $load --state /tmp/3.jsonl --out \$OUT/3"
         ;;
     kills)
         python3 -m benchmarks.gpu.parcels.unpack .gpu --needs site model
