@@ -30,12 +30,6 @@ _HALVES = {
     for pool in ("prefill", "decode")
     for key, value in (("num_gpus", 0.5), ("kv_memory_fraction", 0.35))
 }
-# Either card does both, by cost (docs/roles.md).
-_ROLES = {"routing.policy": "roles_by_cost", "slo.ttft_s": 0.4, "slo.tpot_s": 0.01} | {
-    f"pools.{pool}.{key}": value
-    for pool in ("prefill", "decode")
-    for key, value in (("may_also", True), ("max_batch_tokens", 2304), ("max_running_sequences", 256))
-}
 SERVED = (
     ServedPiece(
         "lanes",
@@ -95,7 +89,7 @@ SERVED = (
     ServedPiece("lanes-cache", "gpu-one-card.yaml", _TWO_LANES_S, (), cache_as="lanes-cache"),
     # Two cards: what each layout makes of both. vLLM has a server on each, behind HAProxy.
     ServedPiece("pair-split", "gpu-1p1d.yaml", _SPLIT_S, (("2048/128", 16.0),), _ALL, num_cards=2),
-    ServedPiece("pair-roles", "gpu-1p1d.yaml", _SPLIT_S, (), _ALL, changes=_ROLES, num_cards=2),
+    ServedPiece("pair-roles", "gpu-by-cost.yaml", _SPLIT_S, (), _ALL, num_cards=2),
     ServedPiece("pair-lanes", "gpu-one-card.yaml", _TWO_LANES_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-colocated", "gpu-colocated.yaml", _ONE_LANE_S, (), _ALL, changes=_TWO_DECODE, num_cards=2),
     ServedPiece("pair-vllm", None, _VLLM_S, (), _ALL, num_cards=2),

@@ -29,6 +29,7 @@ from replicas.settings import ModelSettings
 
 if TYPE_CHECKING:
     from benchmarks.gpu.steps_runner import StepsRunner
+    from replicas.kernels.skinny_product import ProductTile
 
 BATCHES, CONTEXT = (1, 16, 64), 1073
 _REPEATS = 40
@@ -52,50 +53,42 @@ def as_shipped() -> Iterator[None]:
 
 
 @contextmanager
-def by_byte() -> Iterator[None]:
+def _int4_parts_as_before() -> Iterator[None]:
+    """Of more than 32 rows: one part of very many outputs, eight of very many inputs."""
     from replicas.cuda import int4_card_linear
 
-    kernel = partial(int4_card_linear.int4_product, by_byte=True)
-    with patch.object(int4_card_linear, "int4_product", kernel):
+    tile_of = int4_card_linear.int4_tile
+
+    def before(num_rows: int, num_out: int, num_in: int) -> ProductTile:
+        tile = tile_of(num_rows, num_out, num_in)
+        if num_rows <= 32 or (num_out < 16384 and num_in < 8192):
+            return tile
+        return tile._replace(num_parts=1 if num_out >= 16384 else 8)
+
+    with patch.object(int4_card_linear, "int4_tile", before):
         yield
 
 
 @contextmanager
-def _weights_ahead(num_mib: int) -> Iterator[None]:
-    from replicas.cuda import weights_ahead
+def _fp8_of_512_inputs() -> Iterator[None]:
+    """Of up to 16 rows, where inputs are cut: two parts in steps of 512 inputs instead of four in steps of 256."""
+    from replicas.cuda import quantised_card_linear
 
-    with patch.object(weights_ahead, "AHEAD_BYTES", num_mib << 20):
+    tile_of = quantised_card_linear.scaled_tile
+
+    def wide(num_rows: int, num_out: int, num_in: int, most_bytes: int) -> ProductTile:
+        tile = tile_of(num_rows, num_out, num_in, most_bytes)
+        return tile._replace(block_k=512, num_stages=3, num_parts=2) if num_rows <= 16 and tile.num_parts > 1 else tile
+
+    with patch.object(quantised_card_linear, "scaled_tile", wide):
         yield
 
 
-@contextmanager
-def _by_line(times: int) -> Iterator[None]:
-    from benchmarks.gpu.fetch_ways import by_line
-
-    with by_line(times):
-        yield
-
-
-_MIB_AHEAD = (8, 16)
-_TIMES_AS_MUCH = (1, 2, 0)
 PIECES = {
-    "int4-by-byte": Trial(("int4",), {"off": as_shipped, "on": by_byte, "off again": as_shipped}),
-    "weights-ahead": Trial(
-        ("fp8", "int4"),
-        {
-            "off": as_shipped,
-            **{f"{num_mib} MiB": partial(_weights_ahead, num_mib) for num_mib in _MIB_AHEAD},
-            "off again": as_shipped,
-        },
+    "int4-parts": Trial(
+        ("int4",), {"off": as_shipped, "parts as before": _int4_parts_as_before, "off again": as_shipped}
     ),
-    "fetch-by-line": Trial(
-        ("fp8", "int4", "none"),
-        {
-            "off": as_shipped,
-            **{f"lines, {times} times": partial(_by_line, times) for times in _TIMES_AS_MUCH},
-            "off again": as_shipped,
-        },
-    ),
+    "fp8-wide": Trial(("fp8",), {"off": as_shipped, "512 inputs": _fp8_of_512_inputs, "off again": as_shipped}),
 }
 
 

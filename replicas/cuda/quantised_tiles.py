@@ -14,7 +14,7 @@ from replicas.kernels.skinny_product import ProductTile
 
 SMALLEST_BYTES = 99 * 1024  # of a program's memory: compute capability 8.6 and its like
 _VERY_MANY_OUTPUTS, _MANY_OUTPUTS, _FEW_OUTPUTS = 16384, 4096, 2048
-_VERY_MANY_INPUTS, _MANY_INPUTS = 8192, 2048
+_MANY_INPUTS = 2048
 _VERY_FEW_ROWS, _FEW_ROWS = 16, 32
 _MANY_ROWS_BYTES = 128 * 1024  # what four stages take of 64 rows and 256 inputs of 8 bits
 
@@ -38,11 +38,11 @@ def int4_tile(num_rows: int, num_out: int, num_in: int) -> ProductTile:
     waits for the memory, so that many at once are faster, but for what adding up their parts costs: more for more rows.
     """
     if num_out >= _VERY_MANY_OUTPUTS:
-        num_parts = 4 if num_rows <= _VERY_FEW_ROWS else 2 if num_rows <= _FEW_ROWS else 1
+        num_parts = 4 if num_rows <= _VERY_FEW_ROWS else 2
     elif num_in < _MANY_INPUTS:
         num_parts = 1 if num_rows > _FEW_ROWS else 2
     else:
-        num_parts = 8 if num_rows <= _FEW_ROWS or num_in >= _VERY_MANY_INPUTS else 4
+        num_parts = 8 if num_rows <= _FEW_ROWS else 4
     return ProductTile(2 * NARROWEST, 128, 4, 3, num_parts)
 
 

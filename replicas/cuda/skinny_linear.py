@@ -1,8 +1,8 @@
 """Linear layers that read their weights at full bandwidth when there are few tokens; CUDA only.
 
 Up to 64 rows the kernels here beat a library's at every layer of Llama-3.1-8B and Qwen3-0.6B, or come level (on an
-H200, behind a norm as in a step): they fetch their first weights while the kernel in front is at work. Beyond,
-arithmetic counts, at which the library is better (on a part of a card by ways chosen for it: `part_products`).
+H200, behind a norm as in a step). Beyond, arithmetic counts, at which the library is better (on a part of a card by
+ways chosen for it: `part_products`).
 """
 
 from __future__ import annotations

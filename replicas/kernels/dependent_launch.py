@@ -20,8 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-FETCHED_BYTES = 256  # as `fetch_ahead` says to the card
-
 
 @cache
 def launches_early(device: torch.device) -> bool:
@@ -37,19 +35,6 @@ def wait_for_earlier(IS_EARLY: tl.constexpr):
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_ahead(pointers):
-    """Have the FETCHED_BYTES behind each pointer brought into the L2 cache, before `wait_for_earlier`. From compute
-    capability 9.0 on. pointers: to weights, 16-byte aligned, of any shape.
-
-    PTX ISA, cp.async.bulk.prefetch.
-    """
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

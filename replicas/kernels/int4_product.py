@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.int4_numbers import int4_numbers
 from replicas.kernels.int4_words import CHUNK, QUARTER
 from replicas.kernels.parts_of_product import store_product
@@ -20,8 +20,6 @@ from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
 
 _CHUNK, _QUARTER = tl.constexpr(CHUNK), tl.constexpr(QUARTER)
-_A_FETCH = tl.constexpr(FETCHED_BYTES // 2)  # words of one
-_FETCHED_CHUNKS = 4
 _FEWEST_ROWS, _MOST_ROWS = 16, 32  # of one product of the matrix units
 
 
@@ -53,8 +51,8 @@ def _factors_of(factors, first, features, is_feature, num_out, num_in, GROUP_SIZ
 def _product(
     x, weight, factors, bias, out, partial, arrived, num_rows, num_out, num_in, num_chunks, part_chunks, x_stride,
     GROUP_SIZE: tl.constexpr, IS_ONE_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_FETCHED: tl.constexpr,
-    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr, BY_BYTE: tl.constexpr,
+    NUM_PRODUCTS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PARTS: tl.constexpr,
+    IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, part_chunks of them. IS_ONE_GROUP: whether each chunk is within
     one group. NUM_PRODUCTS: 1, or 2, each of ROWS."""
@@ -64,11 +62,6 @@ def _product(
     is_feature = features < num_out
     begin = part * part_chunks
     end = tl.minimum(begin + part_chunks, num_chunks)
-    if NUM_FETCHED > 0:
-        chunks = tl.minimum(begin + tl.arange(0, NUM_FETCHED), num_chunks - 1)
-        ahead = tile * BLOCK_N * _QUARTER + tl.arange(0, BLOCK_N * _QUARTER // _A_FETCH) * _A_FETCH
-        ahead = tl.minimum(ahead, num_out * _QUARTER - _A_FETCH)  # nothing beyond the matrix
-        fetch_ahead(weight + chunks.to(tl.int64)[:, None] * num_out * _QUARTER + ahead[None, :])
     wait_for_earlier(IS_EARLY)
     of_quarter = tl.arange(0, _QUARTER)
     is_row, is_other = (rows < num_rows)[:, None], (rows + ROWS < num_rows)[:, None]
@@ -90,7 +83,7 @@ def _product(
             f_third = _factors_of(factors, first + 2 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
             f_last = _factors_of(factors, first + 3 * _QUARTER, features, is_feature, num_out, num_in, GROUP_SIZE)
         w_first, w_second, w_third, w_last = int4_numbers(
-            words, f_first, f_second, f_third, f_last, x.dtype.element_ty, IS_COMPILED, BY_BYTE
+            words, f_first, f_second, f_third, f_last, x.dtype.element_ty, IS_COMPILED
         )
         v_first, v_second, v_third, v_last = _quarters(x_rows + first, is_row, first, num_in, IS_WHOLE)
         total = tl.dot(v_first, w_first, total, input_precision="ieee")
@@ -115,20 +108,17 @@ def _product(
 
 def int4_product(
     x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor, group_size: int, bias: torch.Tensor | None,
-    tile: ProductTile, arrived: torch.Tensor, by_byte: bool = False,
+    tile: ProductTile, arrived: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """x [R <= 64, K] times a matrix [N, K] transposed, plus bias [N]: [R, N] in x's type, which is of 16 bits.
 
     weight: `words_of` it; factors: `group_factors` of its scales and zeros; group_size: a multiple of 32; tile.block_k
     is a chunk, whatever it says. All contiguous. Sums in float32. arrived and the rest as in `skinny_product`.
-    by_byte: as in `int4_numbers`.
     """
     num_rows, num_in = x.shape
     num_chunks, num_out, _ = weight.shape
     rows = max(_FEWEST_ROWS, triton.next_power_of_2(num_rows))
     is_early = launches_early(x.device)
-    # The unit that fetches ahead wants addresses of whole 16 bytes.
-    is_fetched = is_early and weight.data_ptr() % 16 == 0 and num_out * QUARTER >= _A_FETCH.value
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(triton.cdiv(num_out, tile.block_n) * tile.num_parts,)](
@@ -136,8 +126,8 @@ def int4_product(
         num_chunks, triton.cdiv(num_chunks, tile.num_parts), x.stride(0), GROUP_SIZE=group_size,
         IS_ONE_GROUP=group_size % CHUNK == 0, HAS_BIAS=bias is not None, ROWS=min(rows, _MOST_ROWS),
         NUM_PRODUCTS=triton.cdiv(rows, _MOST_ROWS), BLOCK_N=tile.block_n, NUM_PARTS=tile.num_parts,
-        NUM_FETCHED=_FETCHED_CHUNKS if is_fetched else 0, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
-        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, BY_BYTE=by_byte,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
+        IS_WHOLE=num_out % tile.block_n == 0 and num_in % CHUNK == 0, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

@@ -6,15 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.gate import gated
 from replicas.kernels.parts_of_product import store_product
 from replicas.kernels.pool_numbers import is_compiled
 from replicas.kernels.skinny_product import ProductTile
-
-_A_FETCH = tl.constexpr(FETCHED_BYTES)  # weights of 8 bits in a fetch
-_NUM_FETCHED = 2
-FETCHED_OF_ROW = _NUM_FETCHED * FETCHED_BYTES  # of an output's weights, of each part of them
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps"])
@@ -22,7 +18,7 @@ def _product(
     x, x_scales, weight, scales, bias, onto, out, partial, arrived, num_rows, num_out, num_in, num_steps, num_x_groups,
     num_groups, GROUP_SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_INT: tl.constexpr, IS_GROUPED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    NUM_FETCHED: tl.constexpr, IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_EARLY: tl.constexpr, IS_COMPILED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them. A step is within one group.
 
@@ -37,9 +33,6 @@ def _product(
     weight_rows = weight + features.to(tl.int64)[:, None] * num_in
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
-    if NUM_FETCHED > 0:
-        inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * num_in
-        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * _A_FETCH, num_in - _A_FETCH)[None, :])
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * num_in
     total = tl.zeros([BLOCK_N, ROWS], tl.int32 if IS_INT else tl.float32)
@@ -143,15 +136,11 @@ def _launch(
     num_steps = triton.cdiv(triton.cdiv(num_in, tile.num_parts), block_k)
     num_tiles = triton.cdiv(num_out, tile.block_n)
     is_early = launches_early(x.device)
-    # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
-    is_aligned = weight.data_ptr() % 16 == 0 and num_in % 16 == 0
     _product[(num_tiles * tile.num_parts,)](
         x, x_scales, weight, scales, scales if bias is None else bias, onto, out, partial, arrived, num_rows, num_out,
         num_in, num_steps, x_scales.shape[1], num_groups, GROUP_SIZE=group_size if is_grouped else 1,
         HAS_BIAS=bias is not None, IS_INT=x.dtype is torch.int8, IS_GROUPED=is_grouped,
         ROWS=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tile.block_n, BLOCK_K=block_k,
-        NUM_PARTS=tile.num_parts,
-        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0,
-        IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device), num_warps=tile.num_warps,
-        num_stages=tile.num_stages, launch_pdl=is_early,
+        NUM_PARTS=tile.num_parts, IS_GATED=is_gated, IS_EARLY=is_early, IS_COMPILED=is_compiled(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip

@@ -3,8 +3,7 @@
 The weight's rows are the rows of the matrix units' product and the tokens its columns, so that few tokens waste little.
 Matrices of few outputs are cut along their inputs too, so that every processor reads; the last program of an output
 tile to arrive adds the parts, in their order, so that the sum is the same each time (Osama et al., "Stream-K", 2023,
-have such parts; here they are of one length). Weights never change, so a program fetches its first ones while the
-kernel in front is still at work.
+have such parts; here they are of one length).
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from replicas.kernels.dependent_launch import FETCHED_BYTES, fetch_ahead, launches_early, wait_for_earlier
+from replicas.kernels.dependent_launch import launches_early, wait_for_earlier
 from replicas.kernels.parts_of_product import store_product
 
-# Weights of 16 bits in a fetch, and fetches of a row.
-_A_FETCH = tl.constexpr(FETCHED_BYTES // 2)
-_NUM_FETCHED = 2
 MOST_ROWS = 64  # that layers have multiplied by a kernel here, whatever bits their weights have; a library does more
 
 
@@ -38,7 +34,7 @@ class ProductTile(NamedTuple):
 def _product(
     x, weight, bias, out, partial, arrived, num_rows, num_out, num_in, num_steps, x_stride, weight_stride,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_PARTS: tl.constexpr,
-    NUM_FETCHED: tl.constexpr, IS_EARLY: tl.constexpr, EVICTION: tl.constexpr,
+    IS_EARLY: tl.constexpr, EVICTION: tl.constexpr,
 ) -> None:  # fmt: skip
     """One tile of outputs over one part of the inputs, num_steps * BLOCK_K of them."""
     tile, part = tl.program_id(0) // NUM_PARTS, tl.program_id(0) % NUM_PARTS
@@ -48,9 +44,6 @@ def _product(
     weight_rows = weight + features.to(tl.int64)[:, None] * weight_stride
     begin = part * num_steps * BLOCK_K
     end = tl.minimum(begin + num_steps * BLOCK_K, num_in)
-    if NUM_FETCHED > 0:
-        inside = weight + tl.minimum(features, num_out - 1).to(tl.int64)[:, None] * weight_stride
-        fetch_ahead(inside + tl.minimum(begin + tl.arange(0, NUM_FETCHED) * _A_FETCH, num_in - _A_FETCH)[None, :])
     wait_for_earlier(IS_EARLY)
     x_rows = x + rows[None, :] * x_stride
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -85,15 +78,12 @@ def skinny_product(
     num_steps = triton.cdiv(triton.cdiv(num_in, tile.num_parts), tile.block_k)
     num_tiles = triton.cdiv(num_out, tile.block_n)
     is_early = launches_early(x.device)
-    # The unit that fetches ahead wants addresses of whole 16 bytes, and nothing beyond the matrix.
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == num_in % 8 == 0
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     partial = torch.empty(tile.num_parts if tile.num_parts > 1 else 0, *out.shape, dtype=torch.float32, device=x.device)
     _product[(num_tiles * tile.num_parts,)](
         x, weight, weight if bias is None else bias, out, partial, arrived, num_rows, num_out, num_in, num_steps,
         x.stride(0), weight.stride(0), HAS_BIAS=bias is not None, ROWS=max(16, triton.next_power_of_2(num_rows)),
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts,
-        NUM_FETCHED=_NUM_FETCHED if is_early and is_aligned and num_in >= _A_FETCH.value else 0, IS_EARLY=is_early,
-        EVICTION=eviction, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, NUM_PARTS=tile.num_parts, IS_EARLY=is_early, EVICTION=eviction,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=is_early,
     )  # fmt: skip
     return out

@@ -5,6 +5,8 @@ Triton's interpreter has no instructions of a card's, so kernels there take anot
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -67,25 +69,22 @@ def scales_of(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("zero", [0, 1, 7, 8, 15, 16, 77, 127])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("by_byte", [False, True])
-def test_numbers_are_those_of_the_definition(by_byte: bool, dtype: torch.dtype, zero: int) -> None:
-    name = ("_BY_BYTE_AS_" if by_byte else "_AS_") + ("BFLOAT16" if dtype is torch.bfloat16 else "FLOAT16")
+def test_numbers_are_those_of_the_definition(dtype: torch.dtype, zero: int) -> None:
     scales = scales_of(dtype)
-    magic = 128 if dtype is torch.bfloat16 else 1024
-    added, multiplied = [-float(magic + zero)] * 4, scales
-    if by_byte and dtype is torch.bfloat16:
-        added, multiplied = [-zero * 2.0**-6] * 4, scales * 64
-    elif by_byte:
-        added = [-1024.0 - zero, -64.0 - zero] * 2
+    if dtype is torch.bfloat16:
+        text, added, multiplied = int4_numbers._AS_BFLOAT16, [-zero * 2.0**-6] * 4, scales * 64
+    else:
+        text, added, multiplied = int4_numbers._AS_FLOAT16, [-1024.0 - zero, -64.0 - zero] * 2, scales
     given = {f"${9 + number}": multiplied for number in range(4)}
     given |= {f"${5 + number}": torch.tensor(added[number]).to(dtype) for number in range(4)}
     assert [float(given[f"${5 + number}"]) for number in range(4)] == added, "numbers of the type"
-    found = carried_out(getattr(int4_numbers, name).value, _WORDS, given, dtype)
+    found = carried_out(text.value, _WORDS, given, dtype)
     for number, shift in zip(found, (0, 4, 8, 12), strict=True):
         wanted = ((_WORDS >> shift & 15).float() - zero) * scales.float()
         assert torch.equal(number, wanted.to(dtype))
 
 
-def test_eight_numbers_take_one_shift_instead_of_three() -> None:
-    counts = [text.value.count("shr.b32") for text in (int4_numbers._AS_BFLOAT16, int4_numbers._BY_BYTE_AS_BFLOAT16)]
-    assert counts == [3, 1]
+@pytest.mark.parametrize("text", [int4_numbers._AS_BFLOAT16.value, int4_numbers._AS_FLOAT16.value])
+def test_eight_numbers_take_thirteen_operations(text: str) -> None:
+    operations = [line.split(".")[0] for line in text.splitlines() if not line.startswith(("{", "}", "mov"))]
+    assert Counter(operations) == {"shr": 1, "lop3": 4, "fma": 8}
